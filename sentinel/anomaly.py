@@ -1,0 +1,133 @@
+"""Anomaly, Incident and Severity: their JSON is public."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+
+import msgspec
+
+
+class Severity(enum.Enum):
+    """How much an anomaly matters: `info` is written down, `warning` is shown, `critical` pages."""
+
+    INFO = "info"
+    WARNING = "warning"
+    CRITICAL = "critical"
+
+    @property
+    def level(self) -> int:
+        """0, 1, 2: larger is worse."""
+        return _LEVELS[self]
+
+
+_LEVELS = {Severity.INFO: 0, Severity.WARNING: 1, Severity.CRITICAL: 2}
+
+
+class Anomaly(msgspec.Struct, frozen=True, kw_only=True):
+    """A fact: this series broke this rule at this step and place. Immutable; one line of `anomalies/*.jsonl`.
+
+    Non-finite values are written as null beside `value_text` (`nan`, `inf`, `-inf`), so that the JSON stays strict.
+    """
+
+    id: str
+    """`anomaly_id` of the identity: run, attempt, step, micro_step, rank or null, series, rule."""
+    run: str
+    attempt: int
+    rank: int | None
+    """The rank whose own row shows it; null when ranks were merged, then see `ranks`."""
+    ranks: tuple[int, ...] = ()
+    step: int
+    micro_step: int | None
+    """Null for what belongs to no micro-batch, and for a finite value of a row folded over several."""
+    pp_stage: int
+    vpp_stage: int
+    call_id: int | None
+    tag_name: str
+    """Canonical name of the tensor: a parameter, a module (its output), or a scalar's name."""
+    kind: str
+    statistic: str
+    rule: str
+    detector: str
+    severity: Severity
+    value: float | None
+    value_text: str = ""
+    """`nan`, `inf`, `-inf` when value is null for that reason; empty otherwise."""
+    baseline: float | None = None
+    score: float | None = None
+    """At least 1 is anomalous; null for absolute rules whose score is infinite."""
+    message: str = ""
+    group_mates: tuple[int, ...] = ()
+    """Ranks that hold the same tensor (its replicas and shards)."""
+    time: float = 0.0
+    """Seconds since the epoch by the record's own clock."""
+    event: str = "onset"
+    """`onset`, `end` (count says how many steps it lasted) or `truncated` (count says how many were not written)."""
+    count: int = 1
+    onset_id: str | None = None
+    """For `end`: the id of the onset."""
+    depth: int = 0
+    """Place of the chunk in the forward order of the whole model."""
+    site_pos: int = 0
+    place: dict[str, int] = {}
+    """Split axes to the coordinate of `rank` (`Place.coordinates`); empty when merged."""
+    consumers: tuple[str, ...] = ()
+    """Canonical names of the modules that read this same tensor."""
+    also: tuple[str, ...] = ()
+    segment: str = ""
+    """Segment of the black box in which this was made: known for borders, and for modules inside one."""
+    border: str = ""
+    """Which border of the black box the tensor is; empty: none."""
+    dp_size: int = 1
+    tp_size: int = 1
+    pp_size: int = 1
+    communicates: bool = False
+    """The module exchanges data inside its tensor- or context-parallel group."""
+
+
+class Incident(msgspec.Struct, frozen=True, kw_only=True):
+    """One revision of an incident: anomalies that follow from the same first causes; one line of `incidents.jsonl`."""
+
+    id: str
+    revision: int
+    run: str
+    attempt: int
+    state: str
+    """`open`, `resolved` (quiet), `settled` (a level shift became the new normal) or `merged` (into `merged_into`)."""
+    opened_step: int
+    last_step: int
+    severity: Severity
+    title: str
+    root: str | None
+    """Id of the anomaly that came first (the first of the first causes in the total order)."""
+    root_name: str = ""
+    """Where it came from, in words: module or segment, kind, rank, micro_step."""
+    first_causes: tuple[str, ...] = ()
+    members: tuple[str, ...] = ()
+    """Ids of the anomalies that joined with this revision (not all of them: revisions add up)."""
+    num_members: int = 0
+    detectors: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    verdict: str = "unknown"
+    evidence: tuple[str, ...] = ()
+    segment: str = ""
+    module: str = ""
+    """Refined root, when module monitoring caught the fault in the act."""
+    paged: bool = False
+    """A page was due: something in it is corroborated, non-finite, or in the loss, and critical."""
+    merged_into: str | None = None
+    time: float = 0.0
+
+
+def anomaly_id(
+    run: str, attempt: int, step: int, micro_step: int | None, rank: int | None, series: str, rule: str, event: str = "onset"
+) -> str:
+    """Return the 16 hex digits that name an anomaly: the same fact has the same id on every replay."""
+    text = "\x1f".join(map(str, (run, attempt, step, micro_step, rank, series, rule, event)))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def incident_id(run: str, attempt: int, step: int, detector: str, root: str) -> str:
+    """Return `i` and 12 hex digits that name an incident, from what was known at its first anomaly."""
+    text = "\x1f".join(map(str, (run, attempt, step, detector, root)))
+    return "i" + hashlib.blake2b(text.encode(), digest_size=6).hexdigest()

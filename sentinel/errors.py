@@ -1,0 +1,27 @@
+"""The error tree: callers can act on each difference."""
+
+from __future__ import annotations
+
+
+class SentinelError(Exception):
+    """Anything Sentinel raises on purpose. The message says where, what was expected, what came, what to do."""
+
+
+class ConfigError(SentinelError):
+    """A configuration that cannot be used; names the dotted path, the bound and the value it got."""
+
+
+class RuleError(SentinelError):
+    """A rule pack that cannot be used; names file, line and the nearest known word."""
+
+
+class WireError(SentinelError):
+    """Bytes that are not the frame they claim to be."""
+
+
+class UndefinedStatistic(SentinelError):
+    """A statistic that nobody knows by that name."""
+
+
+class StoreError(SentinelError):
+    """A journal or run directory that cannot be used safely."""

@@ -1,0 +1,134 @@
+"""What a rank says beside its rows: the payloads of descriptor, end_step, health, ack, heartbeat and bye frames.
+
+Fields are only ever added, last, with a default, so that an older reader still understands a newer rank.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from sentinel.place import Place
+
+
+class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of the table that rows point into."""
+
+    id: int
+    name: str
+    """Name on this rank, wrapper prefixes stripped: `blocks.0.mlp.fc1.weight` for a parameter, the module's name for an
+    activation, with `:1` or `:logits` behind it for another element of its output or input than the only one.
+    The chunk itself is `""`; the daemon gives it its canonical name."""
+    kind: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    chunk: int = 0
+    """vpp_stage of the model chunk that holds it, 0-based."""
+    site_pos: int = 0
+    """Order of first appearance of the site in forward, 0-based in each chunk; params and wgrads: that of their module."""
+    consumers: tuple[str, ...] = ()
+    """Modules that read this same tensor (activation, dgrad): it is their activation_in / dgrad_in under another name."""
+    also: tuple[str, ...] = ()
+    """Outer modules that handed the same tensor on as their own output."""
+    placements: dict[str, str] = {}
+    """Mesh axis (`dp`, `tp`, ...) to `replicate`, `shard` (merged by moments), `partial`, `owned` or `unknown`."""
+    border: str = ""
+    """Black box: `chunk_input`, `block_input`, `block_output`, `chunk_output`, or empty."""
+    border_index: int = -1
+    """Position of the border in its chunk's list of borders, forward order, 0-based; -1: no border."""
+
+
+class ChunkInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One model chunk of a rank, and how the black box cut it."""
+
+    vpp_stage: int
+    depth: int
+    """Place in the forward order of all chunks of all stages, 0-based (`place.depth`)."""
+    segments: tuple[str, ...] = ()
+    """Names of the segments in forward order; segment i lies between border i and border i + 1."""
+    blocks: tuple[str, ...] = ()
+    """Local names of the repeated layers, in forward order; those of one container share its name as prefix."""
+    modules: tuple[str, ...] = ()
+    """Local names of all modules, in order of registration."""
+
+
+class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
+    """The first frame of a life, sent again (whole) when tensors, placements or chunks change."""
+
+    version: str
+    place: Place
+    chunks: tuple[ChunkInfo, ...]
+    tensors: tuple[TensorInfo, ...]
+    row_fields: tuple[tuple[str, str, int], ...]
+    """(name, numpy dtype string, byte offset) of each field of a row."""
+    row_bytes: int
+    environment: dict[str, str] = {}
+    """host, pid, torch, kernel, boundary, device: for people, never judged."""
+    first_step: int = 0
+    layer_offset: int | None = None
+    name_map: dict[str, str] = {}
+
+
+class EndStep(msgspec.Struct, frozen=True, kw_only=True):
+    """This rank has spoken for this step; the last frame of the step."""
+
+    step: int
+    num_rows: int
+    """Rows this rank sent for the step, all rows frames together."""
+    num_calls: int
+    """call_ids given out in the step."""
+    num_micro_steps: int = 0
+    scalars: dict[str, float] = {}
+    """Logged values; NaN and infinities travel as they are."""
+    is_skipped: bool = False
+    is_partial: bool = False
+    """The trainer ended in mid-step: what there is, is here."""
+    num_dropped_rows: int = 0
+    """Rows of this or earlier steps that never reached the spool, since the last end_step."""
+    num_folded_rows: int = 0
+    """Rows folded for want of room."""
+    step_time_s: float = 0.0
+    due: dict[str, int] = {}
+    """Kind to the number of tensors measured in this step: rows expected, for the positive control."""
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that blinds Sentinel here; a record that rules can see."""
+
+    code: str
+    """`hook_failed`, `unsupported_placement`, `rows_dropped`, `spool_full`, `disk_full`, `descriptor_mismatch`, ..."""
+    message: str
+    site: str = ""
+    count: int = 1
+    step: int = -1
+
+
+class Ack(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's answer to a command."""
+
+    command: str
+    """The command's id."""
+    state: str
+    """`armed` (will obey at at_step), `missed` (at_step had begun), `refused`, `applied`, `ended`, `withdrawn`."""
+    step: int
+    """The rank's current step when it answered."""
+    reason: str = ""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+    """The rank's process lives; where it stands."""
+
+    step: int
+    call_id: int
+    activity: str
+    """init, train, eval, checkpoint."""
+    module: str = ""
+    phase: str = ""
+    """forward, backward, optimizer, or empty."""
+
+
+class Bye(msgspec.Struct, frozen=True, kw_only=True):
+    """The last frame of a life that ended in order."""
+
+    reason: str
+    """`detached`, `exit`, `exception`."""
+    step: int

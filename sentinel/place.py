@@ -1,0 +1,139 @@
+"""Where a rank and a tensor live: Place, depth in the model, canonical names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from sentinel.errors import ConfigError
+
+AXES: tuple[str, ...] = ("dp", "pp", "tp", "cp", "ep")
+"""Parallel axes by their usual names; vpp (virtual pipeline) belongs to a chunk, not to a rank."""
+
+V_SHAPED = frozenset({"zbv", "dualpipev"})
+"""Schedules whose second chunk runs back up the ranks."""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Coordinates of one rank. Sizes are at least 1, coordinates 0-based and below their size."""
+
+    rank: int = 0
+    world_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    tp_rank: int = 0
+    tp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
+    ep_rank: int = 0
+    ep_size: int = 1
+    vpp_size: int = 1
+    """Model chunks on each pipeline rank."""
+    schedule: str = ""
+    """gpipe, 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, zbv, dualpipev; empty: no pipeline known."""
+
+    def __post_init__(self) -> None:
+        bounds = [("rank", self.rank, self.world_size)]
+        bounds += [(f"{axis}_rank", self.coordinate(axis), self.size(axis)) for axis in AXES]
+        for name, value, size in bounds:
+            if size < 1 or not 0 <= value < size:
+                raise ConfigError(f"place.{name} must be in [0, {size}), got {value}")
+        if self.vpp_size < 1:
+            raise ConfigError(f"place.vpp_size must be at least 1, got {self.vpp_size}")
+
+    def coordinate(self, axis: str) -> int:
+        """Return the 0-based coordinate on `axis`, one of AXES."""
+        return int(getattr(self, f"{axis}_rank"))
+
+    def size(self, axis: str) -> int:
+        """Return the number of ranks along `axis`, one of AXES."""
+        return int(getattr(self, f"{axis}_size"))
+
+    def coordinates(self) -> dict[str, int]:
+        """Return axis -> coordinate for the axes that are really split; small, for JSON and series keys."""
+        return {axis: self.coordinate(axis) for axis in AXES if self.size(axis) > 1}
+
+
+def depth(schedule: str, pp_stage: int, vpp_stage: int, pp_size: int) -> int:
+    """Return the place of a chunk in the forward order of the whole model, 0-based. The one place that knows.
+
+    Looped schedules go round the ranks: vpp_stage * pp_size + pp_stage. V-shaped ones fold: odd chunks run back up.
+    """
+    if schedule in V_SHAPED and vpp_stage % 2 == 1:
+        return vpp_stage * pp_size + (pp_size - 1 - pp_stage)
+    return vpp_stage * pp_size + pp_stage
+
+
+WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
+
+
+def strip_wrappers(name: str) -> str:
+    """Return a module or parameter name without the prefixes that DDP, FSDP, compile and checkpoint wrappers add.
+
+    `module` is stripped at the front only, or behind another wrapper: a model may have a child of that name.
+    """
+    changed = True
+    while changed:
+        changed = False
+        for prefix in ("module.", "_forward_module."):
+            if name.startswith(prefix):
+                name, changed = name[len(prefix):], True
+    inner = re.sub(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?:\.|$)", "", name)
+    return inner.rstrip(".") if inner != name else name
+
+
+def chunk_name(depth: int, num_depths: int) -> str:
+    """Return the canonical name of a whole chunk: `model`, or `stage<depth>` where the model is cut."""
+    return "model" if num_depths <= 1 else f"stage{depth}"
+
+
+def layer_offsets(blocks_by_depth: Mapping[int, Iterable[str]]) -> dict[int, dict[str, int]]:
+    """Return depth -> {block container: number to add to the layer numbers of that depth}.
+
+    blocks_by_depth: depth -> local names of the repeated layers (`layers.0`, `layers.1`).
+    Numbers that are already global (no number appears on two depths) are left alone; local ones, which begin again on
+    each depth, are shifted by the number of layers of the depths before.
+    """
+    by_container: dict[str, dict[int, list[int]]] = {}
+    for at, names in sorted(blocks_by_depth.items()):
+        for name in names:
+            container, _, number = name.rpartition(".")
+            if number.isdigit():
+                by_container.setdefault(container, {}).setdefault(at, []).append(int(number))
+    offsets: dict[int, dict[str, int]] = {at: {} for at in blocks_by_depth}
+    for container, numbers in by_container.items():
+        seen = [number for per_depth in numbers.values() for number in set(per_depth)]
+        if len(seen) == len(set(seen)):
+            continue
+        total = 0
+        for at in sorted(numbers):
+            offsets[at][container] = total
+            total += max(numbers[at]) + 1
+    return offsets
+
+
+def canonical(name: str, offsets: Mapping[str, int], whole: str, name_map: Mapping[str, str] | None = None) -> str:
+    """Return the name a tensor has on every layout.
+
+    name: local name; offsets: block container -> number to add (`layer_offsets`, or the config's layer_offset);
+    whole: the name of the chunk itself, for the site named `""`.
+    """
+    if name_map:
+        for prefix, other in name_map.items():
+            if name == prefix or name.startswith(prefix + "."):
+                name = other + name[len(prefix):]
+                break
+    if name == "" or name.startswith(":"):
+        return whole + name
+    for container, offset in offsets.items():
+        prefix = container + "." if container else ""
+        if offset and name.startswith(prefix):
+            number, dot, rest = name[len(prefix):].partition(".")
+            digits, colon, index = number.partition(":")
+            if digits.isdigit():
+                return f"{prefix}{int(digits) + offset}{colon}{index}{dot}{rest}"
+    return name
