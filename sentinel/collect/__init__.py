@@ -1,0 +1,79 @@
+"""In the trainer: hooks, kernels, steps. The only folder that imports torch."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from sentinel.collect.attempt import agree
+from sentinel.collect.config import MonitorConfig, load_config
+from sentinel.collect.environment import read_environment
+from sentinel.collect.monitor import Monitor
+from sentinel.collect.structure import unwrap
+from sentinel.collect.topology import Topology
+from sentinel.collect.unmeasured import Unmeasured
+from sentinel.errors import ConfigError, SentinelError
+from sentinel.place import Place
+
+__all__ = ["attach"]
+
+log = logging.getLogger("sentinel")
+
+_attached: weakref.WeakKeyDictionary[nn.Module, Monitor] = weakref.WeakKeyDictionary()
+
+
+def attach(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Any = None,
+    config: MonitorConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    place: Place | None = None,
+    grad_acc_steps: int | None = None,
+    first_step: int = 0,
+) -> Monitor | Unmeasured:
+    """Attach Sentinel to a model (or a list of pipeline chunks) and its optimizer (one, a list, or None).
+
+    Waits for rank 0 at most 5 s, to agree on run and attempt; launches nothing on the device. Returns the monitor, or one
+    that measures nothing when SENTINEL_DISABLE is set or the run directory cannot be used (said in the log).
+    Raises ConfigError for what only the caller can mend: an unknown key, a model that is none.
+    """
+    environment = read_environment()
+    if environment.is_disabled:
+        return Unmeasured("SENTINEL_DISABLE is set")
+    models = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Sequence) else []
+    if not models or not all(isinstance(one, nn.Module) for one in models):
+        raise ConfigError(f"attach: model must be a torch.nn.Module or a list of them, got {type(model).__name__}")
+    if first_step < 0:
+        raise ConfigError(f"attach: first_step must be at least 0, got {first_step}")
+    if grad_acc_steps is not None and grad_acc_steps < 1:
+        raise ConfigError(f"attach: grad_acc_steps must be at least 1, got {grad_acc_steps}")
+    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for one in optimizers:
+        if not callable(getattr(one, "step", None)):
+            raise ConfigError(f"attach: optimizer must have a step method, got {type(one).__name__}")
+    settings = load_config(config)
+    for one in models:
+        former = _attached.get(unwrap(one))
+        if former is not None and former.is_alive:
+            log.warning("sentinel: this model is already attached; the former monitor goes on, nothing is counted twice")
+            return former
+    life = secrets.token_bytes(16)
+    try:
+        attempt = agree(settings, environment, life)
+        monitor = Monitor(
+            models, optimizers, settings, Topology(environment, place), attempt, life,
+            grad_acc_steps=grad_acc_steps, first_step=first_step,
+        )  # fmt: skip
+    except (OSError, SentinelError, RuntimeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        return Unmeasured(str(error))
+    for one in models:
+        _attached[unwrap(one)] = monitor
+    return monitor

@@ -1,0 +1,121 @@
+"""Which run and which attempt this process belongs to: agreed once at attach, without a collective."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import re
+import stat
+import time
+from pathlib import Path
+
+import msgspec
+import torch.distributed as dist
+
+from sentinel.collect.config import MonitorConfig
+from sentinel.collect.environment import Environment
+from sentinel.errors import StoreError
+
+NO_ATTEMPT = 0xFFFFFFFF
+AGREE_TIMEOUT_S = 5.0
+
+_attaches = itertools.count()
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """Where this life belongs."""
+
+    run: str
+    attempt: int
+    """0-based; NO_ATTEMPT when rank 0 did not say in time: the daemon then opens a new one."""
+    directory: Path
+    """`<runs>/<run>`, made, private."""
+
+
+def agree(config: MonitorConfig, environment: Environment, life: bytes) -> Attempt:
+    """Return run and attempt, the same on every rank.
+
+    With torch.distributed rank 0 decides and tells through the default store: one bounded read (5 s). Without it the
+    launcher's id and restart count decide, else this process is an attempt of its own.
+    Raises StoreError when the run directory is not private to this user; OSError when it cannot be made.
+    """
+    base = Path(config.directory) if config.directory else environment.directory
+    name = config.run or environment.run
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        run = clean(name or environment.job or _fresh_name())
+        directory = private_directory(base, run)
+        return Attempt(run=run, attempt=_claim(directory, environment.launch or life.hex()), directory=directory)
+    key = f"sentinel/attach/{next(_attaches)}"
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        run = clean(name or environment.job or _fresh_name())
+        try:
+            directory = private_directory(base, run)
+            attempt = _claim(directory, life.hex())
+        except (OSError, StoreError) as error:
+            store.set(key, msgspec.json.encode(["", str(error)]).decode())
+            raise
+        store.set(key, msgspec.json.encode([run, attempt]).decode())
+        return Attempt(run=run, attempt=attempt, directory=directory)
+    try:
+        store.wait([key], datetime.timedelta(seconds=AGREE_TIMEOUT_S))
+        run, attempt = msgspec.json.decode(store.get(key))
+    except (RuntimeError, dist.DistError):
+        run, attempt = clean(name or environment.job or "unplaced"), NO_ATTEMPT
+    if not run:
+        raise StoreError(f"rank 0 could not make the run directory: {attempt}")
+    return Attempt(run=run, attempt=attempt, directory=private_directory(base, run))
+
+
+def private_directory(base: Path, run: str) -> Path:
+    """Make `<base>/<run>` with mode 0700 and return it; StoreError when others may write it, or own it."""
+    base.mkdir(parents=True, exist_ok=True)
+    directory = base / run
+    directory.mkdir(mode=0o700, exist_ok=True)
+    status = directory.stat()
+    if status.st_uid != os.geteuid():
+        raise StoreError(f"{directory}: belongs to user {status.st_uid}, expected {os.geteuid()}; use another run name")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise StoreError(f"{directory}: others may write here (mode {stat.S_IMODE(status.st_mode):o}); chmod 700 it")
+    for part in ("attempts", "spool", "control"):
+        (directory / part).mkdir(mode=0o700, exist_ok=True)
+    return directory
+
+
+def clean(name: str) -> str:
+    """Return `name` as a plain folder name: letters, digits, `._-`, no leading dot, at most 128 characters."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip(".")[:128] or "run"
+
+
+def _fresh_name() -> str:
+    return time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
+
+
+def _claim(directory: Path, key: str) -> int:
+    """Find the attempt made for `key`, or make the next: O_EXCL decides between processes."""
+    folder = directory / "attempts"
+    taken = {}
+    for path in folder.glob("*.json"):
+        if path.stem.isdigit():
+            taken[int(path.stem)] = path
+    for number, path in taken.items():
+        try:
+            if msgspec.json.decode(path.read_bytes()).get("key") == key:
+                return number
+        except (msgspec.DecodeError, AttributeError):
+            continue
+    number = max(taken, default=-1) + 1
+    while True:
+        path = folder / f"{number}.json"
+        draft = folder / f".{number}-{os.getpid()}"
+        draft.write_bytes(msgspec.json.encode({"attempt": number, "key": key, "time": time.time()}))
+        try:
+            os.link(draft, path)
+            return number
+        except FileExistsError:
+            if msgspec.json.decode(path.read_bytes()).get("key") == key:
+                return number
+            number += 1
+        finally:
+            draft.unlink()

@@ -1,0 +1,94 @@
+"""Gradient clipping, seen from inside: the last moment at which gradients are still whole.
+
+`torch.nn.utils.clip_grad_norm_` and friends look their inner functions up in their module, so wrapping those catches
+callers that imported the public names. `clip_grads_with_norm_` is an alias bound at import: it is replaced as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+OnClip = Callable[[list[torch.Tensor], "torch.Tensor | None"], None]
+"""(parameters about to be clipped, their total norm if known)"""
+OnGrads = Callable[[list[torch.Tensor]], None]
+"""Gradients about to be clipped by value."""
+
+_users: list[ClipWatch] = []
+_restore: list[tuple[ModuleType, str, Any, Any]] = []
+
+
+class ClipWatch:
+    """Calls back before any gradient is clipped through torch.nn.utils, while installed."""
+
+    def __init__(self, on_clip: OnClip, on_grads: OnGrads) -> None:
+        self.on_clip = on_clip
+        self.on_grads = on_grads
+
+    def install(self) -> None:
+        """Wrap the inner functions of torch.nn.utils.clip_grad."""
+        _users.append(self)
+        if _restore:
+            return
+        inner = sys.modules["torch.nn.utils.clip_grad"]
+        public = sys.modules["torch.nn.utils"]
+        scale = getattr(inner, "_clip_grads_with_norm_", None)
+        if scale is not None:
+            wrapped = _before_scaling(scale)
+            _replace(inner, "_clip_grads_with_norm_", wrapped)
+            for module in (inner, public):
+                if hasattr(module, "clip_grads_with_norm_"):
+                    _replace(module, "clip_grads_with_norm_", wrapped)
+            # Trainers import the alias by name; those references are found by identity.
+            for module in list(sys.modules.values()):
+                names = getattr(module, "__dict__", None)
+                if isinstance(names, dict) and module not in (inner, public):
+                    for name in [n for n, value in list(names.items()) if value is scale]:
+                        _replace(module, name, wrapped)
+        group = getattr(inner, "_group_tensors_by_device_and_dtype", None)
+        if group is not None:
+            _replace(inner, "_group_tensors_by_device_and_dtype", _before_grouping(group))
+
+    def remove(self) -> None:
+        """Undo `install`; torch is as before when the last monitor is gone."""
+        if self in _users:
+            _users.remove(self)
+        if not _users:
+            while _restore:
+                module, name, original, ours = _restore.pop()
+                if getattr(module, name, None) is ours:
+                    setattr(module, name, original)
+
+
+def _replace(module: ModuleType, name: str, ours: Any) -> None:
+    _restore.append((module, name, getattr(module, name), ours))
+    setattr(module, name, ours)
+
+
+def _before_scaling(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        norm = total_norm if isinstance(total_norm, torch.Tensor) else None
+        for user in list(_users):
+            user.on_clip(parameters, norm)
+        return original(parameters, max_norm, total_norm, *args, **kwargs)
+
+    return clip_grads_with_norm_
+
+
+def _before_grouping(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def group_tensors(tensorlists: Any, *args: Any, **kwargs: Any) -> Any:
+        # Total norms are taken through here too, also in the middle of an accumulation.
+        if sys._getframe(1).f_code.co_name == "clip_grad_value_":
+            for user in list(_users):
+                user.on_grads(tensorlists[0])
+        return original(tensorlists, *args, **kwargs)
+
+    return group_tensors

@@ -1,0 +1,140 @@
+"""Parameters and their gradients: one multi-tensor pass a step, gradients before anything clips them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from sentinel.collect.placements import UNSUPPORTED, local_of, placements_of
+from sentinel.collect.tensors import Entry, TensorTable
+from sentinel.place import Place, strip_wrappers
+from sentinel.record import Kind
+
+REFRESH_STEPS = 50
+"""Steps between two looks for parameters that were added to the model."""
+
+
+class Parameter:
+    """One parameter of a chunk, once however often it is shared."""
+
+    __slots__ = ("entry", "is_told", "last_read", "last_version", "param", "version_after_backward", "wgrad")
+
+    def __init__(self, param: torch.Tensor, entry: Entry, wgrad: Entry) -> None:
+        self.param = param
+        self.entry = entry
+        self.wgrad = wgrad
+        self.last_read: weakref.ref[torch.Tensor] | None = None
+        self.last_version = -1
+        self.version_after_backward = -1
+        self.is_told = False
+
+
+class Parameters:
+    """All parameters of this rank's chunks, and which gradients were read in this step."""
+
+    def __init__(self, table: TensorTable, health: Callable[[str, str, str], None]) -> None:
+        self._table = table
+        self._health = health
+        self.all: list[Parameter] = []
+        self._by_id: dict[int, Parameter] = {}
+        self.read: dict[int, int] = {}
+        """id of a parameter -> row of its gradient in this step."""
+        self.doomed: set[int] = set()
+        """Parameters whose row was read only because zero_grad was about to clear it: a later read replaces it."""
+        self.place = Place()
+
+    def refresh(self, chunks: Sequence[Any]) -> None:
+        """Look for parameters that are not known yet."""
+        for chunk in chunks:
+            positions = {name: at for at, name in enumerate(chunk.structure.modules)}
+            for name, param in chunk.root.named_parameters():
+                if id(param) in self._by_id:
+                    continue
+                local = strip_wrappers(name)
+                entry = self._table.entry(chunk.vpp_stage, local, Kind.PARAM)
+                wgrad = self._table.entry(chunk.vpp_stage, local, Kind.WGRAD)
+                entry.site_pos = wgrad.site_pos = positions.get(local.rpartition(".")[0], len(positions))
+                parameter = Parameter(param, entry, wgrad)
+                self.all.append(parameter)
+                self._by_id[id(param)] = parameter
+
+    def of(self, tensors: Iterable[torch.Tensor] | None) -> list[Parameter]:
+        """Return the known ones among `tensors`; None: all."""
+        if tensors is None:
+            return self.all
+        return [self._by_id[id(t)] for t in tensors if id(t) in self._by_id]
+
+    def of_grads(self, grads: Iterable[torch.Tensor]) -> list[Parameter]:
+        """Return the parameters whose gradients these are."""
+        wanted = {id(grad) for grad in grads}
+        return [p for p in self.all if p.param.grad is not None and id(p.param.grad) in wanted]
+
+    def measurable(self, parameters: Iterable[Parameter]) -> tuple[list[Entry], list[torch.Tensor]]:
+        """Return entries and local tensors of the parameters themselves."""
+        entries, tensors = [], []
+        for one in parameters:
+            tensor = self._local(one, one.entry, one.param, Kind.PARAM)
+            if tensor is not None:
+                entries.append(one.entry)
+                tensors.append(tensor)
+        return entries, tensors
+
+    def fresh_grads(
+        self, parameters: Iterable[Parameter], is_doomed: bool
+    ) -> list[tuple[Parameter, torch.Tensor, bool, int | None]]:
+        """Return (parameter, local gradient, was touched after the backward, row to replace) of gradients to be read now.
+
+        A gradient that is the very tensor read in an earlier step, unchanged, belongs to that step: it is left out.
+        """
+        found = []
+        for one in parameters:
+            grad = one.param.grad
+            if grad is None:
+                grad = getattr(one.param, "main_grad", None)
+            key = id(one.param)
+            row = self.read.get(key)
+            if grad is None or (row is not None and (is_doomed or key not in self.doomed)):
+                continue
+            version = grad._version
+            if row is None and one.last_read is not None and one.last_read() is grad and one.last_version == version:
+                continue
+            local = self._local(one, one.wgrad, grad, Kind.WGRAD)
+            if local is None:
+                continue
+            touched = one.version_after_backward >= 0 and version != one.version_after_backward
+            one.last_read, one.last_version = weakref.ref(grad), version
+            if is_doomed:
+                self.doomed.add(key)
+            else:
+                self.doomed.discard(key)
+            found.append((one, local, touched, row))
+        return found
+
+    def note_versions(self) -> None:
+        """Remember how often each gradient was written up to now: a write after this is somebody else's."""
+        for one in self.all:
+            grad = one.param.grad
+            if grad is not None:
+                one.version_after_backward = grad._version
+
+    def begin_step(self) -> None:
+        """Forget what was read."""
+        self.read.clear()
+        self.doomed.clear()
+        for one in self.all:
+            one.version_after_backward = -1
+
+    def _local(self, one: Parameter, entry: Entry, tensor: Any, kind: Kind) -> torch.Tensor | None:
+        placements = placements_of(tensor, kind, self.place)
+        bad = UNSUPPORTED.intersection(placements.values())
+        if bad or tensor.layout is not torch.strided:
+            if not one.is_told:
+                one.is_told = True
+                what = f"placement {', '.join(sorted(bad))}" if bad else f"layout {tensor.layout}"
+                self._health("unsupported_placement", f"{entry.name}: {what} is not measured yet", entry.name)
+            return None
+        self._table.describe(entry, tensor, placements)
+        return local_of(tensor)

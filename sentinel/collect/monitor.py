@@ -1,0 +1,535 @@
+"""The monitor: composes boundary, taps, gradients and hand-over of one rank. What each decides, it decides itself."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from sentinel.collect.attempt import Attempt
+from sentinel.collect.boundary import Boundary
+from sentinel.collect.clipping import ClipWatch
+from sentinel.collect.config import MonitorConfig
+from sentinel.collect.gradients import REFRESH_STEPS, Parameters
+from sentinel.collect.kernels import choose_kernel
+from sentinel.collect.orders import Orders
+from sentinel.collect.pipelining import PipelineWatch
+from sentinel.collect.placements import placements_of
+from sentinel.collect.plan import Plan, Request, parse_kinds
+from sentinel.collect.recording import Recording, describe_error
+from sentinel.collect.structure import read_structure, unwrap
+from sentinel.collect.taps import Chunk
+from sentinel.collect.tensors import Entry, TensorTable
+from sentinel.collect.topology import Topology
+from sentinel.errors import ConfigError
+from sentinel.messages import Ack, ChunkInfo, Descriptor, EndStep, Heartbeat
+from sentinel.place import Place, depth
+from sentinel.record import ROW_DTYPE, Flag, Kind
+from sentinel.version import VERSION
+from sentinel.wire.handover import Handover, StepBatch
+
+log = logging.getLogger("sentinel")
+
+ACTIVITIES = ("init", "train", "eval", "checkpoint")
+
+
+class Monitor:
+    """Sentinel's hand in one training process. Made by `sentinel.attach`; every method is safe to call at any time."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Any],
+        config: MonitorConfig,
+        topology: Topology,
+        attempt: Attempt,
+        life: bytes,
+        *,
+        grad_acc_steps: int | None,
+        first_step: int,
+    ) -> None:
+        self.config = config
+        self.current_step = first_step
+        self.is_alive = True
+        self.place = Place()
+        self._models = list(models)
+        self._topology = topology
+        self._attempt = attempt
+        self._grad_acc_steps = grad_acc_steps
+        self._first_step = first_step
+        self._pid = os.getpid()
+        self._activity = "init"
+        self._begun = False
+        self._begun_steps = 0
+        self._is_due = False
+        self._scalars: dict[str, Any] = {}
+        self._total_norm: torch.Tensor | None = None
+        self._due: dict[str, int] = {}
+        self._leaf_handles: list[RemovableHandle] = []
+        self._graph_task = -1
+        self._clips = False
+        self._begun_at = time.perf_counter()
+        self._mark = (0, 0)
+        self._epoch = 0
+        self._problems: set[str] = set()
+        self._table = TensorTable()
+        device = next((p.device for model in models for p in model.parameters()), torch.device("cpu"))
+        self.recording = Recording(
+            choose_kernel(device), self._table,
+            max_rows=config.max_rows, zero_eps=config.zero_eps, checksum=config.checksum,
+        )  # fmt: skip
+        self.parameters = Parameters(self._table, self.recording.tell)
+        self.plan = Plan(config)
+        self.orders = Orders(config.allow_commands, self)
+        self.boundary = Boundary(self._gradients_ready, self._gradients_doomed, self._stepped, self.guard)
+        self._clip_watch = ClipWatch(self._before_clip, self._before_clip_by_value)
+        self._pipeline_watch = PipelineWatch(self._stage_seen, self._gradients_scaled)
+        self.chunks: list[Chunk] = []
+        self._locate(scan=True)
+        for position, model in enumerate(models):
+            root = unwrap(model)
+            vpp_stage = topology.vpp_stage(model, position)
+            chunk = Chunk(self, root, read_structure(root, config.blocks), vpp_stage, 0)
+            chunk.install()
+            self.chunks.append(chunk)
+        self._set_depths()
+        self._replan()
+        self.parameters.refresh(self.chunks)
+        zeroed: dict[int, nn.Module] = {id(m): m for model in models for m in (model, unwrap(model))}
+        self.boundary.watch(optimizers, list(zeroed.values()))
+        if not optimizers:
+            self.boundary.adopt(one.param for one in self.parameters.all)
+        self._clip_watch.install()
+        self._pipeline_watch.install()
+        self._handover = Handover(
+            attempt.directory, life=life, run=attempt.run, attempt=attempt.attempt, rank=self.place.rank,
+            max_bytes=config.spool.max_bytes, file_bytes=config.spool.file_bytes, descriptor=self._descriptor(),
+            position=self._position, on_command=self.orders.receive, on_refused=self._command_refused,
+        )  # fmt: skip
+        atexit.register(self._at_exit)
+        log.info(
+            "sentinel: run %s attempt %s rank %d: %d tensors, kernel %s, step boundary: %s",
+            attempt.run, attempt.attempt, self.place.rank, len(self.parameters.all), self.recording.kernel.name,
+            self.boundary.name,
+        )  # fmt: skip
+
+    # -- what trainers call ----------------------------------------------------------------------------------------
+
+    def log(self, **scalars: Any) -> None:
+        """Note scalars of the current step: numbers, or 0-dim tensors, which are not synchronised.
+
+        Called before the next step begins (its first training forward, or `monitor.step()`), they belong to this one.
+        """
+        try:
+            for name, value in scalars.items():
+                if isinstance(value, torch.Tensor):
+                    value = self._host_scalar(value.detach())
+                elif value is not None:
+                    value = float(value)
+                if value is not None:
+                    self._scalars[name] = value
+        except Exception as error:
+            self.guard("log", error)
+
+    def step(self) -> None:
+        """End the current step here and now; from then on only this ends steps."""
+        try:
+            if not self.boundary.is_explicit:
+                self.boundary.is_explicit = True
+                log.info("sentinel: step boundary: %s", self.boundary.name)
+            self._end_step()
+        except Exception as error:
+            self.guard("step", error)
+
+    def enable(
+        self,
+        kinds: Iterable[str] | str,
+        targets: Iterable[str] | str | None = None,
+        *,
+        statistics: Iterable[str] | None = None,
+        per_micro_step: bool = False,
+        for_steps: int | None = None,
+    ) -> None:
+        """Measure `kinds` at the modules that `targets` (globs) name, from the next forward on, for `for_steps` steps.
+
+        `statistics` is accepted for symmetry with commands: a row carries all of them. Raises ConfigError on unknown kinds.
+        """
+        del statistics
+        parsed = parse_kinds(kinds)
+        if for_steps is not None and for_steps < 1:
+            raise ConfigError(f"enable: for_steps must be at least 1, got {for_steps}")
+        # A step that has begun counts; between steps the wish begins with the next one.
+        first = self.current_step + (1 if self.boundary.is_over else 0)
+        self.plan.add(
+            Request(
+                kinds=parsed,
+                targets=(targets,) if isinstance(targets, str) else tuple(targets or ()),
+                per_micro_step=per_micro_step,
+                ends_before=None if for_steps is None else first + for_steps,
+            )
+        )
+        self._replan()
+
+    def disable(self, kinds: Iterable[str] | str | None = None, targets: Iterable[str] | str | None = None) -> None:
+        """Stop measuring `kinds` (None: everything but the black box); hooks that nobody needs are removed."""
+        parsed = parse_kinds(kinds) if kinds is not None else frozenset(Kind)
+        wanted = (targets,) if isinstance(targets, str) else tuple(targets or ())
+        self.plan.disable(parsed, wanted, from_code=True)
+        self._replan()
+
+    def activity(self, name: str) -> None:
+        """Tell the daemon why the run is quiet: init, train, eval or checkpoint."""
+        if name not in ACTIVITIES:
+            self.recording.tell("unknown_activity", f"activity {name!r} is none of {', '.join(ACTIVITIES)}", name)
+            return
+        self._activity = name
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed trainer needs: the number of the next step."""
+        return {"version": VERSION, "step": self.current_step + (1 if self.boundary.is_over else 0)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting where `state_dict` was taken; call it before the first forward."""
+        self.current_step = self._first_step = int(state["step"])
+
+    def detach(self) -> None:
+        """Take every hook off, send what there is, end this life. The model is exactly as before."""
+        self._close("detached")
+
+    # -- what hooks and watchers call (the Recorder of taps.py) ----------------------------------------------------
+
+    def observe(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
+        """Measure one tensor of the black box, or of a due step."""
+        if self._is_due or entry.flags & Flag.BORDER:
+            self.recording.observe(entry, tensor, micro_step)
+
+    def entry(self, chunk: Chunk, name: str, kind: Kind, tensor: torch.Tensor) -> Entry:
+        """Return the table's entry of a site, described."""
+        entry = self._table.entry(chunk.vpp_stage, name, kind)
+        placements = placements_of(tensor, kind, self.place)
+        if "partial" in placements.values():
+            self.recording.tell("unsupported_placement", f"{name}: placement partial is not merged", name)
+            placements = {axis: "unknown" if word == "partial" else word for axis, word in placements.items()}
+        self._table.describe(entry, tensor, placements)
+        return entry
+
+    def add_consumer(self, entry: Entry, module: str) -> None:
+        """Name a tensor a second time, by the module that reads it."""
+        self._table.add_consumer(entry, module)
+
+    def add_producer(self, entry: Entry, name: str) -> None:
+        """Name a tensor a second time, by an outer module that hands it on."""
+        self._table.add_producer(entry, name)
+
+    def before_forward(self, chunk: Chunk) -> None:
+        """A training forward begins: end the step that is over, begin the new one."""
+        if self.boundary.is_over:
+            self._end_step()
+        if not self._begun:
+            self._begin_step()
+        share = self._grad_acc_steps is not None and chunk.num_forwards and not chunk.had_backward
+        chunk.micro_step = max(0, chunk.num_forwards - 1) if share else chunk.num_forwards
+        self._mark = (self.recording.rows.num_rows, self.recording.call_id)
+
+    def after_forward(self, chunk: Chunk) -> None:
+        """A training forward ended well: it counts."""
+        chunk.num_forwards = chunk.micro_step + 1
+        chunk.had_backward = False
+
+    def forward_failed(self, chunk: Chunk) -> None:
+        """A training forward raised: what it showed is forgotten, it may be tried again."""
+        self.recording.rewind(*self._mark)
+
+    def after_backward_hook(self, chunk: Chunk) -> None:
+        """A gradient arrived: a backward runs; at its end note which gradients were written how often."""
+        chunk.had_backward = True
+        task = torch._C._current_graph_task_id() if hasattr(torch._C, "_current_graph_task_id") else -1
+        if task == self._graph_task and task != -1:
+            return
+        self._graph_task = task
+        self.boundary.mark_backward()
+        if task != -1 and not self._clips and self._is_due and self.plan.takes(Kind.WGRAD):
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            # Twice: a callback queued by a callback runs after DDP's, which finishes its buckets in one.
+            queue(lambda: queue(self._note_versions))
+
+    def keep_until_step_ends(self, handle: RemovableHandle) -> None:
+        """A hook on a leaf that must not outlive the step, whether it fires or not."""
+        self._leaf_handles.append(handle)
+
+    def guard(self, site: str, error: Exception) -> None:
+        """The one place where an exception of a hook ends: counted, logged once per site, shipped."""
+        self.recording.tell("hook_failed", describe_error(error), site, self.current_step)
+        if self.recording.at is not None:
+            self.recording.at.flags |= Flag.DEGRADED
+
+    def _note_versions(self) -> None:
+        try:
+            self.parameters.note_versions()
+        except Exception as error:
+            self.guard("backward", error)
+
+    def _gradients_ready(self, params: list[torch.Tensor] | None) -> None:
+        self._read_gradients(params, is_doomed=False)
+
+    def _gradients_doomed(self, params: list[torch.Tensor] | None) -> None:
+        self._read_gradients(params, is_doomed=True)
+
+    def _read_gradients(self, params: list[torch.Tensor] | None, *, is_doomed: bool) -> None:
+        if self.is_alive and self._begun and self._is_due and self.plan.takes(Kind.WGRAD):
+            self.recording.read_gradients(self.parameters, self.parameters.of(params), is_doomed=is_doomed)
+
+    def _before_clip(self, params: list[torch.Tensor], total_norm: torch.Tensor | None) -> None:
+        try:
+            if not self.is_alive or not self._begun:
+                return
+            mine = self.parameters.of(params)
+            if not mine:
+                return
+            self._clips = True
+            if self._is_due and self.plan.takes(Kind.WGRAD):
+                self.recording.read_gradients(self.parameters, mine, is_doomed=False)
+            if total_norm is not None:
+                self._total_norm = total_norm.detach()
+        except Exception as error:
+            self.guard("clip_grad", error)
+
+    def _before_clip_by_value(self, grads: list[torch.Tensor]) -> None:
+        try:
+            if self.is_alive and self._begun and self._is_due and self.plan.takes(Kind.WGRAD):
+                mine = self.parameters.of_grads(grads)
+                if mine:
+                    self.recording.read_gradients(self.parameters, mine, is_doomed=False)
+        except Exception as error:
+            self.guard("clip_grad", error)
+
+    def _stepped(self) -> None:
+        pass
+
+    def _stage_seen(self, stage: Any) -> None:
+        self._topology.note_stage(stage)
+
+    def _gradients_scaled(self, stage: Any) -> None:
+        if self.is_alive and not self._clips:
+            self._note_versions()
+
+    def _command_refused(self, reason: str) -> None:
+        self.recording.tell("command_refused", reason, reason[:60])
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def acknowledge(self, ack: Ack) -> None:
+        """Send the answer to a command."""
+        self._handover.acknowledge(ack)
+
+    def _begin_step(self) -> None:
+        if self._begun_steps == 0:
+            # Pipelines, schedules and meshes exist by the first forward, if ever.
+            self._locate(scan=True)
+            self._set_depths()
+        self._begun = True
+        self._activity = "train"
+        self._begun_at = time.perf_counter()
+        self._apply_orders()
+        since = self.current_step - self.config.start_step
+        self._is_due = since >= 0 and since % self.config.step_interval == 0
+        self.parameters.begin_step()
+        if self._is_due:
+            if self._begun_steps % REFRESH_STEPS == 0:
+                self.parameters.refresh(self.chunks)
+            if self.plan.takes(Kind.PARAM):
+                entries, tensors = self.parameters.measurable(self.parameters.all)
+                self.recording.observe_all(entries, tensors, [0] * len(entries))
+                self._due["param"] = len(entries)
+        self._begun_steps += 1
+
+    def _apply_orders(self) -> None:
+        changed = bool(self.plan.expire(self.current_step))
+        if self.orders.apply(self.current_step) or changed:
+            self._replan()
+
+    def _end_step(self, *, is_partial: bool = False) -> None:
+        """Hand the step over to the writer and begin counting the next."""
+        if not self._begun and not self._scalars:
+            return
+        recording = self.recording
+        for handle in self._leaf_handles:
+            handle.remove()
+        self._leaf_handles = []
+        is_skipped = self.boundary.was_skipped and not is_partial and any(chunk.num_forwards for chunk in self.chunks)
+        rows = recording.rows
+        if is_skipped:
+            rows.array["flags"][: rows.num_rows] |= np.uint16(Flag.SKIPPED)
+        self._due["wgrad"] = len(self.parameters.read)
+        if self._total_norm is not None:
+            self._scalars.setdefault("grad_norm", self._host_scalar(self._total_norm))
+        scalars, self._scalars, self._total_norm = self._scalars, {}, None
+        num_calls, num_folded = recording.call_id, recording.num_folded
+        now = time.perf_counter()
+        end = EndStep(
+            step=self.current_step,
+            num_rows=rows.num_rows,
+            num_calls=num_calls,
+            num_micro_steps=max((chunk.num_forwards for chunk in self.chunks), default=0),
+            is_skipped=is_skipped,
+            is_partial=is_partial,
+            num_folded_rows=num_folded,
+            step_time_s=now - self._begun_at,
+            due=dict(self._due),
+        )
+        descriptor = self._descriptor() if self._table.is_changed else None
+        self._table.is_changed = False
+        full = recording.swap()
+        if full is None:
+            self._handover.count_dropped(end.num_rows)
+            recording.tell("rows_dropped", f"step {end.step}: every row buffer is still on its way to the spool")
+        else:
+            full.begin_copy()
+            self._handover.submit(
+                StepBatch(
+                    step=end.step, rows=full.array, num_rows=full.num_rows, end_step=end,
+                    per_micro_step=self.plan.per_micro_step, descriptor=descriptor, prepare=_resolver(full, scalars),
+                    health=recording.take_health(), release=_releaser(recording, full),
+                )
+            )  # fmt: skip
+        for chunk in self.chunks:
+            chunk.num_forwards, chunk.had_backward = 0, False
+        self._due = {}
+        self._begun = False
+        self.boundary.close()
+        self.current_step += 1
+
+    # -- where and what --------------------------------------------------------------------------------------------
+
+    def _locate(self, *, scan: bool) -> None:
+        try:
+            if self._pipeline_watch.install() and self._pipeline_watch.problem:
+                self.recording.tell("unknown_torch", self._pipeline_watch.problem)
+            if scan:
+                self._topology.scan()
+            place = self._topology.place(self._models)
+        except Exception as error:
+            self.guard("topology", error)
+            return
+        if place != self.place:
+            self.place = self.parameters.place = place
+            self._table.is_changed = True
+
+    def _set_depths(self) -> None:
+        for position, (chunk, model) in enumerate(zip(self.chunks, self._models, strict=True)):
+            chunk.vpp_stage = self._topology.vpp_stage(model, position)
+            chunk.depth = depth(self.place.schedule, self.place.pp_rank, chunk.vpp_stage, self.place.pp_size)
+            said = self._topology.stage_index(model)
+            if said is not None and said != chunk.depth:
+                self.recording.tell(
+                    "unknown_schedule",
+                    f"the pipeline calls chunk {chunk.vpp_stage} stage {said}, expected {chunk.depth} for schedule "
+                    f"{self.place.schedule!r}; using {said}",
+                )
+                chunk.depth = said
+
+    def _replan(self) -> None:
+        for chunk in self.chunks:
+            chunk.plan(self.plan.wanted, self.config.black_box)
+
+    def _descriptor(self) -> Descriptor:
+        chunks = [
+            ChunkInfo(
+                vpp_stage=chunk.vpp_stage,
+                depth=chunk.depth,
+                segments=chunk.structure.segments,
+                blocks=chunk.structure.blocks,
+                modules=tuple(chunk.structure.modules),
+            )
+            for chunk in self.chunks
+        ]
+        fields: Mapping[str, Any] = ROW_DTYPE.fields or {}
+        environment = {
+            "host": socket.gethostname(), "pid": str(self._pid), "torch": torch.__version__,
+            "python": sys.version.split()[0], "kernel": self.recording.kernel.name, "boundary": self.boundary.name,
+        }  # fmt: skip
+        return Descriptor(
+            version=VERSION,
+            place=self.place,
+            chunks=tuple(chunks),
+            tensors=tuple(entry.info() for entry in self._table.entries),
+            row_fields=tuple((name, fields[name][0].str, int(fields[name][1])) for name in ROW_DTYPE.names or ()),
+            row_bytes=ROW_DTYPE.itemsize,
+            environment=environment,
+            first_step=self._first_step,
+            layer_offset=self.config.layer_offset,
+            name_map=dict(self.config.name_map),
+        )
+
+    def _position(self) -> Heartbeat:
+        """Where this rank stands, asked by the writer thread."""
+        entry = self.recording.at
+        kind = Kind(entry.kind) if entry is not None else None
+        phase = "" if kind is None else "backward" if kind in (Kind.DGRAD, Kind.DGRAD_IN, Kind.WGRAD) else "forward"
+        return Heartbeat(
+            step=self.current_step,
+            call_id=self.recording.call_id,
+            activity=self._activity,
+            module=entry.name if entry is not None else "",
+            phase=phase,
+        )
+
+    @staticmethod
+    def _host_scalar(value: torch.Tensor) -> Any:
+        """Return a float where the value lies on the host, else a pinned copy on its way there."""
+        value = getattr(value, "_local_tensor", value)
+        if value.numel() != 1:
+            raise ValueError(f"log expects scalars, got a tensor of shape {tuple(value.shape)}")
+        if value.device.type == "cpu":
+            return float(value.item())
+        pinned = torch.empty((), dtype=torch.float64, pin_memory=True)
+        pinned.copy_(value.reshape(()), non_blocking=True)
+        return pinned
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def _at_exit(self) -> None:
+        self._close("exception" if getattr(sys, "last_value", None) is not None else "exit")
+
+    def _close(self, reason: str) -> None:
+        if not self.is_alive:
+            return
+        if os.getpid() != self._pid:  # A forked data-loader worker: nothing here is its own.
+            self.is_alive = False
+            return
+        try:
+            if self._begun:
+                self._end_step(is_partial=not self.boundary.is_over)
+        except Exception as error:
+            self.guard("close", error)
+        self.is_alive = False
+        for undo in (self.boundary.remove, self._clip_watch.remove, self._pipeline_watch.remove):
+            undo()
+        for chunk in self.chunks:
+            chunk.remove()
+        self._handover.close(reason, timeout_s=5.0, health=self.recording.take_health())
+        atexit.unregister(self._at_exit)
+
+
+def _resolver(rows: Any, scalars: Mapping[str, Any]) -> Callable[[], Mapping[str, float]]:
+    """Return what the writer thread calls before it reads the rows: wait for copies, then the scalars as numbers."""
+
+    def prepare() -> Mapping[str, float]:
+        rows.finish()
+        return {name: float(value) for name, value in scalars.items()}
+
+    return prepare
+
+
+def _releaser(recording: Recording, rows: Any) -> Callable[[], None]:
+    return lambda: recording.give_back(rows)

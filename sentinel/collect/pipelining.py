@@ -1,0 +1,96 @@
+"""Shape inference of torch.distributed.pipelining: a real forward on uninitialised memory, told apart here."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+INFERENCE = (
+    "_shape_inference",  # torch 2.5 to 2.11
+    "_forward_metadata_inference",  # torch 2.12 on
+    "_backward_metadata_inference",
+    "_prepare_forward_infra",  # calls one of the above in every version seen
+    "_prepare_backward_infra",
+)
+"""Private methods of a pipeline stage that run the model without training it."""
+SCALING = ("scale_grads", "perform_reduce_grad")
+"""Methods of a stage that change gradients after the backward, as part of it."""
+
+_guard = threading.local()
+_users: list[PipelineWatch] = []
+_restore: list[tuple[type, str, Any]] = []
+
+
+def in_inference() -> bool:
+    """Return whether this thread is inside a stage's shape inference."""
+    return getattr(_guard, "depth", 0) > 0
+
+
+class PipelineWatch:
+    """Wraps the stage classes while at least one monitor lives; tells it of stages seen and gradients scaled."""
+
+    def __init__(self, on_stage: Callable[[Any], None], on_scaled: Callable[[Any], None]) -> None:
+        self.on_stage = on_stage
+        self.on_scaled = on_scaled
+        self.problem = ""
+
+    def install(self) -> bool:
+        """Wrap the classes if torch.distributed.pipelining is loaded; True when it is and a guard was found."""
+        module = sys.modules.get("torch.distributed.pipelining.stage")
+        if module is None or self in _users:
+            return self in _users
+        _users.append(self)
+        if not _restore:
+            for name in ("_PipelineStageBase", "_PipelineStage", "PipelineStage"):
+                owner = getattr(module, name, None)
+                if owner is not None:
+                    _wrap(owner)
+        if not any(name in INFERENCE for _, name, _ in _restore):
+            self.problem = "this torch has no known shape inference methods: pipeline warm-up may be counted as training"
+        return True
+
+    def remove(self) -> None:
+        """Undo `install`; the classes are as before when the last monitor is gone."""
+        if self in _users:
+            _users.remove(self)
+        if not _users:
+            while _restore:
+                owner, name, original = _restore.pop()
+                setattr(owner, name, original)
+
+
+def _wrap(owner: type) -> None:
+    for name in INFERENCE + SCALING:
+        original = owner.__dict__.get(name)
+        if original is None:
+            continue
+        _restore.append((owner, name, original))
+        setattr(owner, name, _guarded(original) if name in INFERENCE else _announced(original))
+
+
+def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def inference(stage: Any, *args: Any, **kwargs: Any) -> Any:
+        for user in list(_users):
+            user.on_stage(stage)
+        _guard.depth = getattr(_guard, "depth", 0) + 1
+        try:
+            return original(stage, *args, **kwargs)
+        finally:
+            _guard.depth -= 1
+
+    return inference
+
+
+def _announced(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scaling(stage: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(stage, *args, **kwargs)
+        for user in list(_users):
+            user.on_scaled(stage)
+        return result
+
+    return scaling

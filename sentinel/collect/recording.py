@@ -1,0 +1,146 @@
+"""Rows of the current step: every observation of this rank goes through here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from sentinel.collect.buffer import StepRows
+from sentinel.collect.gradients import Parameter, Parameters
+from sentinel.collect.kernels import Kernel
+from sentinel.collect.tensors import Entry, TensorTable
+from sentinel.messages import Health
+from sentinel.native import fold_rows
+from sentinel.record import Flag
+
+log = logging.getLogger("sentinel")
+
+POOL = 6
+"""Row buffers in all: one being filled, the others on their way to the spool."""
+
+
+class Recording:
+    """Fills row buffers; the call_id of an observation is its order in this rank's step."""
+
+    def __init__(self, kernel: Kernel, table: TensorTable, *, max_rows: int, zero_eps: float, checksum: bool) -> None:
+        self.kernel = kernel
+        self.table = table
+        self.max_rows = max_rows
+        self.zero_eps = zero_eps
+        self.checksum = checksum
+        self.call_id = 0
+        self.num_folded = 0
+        self.rows = self._new_rows()
+        self._free: list[StepRows] = []
+        self._made = 1
+        self.health: list[Health] = []
+        self._told: dict[tuple[str, str], int] = {}
+        self.at: Entry | None = None
+        """The site that was observed last: where a hang stands."""
+
+    def _new_rows(self) -> StepRows:
+        return StepRows(min(self.max_rows, 4096))
+
+    def observe(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
+        """Measure one tensor into one row. Launches one kernel; does not synchronize."""
+        rows = self.rows
+        if rows.num_rows >= rows.capacity:
+            self._make_room(1)
+        self.at = entry
+        at = rows.add(entry.id, entry.kind, entry.flags, micro_step, self.call_id, entry.site_pos)
+        self.call_id += 1
+        self.kernel.measure((tensor,), rows, at, zero_eps=self.zero_eps, checksum=False)
+
+    def observe_all(self, entries: Sequence[Entry], tensors: Sequence[torch.Tensor], flags: Sequence[int]) -> int:
+        """Measure many tensors in one pass; returns the row of the first, the others follow."""
+        rows = self.rows
+        if not entries:
+            return rows.num_rows
+        if rows.num_rows + len(entries) > rows.capacity:
+            self._make_room(len(entries))
+        first = rows.num_rows
+        for entry, flag in zip(entries, flags, strict=True):
+            rows.add(entry.id, entry.kind, entry.flags | flag, -1, self.call_id, entry.site_pos)
+            self.call_id += 1
+        self.at = entries[-1]
+        self.kernel.measure(tensors, rows, first, zero_eps=self.zero_eps, checksum=self.checksum)
+        return first
+
+    def read_gradients(self, parameters: Parameters, which: list[Parameter], *, is_doomed: bool) -> None:
+        """Measure the gradients that were not read in this step yet."""
+        fresh = parameters.fresh_grads(which, is_doomed)
+        again = [item for item in fresh if item[3] is not None]
+        for one, local, touched, row in again:
+            assert row is not None
+            self.rows.array["flags"][row] = one.wgrad.flags | (Flag.POST_CLIP if touched else 0)
+            self.kernel.measure((local,), self.rows, row, zero_eps=self.zero_eps, checksum=self.checksum)
+        new = [item for item in fresh if item[3] is None]
+        flags = [int(Flag.POST_CLIP) if touched else 0 for _, _, touched, _ in new]
+        first = self.observe_all([one.wgrad for one, *_ in new], [local for _, local, *_ in new], flags)
+        for at, (one, *_) in enumerate(new):
+            parameters.read[id(one.param)] = first + at
+
+    def rewind(self, num_rows: int, call_id: int) -> None:
+        """Forget what was observed since: a forward that failed and may be tried again."""
+        self.rows.truncate(num_rows)
+        self.call_id = call_id
+
+    def _make_room(self, needed: int) -> None:
+        """Grow up to the cap; past it fold the micro-steps of this step, so that nothing non-finite is lost."""
+        rows = self.rows
+        if rows.capacity < self.max_rows:
+            rows.grow(min(self.max_rows, max(rows.capacity * 2, rows.num_rows + needed)))
+        if rows.num_rows + needed > rows.capacity and rows.is_on_host:
+            before = rows.num_rows
+            rows.truncate(fold_rows(rows.array, before))
+            self.num_folded += before - rows.num_rows
+        if rows.num_rows + needed > rows.capacity:
+            # More distinct tensors than the cap: the cap is for micro-steps, not for tensors.
+            rows.grow(rows.num_rows + needed + 1024)
+
+    def swap(self) -> StepRows | None:
+        """Hand out the filled buffer and begin an empty one; None when every buffer is still on its way.
+
+        Then the rows of the step are dropped, and the caller says so: the trainer never waits for the writer.
+        """
+        full = self.rows
+        self.call_id, self.num_folded = 0, 0
+        if self._free:
+            self.rows = self._free.pop()
+        elif self._made < POOL:
+            self._made += 1
+            self.rows = self._new_rows()
+        else:
+            full.reset()
+            return None
+        return full
+
+    def give_back(self, rows: StepRows) -> None:
+        """Take a buffer back from the writer, on its thread."""
+        rows.reset()
+        self._free.append(rows)
+
+    def tell(self, code: str, message: str, site: str = "", step: int = -1) -> None:
+        """Note something that blinds Sentinel: logged once per site, shipped, counted."""
+        count = self._told.get((code, site), 0) + 1
+        self._told[code, site] = count
+        if count == 1:
+            log.warning("sentinel: %s: %s", code, message)
+        if count & (count - 1) == 0:  # 1, 2, 4, 8, ...: a site that fails at every call says so without a flood.
+            self.health.append(Health(code=code, message=message, site=site, count=count, step=step))
+
+    def take_health(self) -> list[Health]:
+        """Hand out what was noted since the last time."""
+        told, self.health = self.health, []
+        return told
+
+
+
+
+def describe_error(error: Exception) -> str:
+    """Return an exception in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+

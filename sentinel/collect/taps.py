@@ -1,0 +1,489 @@
+"""Hooks on modules and tensors: what passes a site becomes a row.
+
+A forward hook takes inputs and outputs, a tensor hook takes gradients. Nothing here changes, copies or waits for a
+tensor, and nothing escapes into autograd: every hook ends at `Recorder.guard`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from sentinel.collect.pipelining import in_inference
+from sentinel.collect.placements import is_async, local_of
+from sentinel.collect.structure import Border, Structure
+from sentinel.collect.tensors import Entry
+from sentinel.record import Flag, Kind
+
+MAX_NESTING = 4
+_graph_task = getattr(torch._C, "_current_graph_task_id", None)
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward: a forward that runs now is a recompute.
+
+    `_current_graph_task_id` is private; without it, recomputes inside a backward cannot be told and are counted.
+    """
+    return _graph_task is not None and _graph_task() >= 0
+
+
+def tensors_in(value: Any, path: str = "", nesting: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (path, tensor) for every floating tensor of a module's inputs or outputs; None is nothing, not a NaN.
+
+    The first element of a tuple has the path of a lone tensor: "". Others are `:1`, `:logits`, `:1.0`.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point() or is_async(value):
+            yield "" if path.strip("0.") == "" else f":{path}", value
+    elif nesting < MAX_NESTING and value is not None:
+        if isinstance(value, Mapping):
+            items: Any = value.items()
+        elif isinstance(value, (list, tuple)):
+            fields = getattr(value, "_fields", None)
+            items = zip(fields, value, strict=True) if fields else enumerate(value)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            items = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        else:
+            return
+        for key, item in items:
+            yield from tensors_in(item, f"{path}.{key}" if path else str(key), nesting + 1)
+
+
+class Recorder(Protocol):
+    """What taps need of the monitor."""
+
+    is_alive: bool
+    current_step: int
+
+    def observe(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
+        """Measure one tensor into one row."""
+
+    def entry(self, chunk: Chunk, name: str, kind: Kind, tensor: torch.Tensor) -> Entry:
+        """Return the table's entry, with shape, dtype and placement noted."""
+
+    def add_consumer(self, entry: Entry, module: str) -> None: ...
+
+    def add_producer(self, entry: Entry, name: str) -> None: ...
+
+    def before_forward(self, chunk: Chunk) -> None:
+        """A training forward of a chunk begins: the one place where a step may end."""
+
+    def after_forward(self, chunk: Chunk) -> None: ...
+
+    def forward_failed(self, chunk: Chunk) -> None: ...
+
+    def after_backward_hook(self, chunk: Chunk) -> None:
+        """A gradient arrived: a backward runs."""
+
+    def keep_until_step_ends(self, handle: RemovableHandle) -> None: ...
+
+    def guard(self, site: str, error: Exception) -> None:
+        """Count and tell an exception that stops here."""
+
+
+class Chunk:
+    """One model chunk of this rank: its modules, its micro-steps, and which tensors were seen in the running forward."""
+
+    def __init__(self, recorder: Recorder, root: nn.Module, structure: Structure, vpp_stage: int, depth: int) -> None:
+        self.recorder = recorder
+        self.root = root
+        self.structure = structure
+        self.vpp_stage = vpp_stage
+        self.depth = depth
+        self.in_forward = False
+        self.micro_step = 0
+        self.num_forwards = 0
+        self.had_backward = False
+        self.backward_micro_step = 0
+        self.generation = 0
+        self.next_pos = 0
+        self.recomputes = False
+        """A forward without graph was seen inside a training forward: reentrant checkpointing."""
+        self.has_trained = False
+        self.taps: dict[str, ModuleTap] = {}
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, Entry]] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Chunk:
+        return self  # A copied model (an EMA, say) carries hooks that see it is not theirs, and do nothing.
+
+    def __reduce__(self) -> Any:
+        return Inert, ()
+
+    # -- the chunk's own forward -------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Watch the chunk's forward; the taps are installed one by one by `plan`."""
+        self._handles = [
+            self.root.register_forward_pre_hook(self._root_pre, with_kwargs=True),
+            self.root.register_forward_hook(self._root_post, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Take every hook off again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for tap in self.taps.values():
+            tap.remove()
+        self.taps = {}
+
+    def plan(self, wanted: Callable[[str], frozenset[Kind]], black_box: bool) -> None:
+        """Install, change or remove taps: `wanted(module name)` are the kinds to take there, borders come on top."""
+        borders: dict[str, list[Border]] = {}
+        if black_box:
+            for border in self.structure.borders:
+                borders.setdefault(border.module, []).append(border)
+        for name, module in self.structure.modules.items():
+            kinds, mine = wanted(name), borders.get(name, [])
+            tap = self.taps.get(name)
+            if not kinds and not mine:
+                if tap is not None:
+                    tap.remove()
+                    del self.taps[name]
+                continue
+            if tap is None:
+                tap = self.taps[name] = ModuleTap(self, name, module)
+            tap.configure(kinds, mine)
+        self.generation += 1
+        self.next_pos = 0
+
+    def _is_training(self) -> bool:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_inference() or in_backward():
+            return False
+        if self.root.training:
+            self.has_trained = True
+            return True
+        # A model that was never put into training mode is trained in evaluation mode; others are evaluated in it.
+        return not self.has_trained
+
+    def _root_pre(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module is not self.root or not self.recorder.is_alive:
+            return
+        try:
+            self.in_forward = False
+            if not self._is_training():
+                return
+            self.recorder.before_forward(self)
+            self.in_forward = True
+            self._seen = {}
+            for tap in self.taps.values():
+                tap.come_last()
+            own = self.taps.get("")
+            if own is not None:
+                own.take_inputs(args, kwargs)
+        except Exception as error:
+            self.recorder.guard("", error)
+
+    def _root_post(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module is not self.root or not self.in_forward:
+            return
+        try:
+            # Called with None while an exception passes: the forward failed and may be tried again.
+            if output is None and sys.exc_info()[0] is not None:
+                self.in_forward, self._seen = False, {}
+                self.recorder.forward_failed(self)
+                return
+            tap = self.taps.get("")
+            if tap is not None:
+                tap.take_outputs(output)
+            self.in_forward, self._seen = False, {}
+            self._mark(output)
+            self.recorder.after_forward(self)
+        except Exception as error:
+            self.in_forward = False
+            self.recorder.guard("", error)
+
+    def _mark(self, output: Any) -> None:
+        """Without a gradient taken at the output, a bare hook there still tells that a backward ran."""
+        tap = self.taps.get("")
+        if tap is not None and Kind.DGRAD in tap.takes_out:
+            return
+        for _, tensor in tensors_in(output):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(BackwardMark(self))  # type: ignore[no-untyped-call]
+                return
+
+    # -- tensors -----------------------------------------------------------------------------------------------------
+
+    def known(self, tensor: torch.Tensor) -> Entry | None:
+        """Return the entry under which this very tensor, unchanged since, was already measured in this forward."""
+        found = self._seen.get(id(tensor))
+        if found is not None and found[0]() is tensor and found[1] == tensor._version:
+            return found[2]
+        return None
+
+    def remember(self, tensor: torch.Tensor, entry: Entry) -> None:
+        """Let later sites of this forward find the tensor."""
+        self._seen[id(tensor)] = (weakref.ref(tensor), tensor._version, entry)
+
+    def place_site(self, entry: Entry) -> None:
+        """Give the site its place in forward order, at its first appearance since the taps were last changed."""
+        if entry.generation != self.generation:
+            entry.generation, entry.site_pos = self.generation, self.next_pos
+            self.next_pos += 1
+
+    def hook_gradient(self, tensor: torch.Tensor, entry: Entry) -> None:
+        """Take the gradient of `tensor` when its backward comes, once."""
+        hook = GradientTap(self, entry, self.micro_step)
+        handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        if tensor.grad_fn is None:
+            # A leaf outlives the step: a pipeline's receive buffer would collect one hook a step.
+            hook.handle = handle
+            self.recorder.keep_until_step_ends(handle)
+
+
+class ModuleTap:
+    """The hooks of one module."""
+
+    def __init__(self, chunk: Chunk, name: str, module: nn.Module) -> None:
+        self.chunk = chunk
+        self.name = name
+        self.module = module
+        self.takes_in: frozenset[Kind] = frozenset()
+        self.takes_out: frozenset[Kind] = frozenset()
+        self.borders: dict[bool, Border] = {}
+        self.takes_all = False
+        """Every tensor of the site, not only the first as at a border."""
+        self._pre: RemovableHandle | None = None
+        self._post: RemovableHandle | None = None
+        self._inputs: dict[str, Entry] = {}
+        self._outputs: dict[str, Entry] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleTap:
+        return self
+
+    def __reduce__(self) -> Any:
+        return Inert, ()
+
+    def configure(self, kinds: frozenset[Kind], borders: list[Border]) -> None:
+        """Take these kinds here, and everything at a border; hooks that are not needed go."""
+        self.borders = {border.is_input: border for border in borders}
+        self.takes_all = bool(kinds)
+        self.takes_in = kinds & {Kind.ACTIVATION_IN, Kind.DGRAD_IN}
+        self.takes_out = kinds & {Kind.ACTIVATION, Kind.DGRAD}
+        if True in self.borders:
+            self.takes_in = frozenset({Kind.ACTIVATION_IN, Kind.DGRAD_IN})
+        if False in self.borders:
+            self.takes_out = frozenset({Kind.ACTIVATION, Kind.DGRAD})
+        if self.name == "" and self.module is self.chunk.root:
+            return  # The chunk's own hooks call this tap.
+        if self.takes_in and self._pre is None:
+            self._pre = self.module.register_forward_pre_hook(self._before, with_kwargs=True)
+        elif not self.takes_in and self._pre is not None:
+            self._pre.remove()
+            self._pre = None
+        if self.takes_out and self._post is None:
+            self._post = self.module.register_forward_hook(self._after)
+        elif not self.takes_out and self._post is not None:
+            self._post.remove()
+            self._post = None
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in (self._pre, self._post):
+            if handle is not None:
+                handle.remove()
+        self._pre = self._post = None
+
+    def come_last(self) -> None:
+        """See what the next module sees: hooks that users added later may replace inputs and outputs."""
+        pairs: Any = ((self._pre, self.module._forward_pre_hooks), (self._post, self.module._forward_hooks))
+        for handle, hooks in pairs:
+            if handle is not None and next(reversed(hooks)) != handle.id:
+                hooks.move_to_end(handle.id)
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        chunk = self.chunk
+        if not chunk.in_forward or module is not self.module or not chunk.recorder.is_alive:
+            return
+        try:
+            if not in_backward():
+                self.take_inputs(args, kwargs)
+        except Exception as error:
+            chunk.recorder.guard(self.name, error)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        chunk = self.chunk
+        if module is not self.module or not chunk.recorder.is_alive:
+            return
+        try:
+            if chunk.in_forward and not in_backward():
+                self.take_outputs(output)
+            elif chunk.recomputes and torch.is_grad_enabled() and in_backward():
+                self._take_recomputed(output)
+        except Exception as error:
+            chunk.recorder.guard(self.name, error)
+
+    def take_inputs(self, args: Any, kwargs: Any) -> None:
+        """Measure the inputs that no site has measured in this forward, and name the others a second time."""
+        chunk, recorder = self.chunk, self.chunk.recorder
+        if not self.takes_in:
+            return
+        is_first = True
+        for source in (args, kwargs):
+            for path, tensor in tensors_in(source):
+                was_first, is_first = is_first, False
+                # Beside the first, what carries no gradient is a mask or a table, and a mask may hold -inf by design.
+                if not was_first and not (self.takes_all and tensor.requires_grad):
+                    continue
+                entry = chunk.known(tensor)
+                if entry is not None:
+                    recorder.add_consumer(entry, self.name)
+                    if was_first:
+                        self._widen_border(entry, True)
+                    continue
+                if is_async(tensor):
+                    tensor = tensor.trigger_wait()  # type: ignore[attr-defined]
+                entry = self._inputs.get(path)
+                if entry is None:
+                    entry = self._inputs[path] = recorder.entry(chunk, self.name + path, Kind.ACTIVATION_IN, tensor)
+                if was_first:
+                    self._name_border(entry, True)
+                self._take(entry, tensor, Kind.ACTIVATION_IN, Kind.DGRAD_IN, path, self.takes_in)
+
+    def take_outputs(self, output: Any) -> None:
+        """Measure the outputs that no inner site has measured in this forward, and name the others a second time."""
+        chunk, recorder = self.chunk, self.chunk.recorder
+        if not self.takes_out:
+            return
+        is_first = True
+        for path, tensor in tensors_in(output):
+            was_first, is_first = is_first, False
+            if not was_first and not self.takes_all:
+                continue
+            if is_async(tensor):
+                continue  # A collective still writes it: its consumer reads it.
+            entry = chunk.known(tensor)
+            if entry is not None:
+                recorder.add_producer(entry, self.name + path)
+                if was_first:
+                    self._widen_border(entry, False)
+                continue
+            entry = self._outputs.get(path)
+            if entry is None:
+                entry = self._outputs[path] = recorder.entry(chunk, self.name + path, Kind.ACTIVATION, tensor)
+            if was_first:
+                self._name_border(entry, False)
+            self._take(entry, tensor, Kind.ACTIVATION, Kind.DGRAD, path, self.takes_out)
+
+    def _take(
+        self, entry: Entry, tensor: torch.Tensor, kind: Kind, grad_kind: Kind, path: str, takes: frozenset[Kind]
+    ) -> None:
+        chunk, recorder = self.chunk, self.chunk.recorder
+        chunk.place_site(entry)
+        chunk.remember(tensor, entry)
+        if kind in takes:
+            recorder.observe(entry, local_of(tensor), chunk.micro_step)
+        if grad_kind in takes and not isinstance(tensor, nn.Parameter):
+            if entry.grad is None:
+                entry.grad = recorder.entry(chunk, self.name + path, grad_kind, tensor)
+                entry.grad.border, entry.grad.border_index = entry.border, entry.border_index
+                entry.grad.consumers, entry.grad.also = list(entry.consumers), list(entry.also)
+                entry.grad.flags |= entry.flags & Flag.BORDER
+            entry.grad.site_pos = entry.site_pos
+            if tensor.requires_grad:
+                chunk.hook_gradient(tensor, entry.grad)
+            elif not torch.is_grad_enabled():
+                chunk.recomputes = True
+
+    def _take_recomputed(self, output: Any) -> None:
+        """Reentrant checkpointing ran the first forward without a graph: the gradients hang on the recomputed tensors."""
+        if Kind.DGRAD not in self.takes_out:
+            return
+        chunk = self.chunk
+        for path, tensor in tensors_in(output):
+            entry = self._outputs.get(path)
+            if entry is not None and entry.grad is not None and tensor.requires_grad and chunk.known(tensor) is None:
+                chunk.remember(tensor, entry)
+                micro_step, chunk.micro_step = chunk.micro_step, chunk.backward_micro_step
+                chunk.hook_gradient(tensor, entry.grad)
+                chunk.micro_step = micro_step
+
+    def _name_border(self, entry: Entry, is_input: bool) -> None:
+        border = self.borders.get(is_input)
+        if border is not None and not entry.border:
+            entry.border, entry.border_index = border.label, border.index
+            entry.flags |= Flag.BORDER
+
+    def _widen_border(self, entry: Entry, is_input: bool) -> None:
+        """One tensor may be two borders (a chunk that begins with a block): its gradient was made behind the later one."""
+        border = self.borders.get(is_input)
+        if border is None or entry.chunk != self.chunk.vpp_stage:
+            return
+        if not entry.border:
+            entry.border, entry.border_index = border.label, border.index
+            entry.flags |= Flag.BORDER
+        grad = entry.grad
+        if grad is not None and grad.border_index < border.index:
+            grad.border, grad.border_index = border.label, border.index
+            grad.flags |= Flag.BORDER
+
+
+class Inert:
+    """What a pickled hook becomes: a hook that does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _nothing
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+class GradientTap:
+    """A tensor hook that measures one gradient, once, under the micro-step of its own forward."""
+
+    __slots__ = ("chunk", "entry", "handle", "is_done", "micro_step", "step")
+
+    def __init__(self, chunk: Chunk, entry: Entry, micro_step: int) -> None:
+        self.chunk = chunk
+        self.entry = entry
+        self.micro_step = micro_step
+        self.step = chunk.recorder.current_step
+        self.handle: RemovableHandle | None = None
+        self.is_done = False
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        recorder = self.chunk.recorder
+        if self.is_done or not recorder.is_alive:
+            return
+        self.is_done = True  # Zero-bubble schedules walk the graph twice.
+        try:
+            if self.handle is not None:
+                self.handle.remove()
+            if self.step == recorder.current_step and not in_inference():
+                self.chunk.backward_micro_step = self.micro_step
+                recorder.observe(self.entry, local_of(gradient), self.micro_step)
+                recorder.after_backward_hook(self.chunk)
+        except Exception as error:
+            recorder.guard(self.entry.name, error)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientTap:
+        return self
+
+
+class BackwardMark:
+    """A tensor hook on a chunk's output that only tells that a backward ran."""
+
+    __slots__ = ("chunk",)
+
+    def __init__(self, chunk: Chunk) -> None:
+        self.chunk = chunk
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        recorder = self.chunk.recorder
+        try:
+            if recorder.is_alive and not in_inference():
+                recorder.after_backward_hook(self.chunk)
+        except Exception as error:
+            recorder.guard("", error)

@@ -1,0 +1,118 @@
+"""Where this rank stands: read from torch.distributed, its meshes and pipeline stages, or the launcher's environment."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from sentinel.collect.environment import Environment
+from sentinel.collect.structure import unwrap
+from sentinel.place import Place
+
+AXIS_OF = {
+    "dp": "dp", "data": "dp", "ddp": "dp", "data_parallel": "dp", "replicate": "dp", "dp_replicate": "dp", "fsdp": "dp",
+    "dp_shard": "dp", "shard": "dp", "tp": "tp", "tensor": "tp", "model": "tp", "tensor_parallel": "tp", "mp": "tp",
+    "pp": "pp", "pipe": "pp", "pipeline": "pp", "stage": "pp", "pipeline_parallel": "pp", "cp": "cp", "context": "cp",
+    "context_parallel": "cp", "ep": "ep", "expert": "ep", "expert_parallel": "ep",
+}  # fmt: skip
+"""Usual names of mesh dimensions. Two dimensions of one axis (dp_replicate, dp_shard) multiply."""
+
+
+class Topology:
+    """What attach could find out about this rank; asked again at the first forward, when pipelines exist."""
+
+    def __init__(self, environment: Environment, given: Place | None) -> None:
+        self._environment = environment
+        self._given = given
+        self.stages: dict[int, Any] = {}
+        """id of an unwrapped chunk -> the pipeline stage that runs it."""
+        self.meshes: list[Any] = []
+        self.schedule = ""
+
+    def scan(self) -> None:
+        """Look once through the live objects for pipeline stages, schedules and device meshes. About 0.1 s."""
+        staged = sys.modules.get("torch.distributed.pipelining.stage")
+        scheduled = sys.modules.get("torch.distributed.pipelining.schedules")
+        meshed = sys.modules.get("torch.distributed.device_mesh")
+        stage_type = getattr(staged, "_PipelineStageBase", None)
+        schedule_type = getattr(scheduled, "_PipelineSchedule", None)
+        mesh_type = getattr(meshed, "DeviceMesh", None)
+        if stage_type is None and mesh_type is None:
+            return
+        self.meshes = []
+        for thing in gc.get_objects():
+            kind = type(thing)
+            if stage_type is not None and issubclass(kind, stage_type):
+                self.note_stage(thing)
+            elif schedule_type is not None and issubclass(kind, schedule_type):
+                self.schedule = kind.__name__.removeprefix("Schedule").removesuffix("Schedule").lower()
+                if self.schedule.endswith("zbvzerobubble"):
+                    self.schedule = "zbv"
+            elif mesh_type is not None and kind is mesh_type and thing.mesh_dim_names:
+                self.meshes.append(thing)
+
+    def note_stage(self, stage: Any) -> None:
+        """Remember which chunk a pipeline stage runs."""
+        module = getattr(stage, "submod", None)
+        if isinstance(module, nn.Module):
+            self.stages[id(unwrap(module))] = stage
+
+    def place(self, models: Sequence[nn.Module]) -> Place:
+        """Return this rank's place, from what was given, else torch.distributed and its objects, else the launcher."""
+        if self._given is not None:
+            return self._given
+        if not (dist.is_available() and dist.is_initialized()):
+            world = max(1, self._environment.world_size or 1)
+            return Place(rank=min(self._environment.rank or 0, world - 1), world_size=world)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        coordinates: dict[str, tuple[int, int]] = {}
+        mesh = max((m for m in self.meshes if m.get_coordinate() is not None), key=lambda m: m.mesh.numel(), default=None)
+        if mesh is not None:
+            for name, at, size in zip(mesh.mesh_dim_names, mesh.get_coordinate(), mesh.mesh.shape, strict=True):
+                axis = AXIS_OF.get(name.lower())
+                if axis is not None:
+                    before, total = coordinates.get(axis, (0, 1))
+                    coordinates[axis] = (before * size + at, total * size)
+        stages = [self.stages[id(unwrap(model))] for model in models if id(unwrap(model)) in self.stages]
+        if stages:
+            coordinates["pp"] = (stages[0].group_rank, stages[0].group_size)
+        self._fill_dp(coordinates, models, rank, world)
+        fields: dict[str, Any] = {}
+        for axis, (at, size) in coordinates.items():
+            fields[f"{axis}_rank"], fields[f"{axis}_size"] = int(at), int(size)
+        schedule = self.schedule if stages else ""
+        return Place(rank=rank, world_size=world, vpp_size=max(1, len(models)), schedule=schedule, **fields)
+
+    @staticmethod
+    def _fill_dp(coordinates: dict[str, tuple[int, int]], models: Sequence[nn.Module], rank: int, world: int) -> None:
+        if "dp" in coordinates:
+            return
+        for model in models:
+            group = getattr(model, "process_group", None)
+            if isinstance(model, nn.parallel.DistributedDataParallel) and group is not None:
+                coordinates["dp"] = (dist.get_rank(group), dist.get_world_size(group))
+                return
+        split = 1
+        for _, size in coordinates.values():
+            split *= size
+        if split > 1 and world % split == 0:
+            # Nothing names the replicas: ranks that differ in no known axis are replicas, in the usual order (dp within pp).
+            size = world // split
+            coordinates["dp"] = (rank % size, size) if "pp" in coordinates else (rank // split, size)
+
+    def vpp_stage(self, model: nn.Module, position: int) -> int:
+        """Return which chunk of its rank a model is: by its stage's index where one is known, else its position."""
+        stage = self.stages.get(id(unwrap(model)))
+        if stage is not None:
+            return int(stage.stage_index) // int(stage.group_size)
+        return position
+
+    def stage_index(self, model: nn.Module) -> int | None:
+        """Return the depth that the pipeline itself gives this chunk; None without a pipeline."""
+        stage = self.stages.get(id(unwrap(model)))
+        return None if stage is None else int(stage.stage_index)

@@ -1,0 +1,44 @@
+"""The monitor that measures nothing: training goes on as if Sentinel were not there, and the log says why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+log = logging.getLogger("sentinel")
+
+
+class Unmeasured:
+    """Has every method of Monitor; none does anything."""
+
+    is_alive = False
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        log.warning("sentinel: this run is not measured: %s", reason)
+
+    def log(self, **scalars: Any) -> None:
+        """Accept and forget."""
+
+    def step(self) -> None:
+        """Do nothing."""
+
+    def enable(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def disable(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def activity(self, name: str) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing to resume."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def detach(self) -> None:
+        """Do nothing."""
