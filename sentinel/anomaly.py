@@ -81,6 +81,8 @@ class Anomaly(msgspec.Struct, frozen=True, kw_only=True):
     dp_size: int = 1
     tp_size: int = 1
     pp_size: int = 1
+    ep_size: int = 1
+    """Ranks of the data-parallel axis that share one set of experts."""
     communicates: bool = False
     """The module exchanges data inside its tensor- or context-parallel group."""
 

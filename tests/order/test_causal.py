@@ -1,0 +1,409 @@
+"""The causal order: a strict partial order, its total extension, first causes and origins."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sentinel.anomaly import Anomaly, Severity, anomaly_id
+from sentinel.order.causal import (
+    blast_radius,
+    first_causes,
+    happens_before,
+    is_possible_cause,
+    leading_causes,
+    origin,
+    scalar_phase,
+    sort_key,
+)
+from sentinel.place import depth as depth_of
+
+
+def anomaly(kind="activation", name="blocks.0", **fields):
+    """An anomaly with the identity that the engine would give it."""
+    fields = {
+        "run": "r", "attempt": 0, "rank": 0, "step": 5, "micro_step": 0, "pp_stage": 0, "vpp_stage": 0, "call_id": None,
+        "statistic": "norm", "rule": "rule", "detector": "AnomalyNan", "severity": Severity.CRITICAL, "value": None,
+        "value_text": "nan", "message": "",
+    } | fields  # fmt: skip
+    series = f"{name}/{kind}/{fields['statistic']}/{fields['call_id']}"
+    identity = (fields["run"], fields["attempt"], fields["step"], fields["micro_step"], fields["rank"], series)
+    return Anomaly(id=anomaly_id(*identity, fields["rule"]), tag_name=name, kind=kind, **fields)
+
+
+KINDS = [
+    "param", "activation_in", "activation", "residual", "attention", "dgrad", "dgrad_in", "wgrad_unreduced", "wgrad",
+    "exp_avg", "update", "comm", "health",
+]  # fmt: skip
+SCALARS = ["loss", "grad_norm", "found_inf", "lr", "accuracy", "step_time"]
+
+
+@st.composite
+def layouts(draw):
+    """A parallel layout: schedule, sizes of dp, pp and tp, chunks on a stage."""
+    schedule, vpp = draw(st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved1f1b", 2), ("zbv", 2)]))
+    sizes = [draw(st.integers(1, 2)) for _ in range(3)]
+    return schedule, vpp, *sizes
+
+
+@st.composite
+def anomalies_of_a_layout(draw, min_size=0, max_size=8):
+    """Anomalies with every field that the order looks at drawn anew, call_ids that contradict site_pos included."""
+    schedule, vpp, dp, pp, tp = draw(layouts())
+    result = []
+    for _ in range(draw(st.integers(min_size, max_size))):
+        stage, chunk = draw(st.integers(0, pp - 1)), draw(st.integers(0, vpp - 1))
+        coordinates = {"dp": draw(st.integers(0, dp - 1)), "pp": stage, "tp": draw(st.integers(0, tp - 1))}
+        is_merged = draw(st.booleans())
+        rank = None if is_merged else (stage * dp + coordinates["dp"]) * tp + coordinates["tp"]
+        is_scalar = draw(st.integers(0, 5)) == 0
+        result.append(
+            anomaly(
+                "scalar" if is_scalar else draw(st.sampled_from(KINDS)),
+                draw(st.sampled_from(SCALARS)) if is_scalar else draw(st.sampled_from("abc")),
+                attempt=draw(st.sampled_from([0, 0, 0, 1])),
+                step=draw(st.sampled_from([5, 5, 5, 6])),
+                micro_step=draw(st.sampled_from([None, 0, 1])),
+                rank=rank,
+                place={} if is_merged else coordinates,
+                dp_size=dp, pp_size=pp, tp_size=tp, pp_stage=stage, vpp_stage=chunk,
+                depth=depth_of(schedule, stage, chunk, pp),
+                site_pos=draw(st.integers(0, 2)),
+                call_id=draw(st.sampled_from([None, 0, 1, 2])),
+                communicates=draw(st.booleans()),
+                value_text=draw(st.sampled_from(["", "nan"])),
+                severity=draw(st.sampled_from(Severity)),
+            )
+        )  # fmt: skip
+    return result
+
+
+@settings(max_examples=500, deadline=None)
+@given(anomalies_of_a_layout(min_size=3, max_size=8))
+def test_order_is_a_partial_order(some):
+    before = {(i, j): happens_before(a, b) for (i, a), (j, b) in itertools.product(enumerate(some), repeat=2)}
+
+    assert not any(before[i, i] for i in range(len(some)))
+    assert not any(before[i, j] and before[j, i] for i, j in before)
+    for i, j, k in itertools.product(range(len(some)), repeat=3):
+        if before[i, j] and before[j, k]:
+            assert before[i, k], (some[i], some[j], some[k])
+
+
+@settings(max_examples=300, deadline=None)
+@given(anomalies_of_a_layout(max_size=10))
+def test_total_order_extends_the_partial_order(some):
+    for a, b in itertools.permutations(some, 2):
+        if happens_before(a, b):
+            assert is_possible_cause(a, b)
+        if is_possible_cause(a, b):
+            assert sort_key(a) < sort_key(b)
+
+
+@settings(max_examples=300, deadline=None)
+@given(anomalies_of_a_layout(max_size=12))
+def test_first_causes_are_the_minimal_elements(some):
+    minimal = [i for i, b in enumerate(some) if not any(happens_before(a, b) for a in some)]
+
+    assert first_causes(some) == sorted(minimal, key=lambda i: sort_key(some[i]))
+
+
+@settings(max_examples=300, deadline=None)
+@given(anomalies_of_a_layout(min_size=1, max_size=12))
+def test_no_leading_cause_is_a_possible_effect_of_its_equals(some):
+    worst = max((a.severity.level, bool(a.value_text)) for a in some)
+    pool = [a for a in some if (a.severity.level, bool(a.value_text)) == worst]
+    expected = [a for a in pool if not any(is_possible_cause(b, a) for b in pool)]
+
+    assert [some[i] for i in leading_causes(some)] == sorted(expected, key=sort_key)
+    assert expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(anomalies_of_a_layout(max_size=12))
+def test_blast_radius_is_what_a_cause_possibly_precedes(some):
+    causes = [some[i] for i in leading_causes(some)]
+    ids = {a.id for a in causes}
+
+    radius = blast_radius(some)
+
+    expected = [a for a in some if a.id not in ids and any(is_possible_cause(c, a) for c in causes)]
+    assert radius.num_anomalies == len(expected) == sum(radius.by_kind.values()) == sum(radius.by_step.values())
+
+
+class Simulation:
+    """Two micro-steps of a model cut over the ranks, run in a random feasible order: who really was before whom.
+
+    Every site is one tensor: input slot and output slot of `num_modules` modules at each depth.
+    """
+
+    def __init__(self, draw, schedule, vpp, dp, pp, tp, num_micro_steps=2, num_modules=2):
+        self.events = {}
+        self.after = {}
+        layout = {"schedule": schedule, "vpp": vpp, "dp": dp, "pp": pp, "tp": tp}
+        depths = sorted((depth_of(schedule, s, c, pp), s, c) for s in range(pp) for c in range(vpp))
+        num_sites = 2 * num_modules
+        for d, micro in itertools.product(range(dp), range(num_micro_steps)):
+            previous = None
+            forward = [(at, s, c, pos) for at, s, c in depths for pos in range(num_sites)]
+            for phase, sites in (("F", forward), ("B", forward[::-1])):
+                for at, s, c, pos in sites:
+                    layer = [(phase, at, pos, d, micro, t) for t in range(tp)]
+                    for t, event in enumerate(layer):
+                        name = f"stage{at}.m{pos // 2}"
+                        kinds = ("activation_in", "activation") if phase == "F" else ("dgrad_in", "dgrad")
+                        self.add(event, layout, kinds[pos % 2], name, s, c, at, pos, d, t, micro, previous or ())
+                    previous = layer
+        for at, s, c in depths:
+            for pos, d, t in itertools.product(range(1, num_sites, 2), range(dp), range(tp)):
+                name = f"stage{at}.m{pos // 2}.weight"
+                mine = [("B", at, pos, d, m, t) for m in range(num_micro_steps)]
+                own = ("U", at, pos, d, None, t)
+                self.add(own, layout, "wgrad_unreduced", name, s, c, at, pos, d, t, None, mine)
+            for pos, d, t in itertools.product(range(1, num_sites, 2), range(dp), range(tp)):
+                replicas = [("U", at, pos, other, None, t) for other in range(dp)]
+                reduced = ("W", at, pos, d, None, t)
+                self.add(reduced, layout, "wgrad", f"stage{at}.m{pos // 2}.weight", s, c, at, pos, d, t, None, replicas)
+        everyone = [event for event in self.after if event[0] == "W"]
+        for event in everyone:
+            at, pos, d, t = event[1], event[2], event[3], event[5]
+            s, c = next((s, c) for there, s, c in depths if there == at)
+            done = ("O", at, pos, d, None, t)
+            self.add(done, layout, "update", f"stage{at}.m{pos // 2}.weight", s, c, at, pos, d, t, None, everyone)
+        self.run(draw)
+
+    def add(self, event, layout, kind, name, stage, chunk, at, pos, d, t, micro, causes):
+        """Record an event and its direct causes."""
+        rank = (stage * layout["dp"] + d) * layout["tp"] + t
+        place = {"dp": d, "pp": stage, "tp": t}
+        sizes = {"dp_size": layout["dp"], "pp_size": layout["pp"], "tp_size": layout["tp"]}
+        self.events[event] = dict(
+            kind=kind, name=name, rank=rank, place=place, pp_stage=stage, vpp_stage=chunk, depth=at, site_pos=pos,
+            micro_step=micro, communicates=True, **sizes,
+        )  # fmt: skip
+        self.after[event] = set(causes)
+
+    def run(self, draw):
+        """Hand out call_ids rank by rank in a random order that obeys all causes."""
+        waiting = {event: set(causes) for event, causes in self.after.items()}
+        effects = {event: [] for event in self.after}
+        for event, causes in self.after.items():
+            for cause in causes:
+                effects[cause].append(event)
+        ready = [event for event, causes in waiting.items() if not causes]
+        calls, self.when, self.reach = {}, {}, {}
+        while ready:
+            event = ready.pop(draw(st.integers(0, len(ready) - 1)))
+            fields = self.events[event]
+            fields["call_id"] = calls.get(fields["rank"], 0)
+            calls[fields["rank"]] = fields["call_id"] + 1
+            self.when[event] = len(self.when)
+            self.reach[event] = set().union(*({c} | self.reach[c] for c in self.after[event]))
+            for effect in effects[event]:
+                waiting[effect].discard(event)
+                if not waiting[effect]:
+                    ready.append(effect)
+        self.anomalies = {event: anomaly(**fields) for event, fields in self.events.items()}
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data(), layouts())
+def test_order_agrees_with_simulated_schedules(data, layout):
+    """Every true cause is before its effect, and nothing is said to be before what it was really after."""
+    simulation = Simulation(data.draw, *layout)
+    events = st.sampled_from(sorted(simulation.events, key=str))
+    some = sorted(data.draw(st.sets(events, min_size=2, max_size=24)), key=str)
+
+    for x, y in itertools.permutations(some, 2):
+        a, b = simulation.anomalies[x], simulation.anomalies[y]
+        is_before = happens_before(a, b)
+        if x in simulation.reach[y]:
+            assert is_before, (a, b)
+        if is_before:
+            assert y not in simulation.reach[x], (a, b)
+            assert sort_key(a) < sort_key(b)
+        if is_before and a.rank == b.rank:
+            assert simulation.when[x] < simulation.when[y]
+
+
+def test_first_cause_under_tensor_parallel():
+    """The origin has call 43 on stage 0, a victim call 29 on stage 1 (seen): sorting by call_id alone is wrong."""
+    place = {"dp_size": 1, "tp_size": 2, "pp_size": 2}
+    born = anomaly(name="blocks.3.mlp.fc2", rank=1, call_id=43, site_pos=21, place={"tp": 1, "pp": 0}, **place)
+    mate = anomaly(name="blocks.3", rank=0, call_id=44, site_pos=23, place={"tp": 0, "pp": 0}, **place)
+    victim = anomaly(
+        name="blocks.4.ln1", rank=2, call_id=29, pp_stage=1, depth=1, site_pos=1, place={"tp": 0, "pp": 1}, **place
+    )
+    some = [victim, mate, born]
+
+    assert min(some, key=lambda a: a.call_id) is victim
+    assert first_causes(some) == [2]
+    assert min(some, key=sort_key) is born
+    assert origin(born, some).name == "blocks.3.mlp.fc2"
+
+
+def test_inputs_of_a_communicating_module_precede_its_outputs_on_every_rank():
+    place = {"tp_size": 2, "site_pos": 4, "call_id": 9}
+    of_rank_1 = anomaly("activation_in", "fc2", rank=1, place={"tp": 1}, communicates=True, **place)
+    of_rank_0 = anomaly("activation", "fc2", rank=0, place={"tp": 0}, communicates=True, **place)
+    alone_1 = anomaly("activation_in", "fc1", rank=1, place={"tp": 1}, **place)
+    alone_0 = anomaly("activation", "fc1", rank=0, place={"tp": 0}, **place)
+
+    assert happens_before(of_rank_1, of_rank_0)
+    assert not happens_before(alone_1, alone_0)
+    assert not happens_before(alone_0, alone_1)
+
+
+def test_first_cause_under_global_clipping():
+    """One inf in one wgrad makes every update of that step and every weight of the next NaN: none is a first cause."""
+    born = anomaly("wgrad", "blocks.1.mlp.fc1.weight", rank=None, micro_step=None, value_text="inf", site_pos=9)
+    norm = anomaly("scalar", "grad_norm", rank=None, micro_step=None, value_text="inf")
+    names = ["embed.weight", "blocks.0.mlp.fc1.weight", "blocks.1.mlp.fc1.weight", "head.weight"]
+    updates = [anomaly("update", n, micro_step=None, call_id=i) for i, n in enumerate(names)]
+    weights = [anomaly("param", n, micro_step=None, step=6, call_id=i) for i, n in enumerate(names)]
+    forward = [anomaly("activation", n[: -len(".weight")], step=6, site_pos=i) for i, n in enumerate(names)]
+    some = [*forward, *weights, *updates, norm, born]
+
+    assert [some[i] for i in first_causes(some)] == [born]
+    assert [some[i] for i in leading_causes(some)] == [born]
+    assert origin(born, some).name == "blocks.1.mlp.fc1.weight"
+    assert blast_radius(some).by_step == {5: 5, 6: 8}
+    assert [some[:8][i] for i in first_causes(some[:8])] == weights
+
+
+def test_a_wgrad_is_a_leaf_of_its_dgrad():
+    dgrad = anomaly("dgrad", "blocks.1.fc", site_pos=6)
+    earlier_dgrad = anomaly("dgrad", "blocks.0.fc", site_pos=3)
+    wgrad = anomaly("wgrad", "blocks.1.fc.weight", micro_step=None, site_pos=6)
+    own = anomaly("wgrad_unreduced", "blocks.1.fc.weight", site_pos=6)
+
+    assert happens_before(dgrad, earlier_dgrad)
+    assert happens_before(dgrad, wgrad)
+    assert happens_before(dgrad, own)
+    assert happens_before(own, wgrad)
+    assert not happens_before(wgrad, earlier_dgrad)
+    assert not happens_before(own, earlier_dgrad)
+    assert not happens_before(own, anomaly("wgrad", "blocks.0.fc.weight", micro_step=None, site_pos=3))
+
+
+def test_replicas_and_micro_steps_are_concurrent_until_the_reduction():
+    def at(dp, micro, kind="activation", **fields):
+        return anomaly(kind, rank=dp, micro_step=micro, place={"dp": dp}, dp_size=2, **fields)
+
+    reduced = at(0, None, "wgrad", name="w", site_pos=1)
+
+    for other in (at(1, 0, site_pos=5), at(0, 1, site_pos=5), at(1, 0, "dgrad"), at(0, 1, "dgrad")):
+        assert not happens_before(at(0, 0), other)
+        assert not happens_before(other, at(0, 0))
+        assert happens_before(at(0, 0), reduced)
+    assert happens_before(at(1, 1, "dgrad", site_pos=3), reduced)
+    assert happens_before(at(0, 0), at(0, 0, "dgrad"))
+
+
+def test_expert_exchange_couples_the_replicas_that_share_experts():
+    def at(dp, site_pos):
+        return anomaly(rank=dp, place={"dp": dp, "ep": dp % 2}, dp_size=4, ep_size=2, site_pos=site_pos)
+
+    assert happens_before(at(0, 1), at(1, 2))
+    assert not happens_before(at(0, 1), at(2, 2))
+
+
+def test_loss_lies_between_forward_and_backward():
+    loss = anomaly("scalar", "loss", rank=None, micro_step=None)
+    forward, backward = anomaly(depth=3, site_pos=99), anomaly("dgrad", depth=3, site_pos=99)
+
+    assert happens_before(forward, loss)
+    assert happens_before(loss, anomaly("dgrad", rank=None, micro_step=None))
+    assert is_possible_cause(loss, backward)
+    assert sorted([backward, loss, forward], key=sort_key) == [forward, loss, backward]
+    assert leading_causes([backward, loss]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "phase"),
+    [
+        ("loss", "LOSS"), ("lm_loss", "LOSS"), ("train/loss", "LOSS"), ("loss_scale", "NORM"), ("grad_norm", "NORM"),
+        ("found_inf", "NORM"), ("lr", "SCHEDULE"), ("lr/group0", "SCHEDULE"), ("step_time_s", "FREE"),
+        ("tokens", "FREE"), ("accuracy", "METRIC"),
+    ],
+)  # fmt: skip
+def test_scalars_are_placed_by_name(name, phase):
+    assert scalar_phase(name).name == phase
+
+
+def test_weights_precede_the_forward_of_their_own_stage_and_what_follows():
+    weight = anomaly("param", "blocks.9.weight", micro_step=None, pp_stage=1, depth=1)
+
+    assert happens_before(anomaly("update", step=4, micro_step=None), weight)
+    assert not happens_before(weight, anomaly(pp_stage=0, depth=0))
+    assert happens_before(weight, anomaly(pp_stage=1, depth=1))
+    assert happens_before(weight, anomaly(pp_stage=1, vpp_stage=1, depth=3))
+    assert happens_before(weight, anomaly("dgrad", depth=0))
+
+
+class TestOrigin:
+    """Where a fault was born, in forward and backward, with and without module monitoring."""
+
+    def test_forward_names_the_module_whose_output_is_first_bad(self):
+        found = origin(anomaly(name="blocks.2.mlp.fc1", rank=3, micro_step=1, segment="blocks.2"))
+
+        assert (found.name, found.module, found.phase) == ("blocks.2.mlp.fc1", "blocks.2.mlp.fc1", "forward")
+        assert (found.rank, found.micro_step, found.segment) == (3, 1, "blocks.2")
+
+    def test_of_a_border_alone_names_the_segment(self):
+        found = origin(anomaly(name="blocks.2", border="block_output", segment="blocks.2"))
+
+        assert (found.name, found.module, found.segment) == ("blocks.2", "", "blocks.2")
+
+    def test_a_border_named_after_an_inner_module_names_the_module(self):
+        also = ("blocks.2.mlp", "blocks.2")
+        border = anomaly(name="blocks.2.mlp.fc2", also=also, border="block_output", segment="blocks.2")
+
+        assert origin(border).module == "blocks.2.mlp.fc2"
+
+    def test_backward_names_the_innermost_consumer(self):
+        consumers = ("blocks.2", "blocks.2.attn", "blocks.2.attn.qkv")
+        found = origin(anomaly("dgrad", "blocks.1.mlp.fc2", consumers=consumers))
+
+        assert (found.name, found.module, found.phase) == ("blocks.2.attn.qkv", "blocks.2.attn.qkv", "backward")
+
+    def test_backward_of_a_residual_branch_spares_the_consumer_that_was_bad_already(self):
+        bad = anomaly("dgrad", "ln1", consumers=("attn.q", "attn.k"), site_pos=1)
+        victim_of_another = anomaly("dgrad", "attn.k", site_pos=3)
+
+        assert origin(bad, [bad]).candidates == ("attn.k", "attn.q")
+        assert origin(bad, [bad]).module == ""
+        assert origin(bad, [bad, victim_of_another]).module == "attn.q"
+
+    def test_backward_at_a_border_alone_names_the_segment_that_made_it(self):
+        found = origin(anomaly("dgrad", "blocks.1", consumers=("blocks.2",), border="block_output", segment="blocks.2"))
+
+        assert (found.name, found.module) == ("blocks.2", "")
+
+    def test_input_gradient_names_its_own_module(self):
+        assert origin(anomaly("dgrad_in", "embed.proj")).module == "embed.proj"
+
+    def test_a_reduced_gradient_names_the_parameter_without_rank(self):
+        found = origin(anomaly("wgrad", "fc.weight", dp_size=4, rank=2, micro_step=None))
+
+        assert (found.name, found.module, found.rank) == ("fc.weight", "fc", None)
+
+
+def test_first_causes_are_near_linear():
+    many = [
+        anomaly(
+            name=f"m{i % 977}", rank=i % 64, micro_step=i % 8, place={"dp": i % 64}, dp_size=64,
+            site_pos=i % 977, call_id=i % 977,
+        )  # fmt: skip
+        for i in range(20_000)
+    ]
+    start = time.process_time()
+
+    causes = first_causes(many)
+
+    assert 0 < len(causes) <= 64 * 8 * 40
+    assert time.process_time() - start < 5.0
