@@ -1,0 +1,1 @@
+"""Report: what was judged, told to files, gauges and people."""

@@ -1,0 +1,197 @@
+"""Alert: a message about one incident revision to one sink; and the rule that says which revisions are worth one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from sentinel.anomaly import Incident, Severity
+from sentinel.errors import ConfigError
+
+CLOSED_STATES = frozenset({"resolved", "settled", "merged"})
+CHANGES: tuple[str, ...] = ("opened", "raised", "refined", "resolved", "settled", "merged")
+"""What may have happened to an incident that somebody wants to hear."""
+
+
+class Alert(msgspec.Struct, frozen=True, kw_only=True):
+    """What one sink is told about one revision of one incident."""
+
+    key: str
+    """Names this message for ever, `<sink>:<run>:<incident>:<revision>`: the idempotency key."""
+    sink: str
+    change: str
+    """One of CHANGES."""
+    incident: Incident
+    is_page: bool = False
+    """Somebody should get up: said once per incident and sink."""
+    was_severity: Severity | None = None
+    """Severity that this sink was told before; None: it has heard nothing yet."""
+    was_paged: bool = False
+    created: float = 0.0
+    """Seconds since the epoch of the verdict."""
+    repeated: bool = False
+    """The sink may have heard this before: a crash or a lost answer lies between two tries."""
+
+    @property
+    def topic(self) -> str:
+        """The queue of the outbox that it waits in."""
+        return topic(self.sink)
+
+    @property
+    def body(self) -> bytes:
+        """JSON for the outbox; `Alert.read` takes it back."""
+        return msgspec.json.encode(self)
+
+    @staticmethod
+    def read(body: bytes) -> Alert:
+        """Return the alert that `body` says."""
+        return _DECODER.decode(body)
+
+    @property
+    def is_closed(self) -> bool:
+        """The incident is over."""
+        return self.incident.state in CLOSED_STATES
+
+
+_DECODER = msgspec.json.Decoder(Alert)
+
+
+def topic(sink: str) -> str:
+    """Return the queue of the outbox that alerts to `sink` wait in."""
+    return f"alert:{sink}"
+
+
+class RouteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which incidents and which of their changes a sink hears."""
+
+    min_severity: Severity = Severity.WARNING
+    """Incidents of this severity and above are told: info, warning, critical."""
+
+    detectors: tuple[str, ...] = ()
+    """Incidents that one of these detectors takes part in are told from `warning` on, whatever min_severity says."""
+
+    changes: tuple[str, ...] = CHANGES
+    """Changes that are told: opened, raised (severity, or a page became due), refined (module or verdict became
+    known), resolved, settled, merged."""
+
+    def __post_init__(self) -> None:
+        for change in self.changes:
+            if change not in CHANGES:
+                raise ConfigError(
+                    f"notify.sinks.route.changes must be among {', '.join(CHANGES)}, got {change!r}"
+                )
+
+    def hears(self, incident: Incident) -> bool:
+        """Return whether incidents like this one are told at all."""
+        level = incident.severity.level
+        if level >= self.min_severity.level:
+            return True
+        return level >= Severity.WARNING.level and not set(self.detectors).isdisjoint(incident.detectors)
+
+
+def change_of(previous: Incident | None, current: Incident, route: RouteConfig) -> str | None:
+    """Return what `route` should be told about `current`, or None. previous: the revision before; None: the first."""
+    was_heard = previous is not None and previous.state not in CLOSED_STATES and route.hears(previous)
+    if current.state in CLOSED_STATES:
+        change = current.state if was_heard else None
+    elif not route.hears(current):
+        change = None
+    elif previous is None or not was_heard:
+        change = "opened"
+    elif current.severity.level > previous.severity.level or (current.paged and not previous.paged):
+        change = "raised"
+    elif (current.module, current.verdict) != (previous.module, previous.verdict):
+        change = "refined"
+    else:
+        change = None
+    if change in route.changes:
+        return change
+    # A sink that is not told of the opening still has to learn of a page.
+    return "raised" if change == "opened" and "raised" in route.changes and current.paged else None
+
+
+def alerts_for(
+    previous: Incident | None, current: Incident, routes: Iterable[tuple[str, RouteConfig]], now: float
+) -> list[Alert]:
+    """Return the alerts that a new revision of an incident is worth, in the order of `routes`.
+
+    Pure: called while judging, so that the alerts are committed with the revision itself. routes: (sink's name, its
+    route). now: seconds since the epoch.
+    """
+    alerts = []
+    for sink, route in routes:
+        change = change_of(previous, current, route)
+        if change is None:
+            continue
+        was_heard = previous is not None and route.hears(previous)
+        was_paged = was_heard and previous is not None and previous.paged
+        alerts.append(
+            Alert(
+                key=f"{sink}:{current.run}:{current.id}:{current.revision}",
+                sink=sink,
+                change=change,
+                # Members may be thousands, and no message names them all.
+                incident=msgspec.structs.replace(current, members=current.members[:50]),
+                is_page=current.paged and not was_paged and current.state not in CLOSED_STATES,
+                was_severity=previous.severity if was_heard and previous is not None else None,
+                was_paged=was_paged,
+                created=now,
+            )
+        )
+    return alerts
+
+
+def standing(incidents: Iterable[Incident], sink: str, route: RouteConfig, now: float) -> list[Alert]:
+    """Return the open incidents that `sink` has been told of, as alerts: what a keep-alive repeats after a restart."""
+    return [
+        Alert(
+            key=f"{sink}:{one.run}:{one.id}:{one.revision}", sink=sink, change="opened", incident=one,
+            was_severity=one.severity, was_paged=one.paged, created=now,
+        )
+        for one in incidents
+        if one.state not in CLOSED_STATES and route.hears(one)
+    ]  # fmt: skip
+
+
+def headline(alert: Alert) -> str:
+    """Return one line: what changed, how bad, where. `CRITICAL loss-spike in run a, step 12`."""
+    incident = alert.incident
+    word = {"opened": incident.severity.value.upper(), "raised": f"now {incident.severity.value.upper()}"}.get(
+        alert.change, alert.change
+    )
+    repeated = " (repeated)" if alert.repeated else ""
+    return f"{word}: {incident.title}, run {incident.run}, step {incident.opened_step}{repeated}"
+
+
+def facts(incident: Incident) -> list[tuple[str, str]]:
+    """Return (name, text) of what a person asks first, empty ones left out."""
+    ranks = ", ".join(map(str, incident.ranks[:16]))
+    ranks += f" and {len(incident.ranks) - 16} more" if len(incident.ranks) > 16 else ""
+    pairs = [
+        ("began with", incident.root_name),
+        ("module", incident.module),
+        ("segment", incident.segment),
+        ("ranks", ranks),
+        ("suspected", incident.verdict if incident.verdict != "unknown" else ""),
+        ("evidence", "; ".join(incident.evidence[:5])),
+        ("steps", f"{incident.opened_step} to {incident.last_step}"),
+        ("anomalies", str(incident.num_members) if incident.num_members else ""),
+        ("detectors", ", ".join(incident.detectors[:8])),
+        ("merged into", incident.merged_into or ""),
+    ]
+    return [(name, text) for name, text in pairs if text]
+
+
+def worst_first(alerts: Sequence[Alert]) -> list[Alert]:
+    """Return alerts with pages first, then by severity, then oldest first."""
+    return sorted(alerts, key=lambda one: (not one.is_page, -one.incident.severity.level, one.created, one.key))
+
+
+def sample_alert(sink: str, now: float) -> Alert:
+    """Return an alert that says it is a test, for `sentinel notify test`."""
+    incident = Incident(
+        id="i000000000000", revision=1, run="test", attempt=0, state="open", opened_step=0, last_step=0,
+        severity=Severity.WARNING, title="this is a test of Sentinel's notifications", root=None, time=now,
+    )  # fmt: skip
+    return Alert(key=f"{sink}:test:{incident.id}:{now:.3f}", sink=sink, change="opened", incident=incident, created=now)

@@ -1,0 +1,1 @@
+"""Sinks: where alerts go. One module each; `table.py` names them all."""

@@ -1,0 +1,187 @@
+"""Alertmanager, API v2: one alert per open incident, sent again while it stands, resolved when it closes.
+
+Labels name the incident and nothing that changes by itself: no step, no value, no time (those are annotations). When
+severity or paging changes, the labels change with it: the alert under the old labels is resolved in the same request.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from sentinel.anomaly import Incident, Severity
+from sentinel.errors import ConfigError
+from sentinel.report.alert import Alert, RouteConfig, facts, headline
+from sentinel.report.sinks.delivery import Delivery, Poster, check_url
+from sentinel.report.sinks.secret import read_secret
+
+ENDS_AFTER_INTERVALS = 4
+"""An alert not sent again for this many intervals resolves itself (FIELD_NOTES.md section 4: 3 to 4)."""
+RESERVED_LABELS = frozenset({"alertname", "run", "incident", "severity", "page"})
+
+
+class AlertmanagerConfig(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="alertmanager"
+):
+    """One Alertmanager, or all peers of a cluster."""
+
+    name: str = "alertmanager"
+    """Name in metrics and in the outbox; unique."""
+
+    urls: tuple[str, ...] = ("http://127.0.0.1:9093",)
+    """Addresses, path prefix included; every peer of a cluster hears every alert, one that answers is enough."""
+
+    bearer_file: str = ""
+    """File that holds a bearer token."""
+
+    bearer_env: str = ""
+    """Environment variable that holds a bearer token."""
+
+    labels: dict[str, str] = {}
+    """Labels put on every alert: cluster, team. None of alertname, run, incident, severity, page."""
+
+    route: RouteConfig = RouteConfig()
+    """What is told; by default every incident from warning on."""
+
+    resend_interval_s: float = 60.0
+    """Open incidents are sent again this often; one not sent for four intervals resolves itself."""
+
+    timeout_s: float = 10.0
+    """Longest wait for an answer."""
+
+    def __post_init__(self) -> None:
+        if not self.urls:
+            raise ConfigError(f"notify.sinks.{self.name}.urls must name at least one address, got none")
+        if not 1.0 <= self.resend_interval_s <= 3600.0:
+            raise ConfigError(
+                f"notify.sinks.{self.name}.resend_interval_s must be in [1, 3600], got {self.resend_interval_s}"
+            )
+        taken = RESERVED_LABELS.intersection(self.labels)
+        if taken:
+            raise ConfigError(f"notify.sinks.{self.name}.labels must not set {', '.join(sorted(taken))}")
+
+
+Identity = tuple[str, str, Severity, bool]
+"""(run, incident, severity, pages): what the labels are made of."""
+
+
+class AlertmanagerSink:
+    """Posts alerts to `/api/v2/alerts`; the labels are the idempotency key, so a repeat notifies nobody twice."""
+
+    digest_after = 1
+    max_batch = 200
+
+    def __init__(
+        self, config: AlertmanagerConfig, poster: Poster, environ: Mapping[str, str], external_url: str = ""
+    ) -> None:
+        path = f"notify.sinks.{config.name}"
+        self.name = config.name
+        self._urls = [check_url(url, f"{path}.urls").rstrip("/") + "/api/v2/alerts" for url in config.urls]
+        bearer = read_secret(f"{path}.bearer", config.bearer_file, config.bearer_env, environ)
+        self._headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
+        self._labels = dict(config.labels)
+        self._resend_interval_s = config.resend_interval_s
+        self._external_url = external_url
+        self._poster = poster
+        self._standing: dict[tuple[str, str], Alert] = {}
+        self._next_resend = 0.0
+
+    def deliver(self, alerts: Sequence[Alert], now: float) -> Delivery:
+        """Post changes; what is open stands from now on and is kept alive."""
+        delivery = self._post([one for alert in alerts for one in self._changes(alert, now)], now)
+        if delivery.outcome == "sent":
+            for alert in alerts:
+                where = (alert.incident.run, alert.incident.id)
+                if alert.is_closed:
+                    self._standing.pop(where, None)
+                else:
+                    if not self._standing:
+                        self._next_resend = now + self._resend_interval_s
+                    self._standing[where] = alert
+        return delivery
+
+    def restore(self, standing: Sequence[Alert]) -> None:
+        """Take the incidents that were open before a restart; they are sent again at once."""
+        for alert in standing:
+            self._standing.setdefault((alert.incident.run, alert.incident.id), alert)
+        self._next_resend = 0.0
+
+    def keep_alive(self, now: float) -> tuple[Delivery | None, float | None]:
+        """Send every open incident again when the interval has passed."""
+        if not self._standing:
+            return None, None
+        # The wall clock may be set back: never wait longer than an interval.
+        if self._next_resend - self._resend_interval_s <= now < self._next_resend:
+            return None, self._next_resend
+        standing = list(self._standing.values())
+        delivery = Delivery(outcome="sent")
+        for start in range(0, len(standing), self.max_batch):
+            batch = [self.alert(one, identity(one.incident), now) for one in standing[start : start + self.max_batch]]
+            delivery = self._post(batch, now)
+            if delivery.outcome != "sent":
+                break
+        wait = self._resend_interval_s if delivery.outcome == "sent" else min(self._resend_interval_s, 5.0)
+        self._next_resend = now + wait
+        return delivery, self._next_resend
+
+    def alert(self, alert: Alert, who: Identity, now: float, *, is_over: bool = False) -> dict[str, Any]:
+        """Return one alert of the v2 API under the labels of `who`."""
+        run, incident_id, severity, pages = who
+        incident = alert.incident
+        annotations = {name.replace(" ", "_"): text for name, text in facts(incident)}
+        annotations["summary"] = headline(alert)
+        annotations["change"] = alert.change
+        if is_over:
+            # Without this annotation an alert that resolves was not told about for long: the daemon is silent.
+            annotations["resolution"] = incident.state if alert.is_closed else "relabelled"
+        starts = min(incident.time, now) if incident.time > 0 else now
+        ends = now if is_over else now + ENDS_AFTER_INTERVALS * self._resend_interval_s
+        link = self._external_url.rstrip("/")
+        return {
+            "labels": {
+                **self._labels,
+                "alertname": "SentinelIncident",
+                "run": run,
+                "incident": incident_id,
+                "severity": severity.value,
+                "page": "yes" if pages else "no",
+            },
+            "annotations": annotations,
+            "startsAt": _rfc3339(starts),
+            "endsAt": _rfc3339(ends),
+            "generatorURL": f"{link}/#incident={incident_id}" if link else "",
+        }
+
+    def _changes(self, alert: Alert, now: float) -> list[dict[str, Any]]:
+        incident = alert.incident
+        current = identity(incident)
+        told: set[Identity] = set()
+        standing = self._standing.get((incident.run, incident.id))
+        if standing is not None:
+            told.add(identity(standing.incident))
+        if alert.was_severity is not None:
+            told.add((incident.run, incident.id, alert.was_severity, alert.was_paged))
+        if alert.is_closed:
+            told.add(current)
+            return [self.alert(alert, who, now, is_over=True) for who in sorted(told, key=repr)]
+        old = [self.alert(alert, who, now, is_over=True) for who in sorted(told - {current}, key=repr)]
+        return [*old, self.alert(alert, current, now)]
+
+    def _post(self, alerts: list[dict[str, Any]], now: float) -> Delivery:
+        body = msgspec.json.encode(alerts)
+        deliveries = [self._poster.post(url, body, self._headers, now) for url in self._urls]
+        order = {"sent": 0, "retry": 1, "failed": 2}
+        return min(deliveries, key=lambda one: order[one.outcome])
+
+
+def identity(incident: Incident) -> Identity:
+    """Return what the labels of an incident are made of."""
+    return incident.run, incident.id, incident.severity, incident.paged
+
+
+def _rfc3339(seconds: float) -> str:
+    moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,52 @@
+"""The console: a line per alert, for people who watch the daemon's own output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TextIO
+
+import msgspec
+
+from sentinel.report.alert import Alert, RouteConfig, facts, headline
+from sentinel.report.sinks.delivery import SENT, Delivery
+
+
+class ConsoleConfig(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="console"
+):
+    """Standard error of the daemon."""
+
+    name: str = "console"
+    """Name in metrics and in the outbox; unique."""
+
+    route: RouteConfig = RouteConfig()
+    """What is told; by default every incident from warning on."""
+
+
+class ConsoleSink:
+    """Writes alerts to a stream."""
+
+    digest_after = 0
+    max_batch = 1
+
+    def __init__(self, config: ConsoleConfig, stream: TextIO) -> None:
+        self.name = config.name
+        self._stream = stream
+
+    def deliver(self, alerts: Sequence[Alert], now: float) -> Delivery:
+        """Write one line an alert, and a second one with where it began when that is known."""
+        try:
+            for alert in alerts:
+                print(printable(f"sentinel: {headline(alert)}"), file=self._stream)
+                shown = [f"{name} {text}" for name, text in facts(alert.incident) if name in ("began with", "module")]
+                if shown:
+                    print(printable("          " + ", ".join(shown)), file=self._stream)
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            return Delivery(outcome="failed", detail=f"console: {error}")
+        return SENT
+
+
+def printable(text: str) -> str:
+    """Return text without control characters: a tensor's name must not move the cursor."""
+    return "".join(char if char.isprintable() else "?" for char in text)

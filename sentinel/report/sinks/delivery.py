@@ -1,0 +1,180 @@
+"""What a sink is, what became of one delivery, and the one place that speaks HTTP to sinks."""
+
+from __future__ import annotations
+
+import email.utils
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import msgspec
+import requests
+import urllib3
+
+from sentinel.errors import ConfigError
+from sentinel.report.alert import Alert
+
+MAX_RETRY_AFTER_S = 3600.0
+"""A server that asks for longer is asked again after an hour (chosen)."""
+RETRIED_STATUSES = frozenset({408, 425, 429})
+"""4xx answers that mean `later`; every other 4xx, and every redirect, means `never`."""
+
+
+class Delivery(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one request."""
+
+    outcome: str
+    """`sent`, `retry` or `failed` (it would fail again)."""
+    detail: str = ""
+    """For people; holds no secret: neither the address's path nor its query."""
+    retry_after_s: float | None = None
+    """The server's own wish."""
+    is_unknown: bool = False
+    """The request may have been heard although no answer came."""
+
+
+SENT = Delivery(outcome="sent")
+
+
+class Sink(Protocol):
+    """Delivers alerts to one place; called from one thread, may block for its time-out."""
+
+    name: str
+    digest_after: int
+    """More alerts than this waiting at once go out together; 0: always one by one."""
+    max_batch: int
+    """Most alerts in one delivery."""
+
+    def deliver(self, alerts: Sequence[Alert], now: float) -> Delivery:
+        """Tell `alerts` in one request; several: as a digest. now: seconds since the epoch. Never raises on failure."""
+        ...
+
+
+@runtime_checkable
+class StandingSink(Protocol):
+    """A sink that forgets what it is not told again."""
+
+    def restore(self, standing: Sequence[Alert]) -> None:
+        """Take what it had been told before a restart."""
+        ...
+
+    def keep_alive(self, now: float) -> tuple[Delivery | None, float | None]:
+        """Repeat what stands when that is due: (what became of it or None, when it is due next or None)."""
+        ...
+
+
+class Poster(Protocol):
+    """Sends one POST request."""
+
+    def post(self, url: str, body: bytes, headers: Mapping[str, str], now: float) -> Delivery:
+        """Send and say what became of it; never raises for what a network does."""
+        ...
+
+
+class HttpPoster:
+    """POST over requests, one session: bounded in time, in what it reads, and without redirects.
+
+    The environment's proxies are not read (STYLE.md: two readers of the environment); `proxy` names one.
+    """
+
+    def __init__(self, *, timeout_s: float = 10.0, proxy: str = "", ca_file: str = "") -> None:
+        self._timeout = (min(timeout_s, 5.0), timeout_s)
+        self._session = requests.Session()
+        self._session.trust_env = False
+        if proxy:
+            self._session.proxies = {"http": proxy, "https": proxy}
+        if ca_file:
+            self._session.verify = ca_file
+
+    def post(self, url: str, body: bytes, headers: Mapping[str, str], now: float) -> Delivery:
+        """Return what became of it; see Delivery."""
+        where = host_of(url)
+        try:
+            with self._session.post(
+                url,
+                data=body,
+                headers={"Content-Type": "application/json", "User-Agent": "sentinel", **headers},
+                timeout=self._timeout,
+                allow_redirects=False,
+                stream=True,
+            ) as answer:
+                # The status has come: the request was heard, whatever happens to the rest of the answer.
+                text = _beginning(answer)
+                return judge_answer(answer.status_code, answer.headers, text, where, now)
+        except requests.exceptions.ConnectTimeout:
+            return Delivery(outcome="retry", detail=f"{where}: no connection within {self._timeout[0]:g} s")
+        except requests.exceptions.Timeout:
+            return Delivery(
+                outcome="retry", detail=f"{where}: no answer within {self._timeout[1]:g} s", is_unknown=True
+            )
+        except requests.exceptions.ConnectionError as error:
+            was_refused = any(isinstance(cause, urllib3.exceptions.NewConnectionError) for cause in _causes(error))
+            is_tls = isinstance(error, requests.exceptions.SSLError)
+            word = "refused or host unknown" if was_refused else "TLS failed" if is_tls else "connection lost"
+            return Delivery(outcome="retry", detail=f"{where}: {word}", is_unknown=not (was_refused or is_tls))
+        except (requests.exceptions.RequestException, ValueError) as error:
+            return Delivery(outcome="failed", detail=f"{where}: {type(error).__name__}")
+
+
+def judge_answer(status: int, headers: Mapping[str, str], text: str, where: str, now: float) -> Delivery:
+    """Return what an HTTP answer means: 2xx sent; 408, 425, 429 and 5xx later; anything else never."""
+    detail = f"{where}: HTTP {status} {text}".rstrip()
+    if 200 <= status < 300:
+        return Delivery(outcome="sent", detail=detail)
+    if status in RETRIED_STATUSES or status >= 500:
+        return Delivery(outcome="retry", detail=detail, retry_after_s=retry_after(headers.get("Retry-After"), now))
+    return Delivery(outcome="failed", detail=detail)
+
+
+def retry_after(value: str | None, now: float) -> float | None:
+    """Return the seconds that a Retry-After header asks for (a number or a date), at most MAX_RETRY_AFTER_S."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - now
+        except (TypeError, ValueError):
+            return None
+    if not seconds >= 0:
+        return 0.0
+    return min(seconds, MAX_RETRY_AFTER_S)
+
+
+def host_of(url: str) -> str:
+    """Return `scheme://host:port` of an address: what may be logged of one whose path is a secret."""
+    parts = urllib.parse.urlsplit(url)
+    host = parts.hostname or ""
+    port = f":{parts.port}" if parts.port else ""
+    return f"{parts.scheme}://{host}{port}"
+
+
+def check_url(url: str, path: str) -> str:
+    """Return `url` when it is an http(s) address, else raise ConfigError naming `path`, never the address."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise ConfigError(f"{path} must be an http or https address with a host, got another {len(url)} characters")
+    return url
+
+
+def _beginning(answer: requests.Response) -> str:
+    try:
+        head: bytes = next(answer.iter_content(200), b"")
+    except requests.exceptions.RequestException:
+        return ""
+    return " ".join(head.decode("utf-8", "replace").split())
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: list[BaseException] = [error]
+    for one in seen:
+        yield one
+        reason = getattr(one, "reason", None)
+        for other in (*one.args, reason, one.__cause__, one.__context__):
+            if isinstance(other, BaseException) and other not in seen:
+                seen.append(other)

@@ -1,0 +1,87 @@
+"""The table of sinks and the `notify:` section of the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TextIO
+
+import msgspec
+
+from sentinel.errors import ConfigError
+from sentinel.report.alert import RouteConfig
+from sentinel.report.sinks.alertmanager import AlertmanagerConfig, AlertmanagerSink
+from sentinel.report.sinks.console import ConsoleConfig, ConsoleSink
+from sentinel.report.sinks.delivery import HttpPoster, Sink
+from sentinel.report.sinks.slack import SlackConfig, SlackSink
+from sentinel.report.sinks.webhook import WebhookConfig, WebhookSink
+
+SinkConfig = SlackConfig | AlertmanagerConfig | WebhookConfig | ConsoleConfig
+"""Told apart by `type`: slack, alertmanager, webhook, console."""
+
+
+class NotifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who is told about incidents, and how hard that is tried."""
+
+    sinks: tuple[SinkConfig, ...] = ()
+    """Where alerts go; none: nobody is told, incidents are only written down."""
+
+    external_url: str = ""
+    """Address of the daemon's page as readers of a message see it, for links; empty: no links."""
+
+    proxy: str = ""
+    """HTTP proxy for all sinks, `http://host:port`; empty: none. The environment's proxies are not used."""
+
+    ca_file: str = ""
+    """Certificate authorities to trust, a PEM file; empty: the usual ones."""
+
+    retry_s: float = 1.0
+    """Wait before the second try; doubled at each further failure."""
+
+    max_retry_s: float = 60.0
+    """Longest wait between two tries, unless the server asks for more (Retry-After)."""
+
+    give_up_after_s: float = 86400.0
+    """An alert that could not be told for so long is given up, counted as expired."""
+
+    max_pending: int = 1000
+    """Most incidents that wait for one sink; past it the oldest that are no pages are dropped, counted."""
+
+    def __post_init__(self) -> None:
+        names = [sink.name for sink in self.sinks]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"notify.sinks: expected every name once, got {name!r} {names.count(name)} times")
+            if not name or not all(char.isalnum() or char in "-_." for char in name):
+                raise ConfigError(f"notify.sinks: expected a name of letters, digits, '-', '_', '.', got {name!r}")
+        if not 0 < self.retry_s <= self.max_retry_s:
+            raise ConfigError(f"notify.retry_s must be in (0, notify.max_retry_s], got {self.retry_s}")
+        if self.give_up_after_s <= 0:
+            raise ConfigError(f"notify.give_up_after_s must be above 0, got {self.give_up_after_s}")
+        if self.max_pending < 1:
+            raise ConfigError(f"notify.max_pending must be at least 1, got {self.max_pending}")
+        for sink in self.sinks:
+            for name in ("timeout_s", "rate_per_s"):
+                value = getattr(sink, name, 1.0)
+                if not value > 0:
+                    raise ConfigError(f"notify.sinks.{sink.name}.{name} must be above 0, got {value}")
+
+    def routes(self) -> list[tuple[str, RouteConfig]]:
+        """Return (name, route) of every sink: what `report.alert.alerts_for` takes."""
+        return [(sink.name, sink.route) for sink in self.sinks]
+
+
+def build_sink(config: SinkConfig, notify: NotifyConfig, environ: Mapping[str, str], stream: TextIO) -> Sink:
+    """Return the sink that `config` describes; ConfigError when its secret is missing. Opens no connection."""
+    if isinstance(config, ConsoleConfig):
+        return ConsoleSink(config, stream)
+    poster = HttpPoster(timeout_s=config.timeout_s, proxy=notify.proxy, ca_file=notify.ca_file)
+    if isinstance(config, SlackConfig):
+        return SlackSink(config, poster, environ, notify.external_url)
+    if isinstance(config, AlertmanagerConfig):
+        return AlertmanagerSink(config, poster, environ, notify.external_url)
+    return WebhookSink(config, poster, environ, notify.external_url)
+
+
+def build_sinks(notify: NotifyConfig, environ: Mapping[str, str], stream: TextIO) -> list[Sink]:
+    """Return all sinks. environ: the environment as the command line hands it down; stream: for the console."""
+    return [build_sink(config, notify, environ, stream) for config in notify.sinks]

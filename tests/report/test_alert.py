@@ -1,0 +1,112 @@
+import msgspec
+import pytest
+
+from sentinel.anomaly import Incident, Severity
+from sentinel.errors import ConfigError
+from sentinel.report.alert import Alert, RouteConfig, alerts_for, change_of, facts, headline, standing
+
+INFO, WARNING, CRITICAL = Severity.INFO, Severity.WARNING, Severity.CRITICAL
+
+
+def an_incident(**changes):
+    one = Incident(
+        id="i1", revision=1, run="r", attempt=0, state="open", opened_step=7, last_step=7, severity=WARNING,
+        title="NaN in blocks.3", root="a1", time=100.0,
+    )  # fmt: skip
+    return msgspec.structs.replace(one, **changes)
+
+
+OPEN = an_incident()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "change"),
+    [
+        (None, OPEN, "opened"),
+        (None, an_incident(severity=INFO), None),
+        (OPEN, an_incident(last_step=9, num_members=50), None),
+        (OPEN, an_incident(severity=CRITICAL), "raised"),
+        (OPEN, an_incident(paged=True), "raised"),
+        (OPEN, an_incident(module="blocks.3.mlp"), "refined"),
+        (OPEN, an_incident(verdict="hardware"), "refined"),
+        (OPEN, an_incident(state="resolved"), "resolved"),
+        (OPEN, an_incident(state="settled"), "settled"),
+        (OPEN, an_incident(state="merged"), "merged"),
+        (an_incident(severity=INFO), an_incident(severity=INFO, state="resolved"), None),
+        (an_incident(severity=INFO), OPEN, "opened"),
+        (an_incident(state="resolved"), an_incident(state="resolved", last_step=9), None),
+    ],
+)
+def test_only_changes_that_matter_are_told(before, after, change):
+    assert change_of(before, after, RouteConfig()) == change
+
+
+def test_slack_by_default_hears_loss_spikes_and_critical_incidents():
+    route = RouteConfig(min_severity=CRITICAL, detectors=("LossSpike",))
+
+    heard = [
+        route.hears(an_incident(severity=severity, detectors=detectors))
+        for severity in (INFO, WARNING, CRITICAL)
+        for detectors in (("LossSpike", "AnomalyNan"), ("AnomalyNan",))
+    ]
+
+    assert heard == [False, False, True, False, True, True]
+
+
+def test_an_incident_pages_once_however_it_grows():
+    history = [
+        OPEN,
+        an_incident(revision=2, severity=CRITICAL, paged=True),
+        an_incident(revision=3, severity=CRITICAL, paged=True, module="m"),
+        an_incident(revision=4, severity=CRITICAL, paged=True, state="resolved"),
+        an_incident(revision=5, severity=CRITICAL, paged=True, state="open"),
+    ]
+
+    alerts = [
+        alert
+        for before, after in zip([None, *history], history, strict=False)
+        for alert in alerts_for(before, after, [("s", RouteConfig())], now=1.0)
+    ]
+
+    assert [(alert.change, alert.is_page) for alert in alerts] == [
+        ("opened", False), ("raised", True), ("refined", False), ("resolved", False), ("opened", False),
+    ]  # fmt: skip
+    assert len({alert.key for alert in alerts}) == 5
+
+
+def test_a_sink_not_told_of_openings_still_hears_the_page():
+    route = RouteConfig(changes=("raised",))
+
+    assert change_of(None, an_incident(paged=True), route) == "raised"
+    assert change_of(None, OPEN, route) is None
+
+
+def test_an_alert_survives_the_outbox():
+    alert = alerts_for(OPEN, an_incident(severity=CRITICAL, revision=2), [("s", RouteConfig())], now=5.0)[0]
+
+    assert Alert.read(alert.body) == alert
+    assert alert.was_severity is WARNING
+    assert alert.topic == "alert:s"
+
+
+def test_a_repeat_is_marked_in_words():
+    alert = alerts_for(None, OPEN, [("s", RouteConfig())], now=5.0)[0]
+
+    assert headline(alert) == "WARNING: NaN in blocks.3, run r, step 7"
+    assert headline(msgspec.structs.replace(alert, repeated=True)).endswith("(repeated)")
+
+
+def test_facts_leave_out_what_is_unknown_and_cut_long_lists():
+    assert facts(OPEN) == [("steps", "7 to 7")]
+    assert ("ranks", ", ".join(map(str, range(16))) + " and 84 more") in facts(an_incident(ranks=tuple(range(100))))
+
+
+def test_what_stands_after_a_restart_is_what_was_heard_and_is_open():
+    incidents = [OPEN, an_incident(id="i2", severity=INFO), an_incident(id="i3", state="resolved")]
+
+    assert [alert.incident.id for alert in standing(incidents, "am", RouteConfig(), 1.0)] == ["i1"]
+
+
+def test_an_unknown_change_is_refused_by_name():
+    with pytest.raises(ConfigError, match="got 'closed'"):
+        RouteConfig(changes=("closed",))

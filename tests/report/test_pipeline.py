@@ -1,0 +1,349 @@
+import itertools
+import random
+
+import msgspec
+import pytest
+
+from sentinel.anomaly import Incident, Severity
+from sentinel.report.alert import RouteConfig, alerts_for, sample_alert, standing
+from sentinel.report.outbox import MemoryOutbox
+from sentinel.report.pipeline import Notifier, RetryPolicy, SinkWorker, TokenBucket
+from sentinel.report.sinks.delivery import SENT, Delivery
+
+ROUTES = [("fake", RouteConfig())]
+LATER = Delivery(outcome="retry", detail="HTTP 500")
+LOST = Delivery(outcome="retry", detail="no answer", is_unknown=True)
+NEVER = Delivery(outcome="failed", detail="HTTP 404")
+
+
+class FakeSink:
+    name = "fake"
+    max_batch = 100
+
+    def __init__(self, answers=(), digest_after=0):
+        self.answers = list(answers)
+        self.digest_after = digest_after
+        self.heard = []
+
+    def deliver(self, alerts, now):
+        self.heard.append(list(alerts))
+        answer = self.answers.pop(0) if self.answers else SENT
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+class FakeStandingSink(FakeSink):
+    def restore(self, standing):
+        self.standing = list(standing)
+
+    def keep_alive(self, now):
+        return None, now + 60.0
+
+
+def an_incident(number=1, **changes):
+    one = Incident(
+        id=f"i{number}", revision=1, run="r", attempt=0, state="open", opened_step=7, last_step=7,
+        severity=Severity.WARNING, title="spike", root=None, time=100.0,
+    )  # fmt: skip
+    return msgspec.structs.replace(one, **changes)
+
+
+class Bench:
+    """A worker, its outbox, and a clock that jumps to when the worker wants its next turn."""
+
+    def __init__(self, sink, outbox=None, rate_per_s=1000.0, **policy):
+        self.sink = sink
+        self.outbox = outbox or MemoryOutbox()
+        self.worker = SinkWorker(
+            self.outbox, sink, RetryPolicy(**policy), rate_per_s=rate_per_s, rng=random.Random(0)
+        )
+        self.now = 1000.0
+
+    def add(self, before, after):
+        self.outbox.add(alerts_for(before, after, ROUTES, self.now))
+
+    def turn(self):
+        return self.worker.turn(self.now)
+
+    def run(self, max_turns=1000):
+        for _ in range(max_turns):
+            due = self.turn()
+            if due is None:
+                return
+            self.now = max(due, self.now)
+        raise AssertionError("never done")
+
+    def outcomes(self):
+        return [row.outcome for row in self.outbox.rows.values()]
+
+    def heard(self):
+        return [[(alert.incident.id, alert.change) for alert in alerts] for alerts in self.sink.heard]
+
+
+def test_an_alert_is_sent_once():
+    bench = Bench(FakeSink())
+    bench.add(None, an_incident())
+    bench.add(None, an_incident())
+
+    bench.run()
+    bench.run()
+
+    assert bench.heard() == [[("i1", "opened")]]
+    assert bench.outcomes() == ["sent"]
+    assert bench.worker.counts["sent"] == 1
+    assert bench.worker.num_waiting() == 0
+
+
+def test_failures_are_retried_with_growing_waits_and_counted():
+    bench = Bench(FakeSink([LATER, LATER, LATER]))
+    bench.add(None, an_incident())
+    times = []
+
+    for _ in range(4):
+        times.append(bench.now)
+        bench.now = bench.turn() or bench.now
+
+    waits = [after - before for before, after in itertools.pairwise(times)]
+    assert [1.0 <= wait <= 1.1 for wait in waits[:1]] == [True]
+    assert waits == sorted(waits)
+    assert waits[2] >= 4.0
+    assert bench.worker.counts["retried"] == 3
+    assert bench.outcomes() == ["sent"]
+    assert [alerts[0].repeated for alerts in bench.sink.heard] == [False] * 4
+
+
+def test_the_servers_own_wish_is_honoured():
+    bench = Bench(FakeSink([Delivery(outcome="retry", retry_after_s=37.0)]))
+    bench.add(None, an_incident())
+
+    due = bench.turn()
+
+    assert due == pytest.approx(bench.now + 37.0)
+    assert bench.worker.turn(bench.now + 36.0) == due
+    assert len(bench.sink.heard) == 1
+    bench.worker.turn(due)
+    assert bench.outcomes() == ["sent"]
+
+
+def test_a_refusal_is_permanent():
+    bench = Bench(FakeSink([NEVER]))
+    bench.add(None, an_incident())
+
+    bench.run()
+
+    assert bench.outcomes() == ["failed"]
+    assert bench.worker.counts["failed"] == 1
+    assert len(bench.sink.heard) == 1
+
+
+def test_after_kill_9_a_repeat_is_marked():
+    outbox = MemoryOutbox()
+    before = Bench(FakeSink([KeyboardInterrupt()]), outbox)
+    before.add(None, an_incident())
+    with pytest.raises(KeyboardInterrupt):
+        before.turn()
+
+    after = Bench(FakeSink(), outbox)
+    after.run()
+
+    assert [[alert.repeated for alert in alerts] for alerts in after.sink.heard] == [[True]]
+    assert after.outcomes() == ["repeated"]
+
+
+def test_a_lost_answer_makes_the_next_try_a_repeat():
+    bench = Bench(FakeSink([LOST]))
+    bench.add(None, an_incident())
+
+    bench.run()
+
+    assert [alerts[0].repeated for alerts in bench.sink.heard] == [False, True]
+
+
+def test_only_the_newest_word_on_an_incident_is_sent():
+    bench = Bench(FakeSink())
+    raised = an_incident(revision=2, severity=Severity.CRITICAL, paged=True)
+    refined = an_incident(revision=3, severity=Severity.CRITICAL, paged=True, module="m")
+    bench.add(None, an_incident())
+    bench.add(an_incident(), raised)
+    bench.add(raised, refined)
+
+    bench.run()
+
+    assert bench.heard() == [[("i1", "opened")]]
+    assert bench.sink.heard[0][0].is_page
+    assert bench.sink.heard[0][0].incident.module == "m"
+    assert sorted(bench.outcomes()) == ["sent", "superseded", "superseded"]
+
+
+def test_a_storm_becomes_a_digest():
+    bench = Bench(FakeSink(digest_after=5))
+    for number in range(40):
+        bench.add(None, an_incident(number))
+
+    bench.run()
+
+    assert [len(alerts) for alerts in bench.sink.heard] == [40]
+    assert bench.worker.counts["digested"] == 40
+
+
+def test_pages_go_first():
+    bench = Bench(FakeSink())
+    bench.add(None, an_incident(1))
+    bench.add(None, an_incident(2, severity=Severity.CRITICAL))
+    bench.add(None, an_incident(3, severity=Severity.CRITICAL, paged=True))
+
+    bench.run()
+
+    assert [alerts[0].incident.id for alerts in bench.sink.heard] == ["i3", "i2", "i1"]
+
+
+def test_one_alert_that_a_sink_cannot_stomach_holds_up_no_other():
+    class Picky(FakeSink):
+        def deliver(self, alerts, now):
+            super().deliver(alerts, now)
+            return LATER if any(alert.incident.id == "i0" for alert in alerts) else SENT
+
+    bench = Bench(Picky(), give_up_after_s=100.0)
+    for number in range(3):
+        bench.add(None, an_incident(number))
+
+    bench.run()
+
+    assert bench.outcomes() == ["expired", "sent", "sent"]
+
+
+def test_a_digest_that_is_refused_is_tried_one_by_one():
+    class Picky(FakeSink):
+        def deliver(self, alerts, now):
+            super().deliver(alerts, now)
+            return NEVER if any(alert.incident.id == "i0" for alert in alerts) else SENT
+
+    bench = Bench(Picky(digest_after=2))
+    for number in range(4):
+        bench.add(None, an_incident(number))
+
+    bench.run()
+
+    assert bench.outcomes() == ["failed", "sent", "sent", "sent"]
+
+
+def test_the_rate_is_limited():
+    bench = Bench(FakeSink(), rate_per_s=1.0)
+    for number in range(10):
+        bench.add(None, an_incident(number))
+    start = bench.now
+
+    bench.run()
+
+    assert len(bench.sink.heard) == 10
+    assert bench.now - start >= 6.9
+
+
+def test_what_waits_is_bounded_and_pages_are_kept():
+    bench = Bench(FakeSink([LATER]), max_pending=10)
+    bench.add(None, an_incident(0, severity=Severity.CRITICAL, paged=True))
+    for number in range(1, 30):
+        bench.add(None, an_incident(number))
+
+    bench.run()
+
+    assert bench.worker.counts["dropped"] == 20
+    assert bench.outcomes()[0] == "sent"
+    assert bench.outcomes()[1:21] == ["dropped"] * 20
+
+
+def test_a_sink_that_raises_is_tried_again():
+    bench = Bench(FakeSink([RuntimeError("bug")]))
+    bench.add(None, an_incident())
+
+    bench.run()
+
+    assert bench.outcomes() == ["repeated"]
+
+
+def test_an_outcome_the_disk_refused_is_not_a_second_message():
+    class Flaky(MemoryOutbox):
+        is_full = True
+
+        def finish_delivery(self, positions, outcome):
+            if self.is_full:
+                raise OSError("disk full")
+            super().finish_delivery(positions, outcome)
+
+    bench = Bench(FakeSink(), Flaky())
+    bench.add(None, an_incident())
+    with pytest.raises(OSError, match="disk full"):
+        bench.turn()
+    with pytest.raises(OSError, match="disk full"):
+        bench.turn()
+
+    bench.outbox.is_full = False
+    bench.run()
+
+    assert len(bench.sink.heard) == 1
+    assert bench.outcomes() == ["sent"]
+
+
+def test_a_row_that_is_no_alert_is_failed_and_said():
+    bench = Bench(FakeSink())
+    bench.add(None, an_incident())
+    bench.outbox.rows[1].body = b"{}"
+
+    bench.run()
+
+    assert bench.outcomes() == ["failed"]
+
+
+def test_a_clock_set_back_does_not_silence_a_sink():
+    bench = Bench(FakeSink([LATER]))
+    bench.add(None, an_incident())
+    bench.turn()
+
+    bench.now -= 10_000.0
+    bench.run()
+
+    assert bench.outcomes() == ["sent"]
+
+
+def test_standing_sinks_are_told_what_was_open():
+    sink = FakeStandingSink()
+    bench = Bench(sink)
+
+    bench.worker.restore(standing([an_incident()], "fake", RouteConfig(), 1.0))
+
+    assert [alert.incident.id for alert in sink.standing] == ["i1"]
+
+
+def test_a_bucket_refills_at_its_rate():
+    bucket = TokenBucket(0.5, burst=1)
+
+    assert bucket.wait_s(0.0) == 0.0
+    bucket.take()
+    assert bucket.wait_s(0.0) == pytest.approx(2.0)
+    assert bucket.wait_s(1.0) == pytest.approx(1.0)
+    assert bucket.wait_s(2.0) == 0.0
+
+
+def test_the_notifier_counts_every_outcome_of_every_sink_from_the_start():
+    notifier = Notifier(MemoryOutbox(), [FakeSink()], RetryPolicy(), clock=lambda: 0.0)
+
+    assert set(notifier.counts().values()) == {0}
+    assert notifier.pending() == {"fake": 0}
+    assert notifier.close()
+
+
+def test_threads_send_what_was_queued_and_end_when_told():
+    outbox, sink = MemoryOutbox(), FakeSink()
+    notifier = Notifier(outbox, [sink], RetryPolicy(), clock=lambda: 5.0)
+    notifier.start()
+
+    outbox.add([sample_alert("fake", 5.0)])
+    notifier.wake()
+    for _ in range(1000):
+        if notifier.counts()["fake", "sent"]:
+            break
+        notifier._threads[0].join(0.005)
+
+    assert notifier.close()
+    assert len(sink.heard) == 1
