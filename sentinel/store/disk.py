@@ -1,0 +1,88 @@
+"""What the disk under a path can be trusted with: WAL, and nobody else's hands."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+from sentinel.errors import StoreError
+
+NETWORK_FILE_SYSTEMS = frozenset(
+    {
+        "nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "9p", "afs", "ocfs2", "gfs2",
+        "pvfs2", "orangefs", "panfs", "wekafs", "vboxsf", "coda",
+    }
+)  # fmt: skip
+"""Kernel names of file systems that several machines may write at once: WAL's shared memory does not cross them."""
+
+LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs"})
+"""FUSE file systems that live on this machine's own disk. Any other FUSE is taken for a network."""
+
+
+def file_system(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:
+    """Return the kernel's name of the file system under `path` (`ext4`, `nfs4`, `fuse.sshfs`), or "": unknown.
+
+    path need not exist: its nearest existing parent is asked.
+    """
+    real = str(_nearest(path))
+    best, kind = "", ""
+    try:
+        lines = mountinfo.read_text("utf-8", "surrogateescape").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        fields = line.split(" ")
+        if "-" not in fields[6:]:
+            continue
+        point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m.group(1), 8)), fields[4])
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        # A later mount on the same point hides the former: >= takes the last one.
+        if inside and len(point) >= len(best):
+            best, kind = point, fields[fields.index("-", 6) + 1]
+    return kind
+
+
+def refuse_network(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> None:
+    """Raise StoreError when `path` lies on a file system where SQLite's WAL does not work."""
+    kind = file_system(path, mountinfo)
+    is_fuse = kind.startswith("fuse") and kind not in LOCAL_FUSE
+    if kind in NETWORK_FILE_SYSTEMS or is_fuse:
+        raise StoreError(
+            f"{path}: the journal needs a local disk, but this is {kind}, a network file system: SQLite's "
+            "write-ahead log shares memory between processes, which does not cross machines, so the journal could be "
+            "corrupted; give --state-dir DIR on a local disk"
+        )
+
+
+def refuse_foreign(path: Path, user: int | None = None) -> None:
+    """Raise StoreError when `path` is not ours or can be written by others: what lies in it could be forged.
+
+    user: the user id that must own it; None: the one this process runs as.
+    """
+    owner = os.geteuid() if user is None else user
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise StoreError(f"{path}: expected a directory, got: {error.strerror}; check the path") from error
+    if not stat.S_ISDIR(status.st_mode):
+        raise StoreError(f"{path}: expected a directory, got a file; name the run's directory")
+    if status.st_uid != owner:
+        raise StoreError(
+            f"{path}: expected a directory owned by user {owner}, got one owned by {status.st_uid}; "
+            "run the daemon as the user who trains"
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        who = "everybody" if status.st_mode & stat.S_IWOTH else "its group"
+        raise StoreError(
+            f"{path}: expected a directory that only its owner may write, got mode "
+            f"{stat.S_IMODE(status.st_mode):04o}, which {who} may write; run: chmod go-w {path}"
+        )
+
+
+def _nearest(path: Path) -> Path:
+    real = Path(os.path.realpath(path))
+    while not real.exists() and real != real.parent:
+        real = real.parent
+    return real

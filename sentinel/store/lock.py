@@ -1,0 +1,39 @@
+"""A run is judged by one daemon at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from sentinel.errors import StoreError
+
+
+class RunLock:
+    """Holds `<directory>/lock` until closed; the kernel lets go of it when the process dies, however it dies."""
+
+    def __init__(self, directory: Path, what: str) -> None:
+        """Take the lock, or raise StoreError naming the process that has it.
+
+        what: the thing that is locked, for the message: `run /data/run1`.
+        """
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._path = directory / "lock"
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._fd, 256, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(self._fd)
+            raise StoreError(
+                f"{what}: another daemon judges it (process {holder}, lock {self._path}); "
+                "stop that one first, or leave it to it"
+            ) from error
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+
+    def close(self) -> None:
+        """Let go. The file stays: removing it would let two daemons lock two different files of one name."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
