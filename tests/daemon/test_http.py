@@ -1,0 +1,319 @@
+"""HTTP: who gets in, what is answered, and that nothing of it can be turned against its owner."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from sentinel.daemon.http import Gate, HttpConfig, HttpServer, UnknownRun, make_app
+from sentinel.daemon.tokens import Scope, Tokens, load_tokens
+from sentinel.errors import ConfigError, StoreError
+
+TOKENS = Tokens(read="r" * 20, control="c" * 20)
+READ = {"Authorization": "Bearer " + TOKENS.read}
+CONTROL = {"Authorization": "Bearer " + TOKENS.control}
+
+
+class FakeConsole:
+    """A daemon with one run and one incident whose texts are hostile."""
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[str, str, dict[str, Any]]] = []
+        self.status = "ok"
+        self.outcome = "ok"
+
+    def health(self) -> dict[str, Any]:
+        return {"status": self.status, "problems": ["<b>rules</b>"], "version": "0"}
+
+    def is_ready(self) -> bool:
+        return self.status == "ok"
+
+    def runs(self) -> list[dict[str, Any]]:
+        return [{"run": "<script>alert(1)</script>", "attempt": 0, "judged_step": 7, "scalars": {"loss\"'>": 1.5}}]
+
+    def anomalies(self, run: str | None, *, limit: int, before: int | None, step: int | None) -> list[bytes]:
+        self._known(run)
+        return [b'{"id":"a"}', b'{"id":"b"}'][:limit]
+
+    def incidents(self, run: str | None, *, limit: int, is_open: bool) -> list[bytes]:
+        self._known(run)
+        incident = {"id": "i1", "severity": 'critical"onload=', "title": "<img src=x onerror=alert(1)>", "ranks": [0]}
+        return [json.dumps(incident).encode()]
+
+    def series(self, run: str | None, name: str | None, *, limit: int) -> list[dict[str, Any]]:
+        return [{"run": "a", "name": "loss", "points": [[0, 1, float("nan")]]}]
+
+    def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:
+        return []
+
+    def control(self, run: str, action: str, request: Mapping[str, Any]) -> dict[str, Any]:
+        self._known(run)
+        if request.get("kinds") == ["nonsense"]:
+            raise StoreError("kinds: unknown")
+        self.orders.append((run, action, dict(request)))
+        return {"ok": True}
+
+    def reload(self) -> dict[str, Any]:
+        return {"outcome": self.outcome}
+
+    def metrics(self, accept: str) -> tuple[bytes, str]:
+        return b"sentinel_up 1\n", "text/plain; version=0.0.4; charset=utf-8"
+
+    def _known(self, run: str | None) -> None:
+        if run not in (None, "a"):
+            raise UnknownRun(f'"{run}": expected a run served here')
+
+
+@pytest.fixture
+def console() -> FakeConsole:
+    return FakeConsole()
+
+
+def client_of(console: FakeConsole, listen: str = "127.0.0.1:9464", **options: Any) -> TestClient:
+    config = HttpConfig.parse(listen, **options)
+    return TestClient(make_app(console, Gate(config, TOKENS)), base_url="http://127.0.0.1:9464")
+
+
+READS = ["/", "/metrics", "/api/v1/runs", "/api/v1/anomalies", "/api/v1/incidents", "/api/v1/series", "/api/v1/control"]
+
+
+@pytest.mark.parametrize("path", [*READS, "/healthz", "/readyz"])
+def test_loopback_reads_need_no_token(console: FakeConsole, path: str) -> None:
+    assert client_of(console).get(path).status_code == 200
+
+
+@pytest.mark.parametrize("path", READS)
+def test_reads_on_other_addresses_need_a_token(console: FakeConsole, path: str) -> None:
+    client = client_of(console, "0.0.0.0:9464")
+
+    assert client.get(path).status_code == 401
+    assert client.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401
+    assert client.get(path, headers=READ).status_code == 200
+    assert client_of(console, "0.0.0.0:9464", has_open_reads=True).get(path).status_code == 200
+
+
+def test_probes_are_answered_without_a_token_everywhere(console: FakeConsole) -> None:
+    client = client_of(console, "0.0.0.0:9464")
+
+    assert client.get("/healthz").status_code == client.get("/readyz").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/api/v1/control", "/-/reload"])
+def test_control_needs_the_control_token_even_on_loopback(console: FakeConsole, path: str) -> None:
+    order = {"run": "a", "action": "enable"}
+    client = client_of(console)
+
+    assert client.post(path, json=order).status_code == 401
+    assert client.post(path, json=order, headers=READ).status_code == 403
+    assert client.post(path, json=order, headers=CONTROL).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:9464", "127.0.0.1.evil.example", "10.0.0.1", "", "[::2]:1"]
+)
+def test_a_foreign_host_header_is_refused(console: FakeConsole, host: str) -> None:
+    assert client_of(console).get("/", headers={"Host": host}).status_code == 421
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:9464", "127.0.0.1:1", "[::1]:9464", "LOCALHOST"])
+def test_loopback_names_are_ours(console: FakeConsole, host: str) -> None:
+    assert client_of(console).get("/healthz", headers={"Host": host}).status_code == 200
+
+
+def test_allowed_hosts_and_addresses_of_a_wildcard(console: FakeConsole) -> None:
+    client = client_of(console, "0.0.0.0:9464", allowed_hosts=("sentinel.cluster.local",))
+
+    assert client.get("/healthz", headers={"Host": "sentinel.cluster.local:9464"}).status_code == 200
+    assert client.get("/healthz", headers={"Host": "10.1.2.3:9464"}).status_code == 200
+    assert client.get("/healthz", headers={"Host": "rebound.example"}).status_code == 421
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1:1234"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ],
+)
+def test_posts_from_other_pages_are_refused_even_with_the_token(console: FakeConsole, headers: dict[str, str]) -> None:
+    answer = client_of(console).post("/-/reload", headers={**CONTROL, **headers})
+
+    assert answer.status_code == 403
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_posts_from_our_own_page_are_let_in(console: FakeConsole) -> None:
+    own = {"Origin": "http://127.0.0.1:9464", "Sec-Fetch-Site": "same-origin"}
+
+    assert client_of(console).post("/-/reload", headers={**CONTROL, **own}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "//etc/passwd",
+        "/../etc/passwd",
+        "/%2e%2e/%2e%2e/etc/passwd",
+        "/static/../../etc/passwd",
+        "/..%2f..%2fetc/passwd",
+    ],
+)
+def test_no_path_leads_to_a_file(console: FakeConsole, path: str) -> None:
+    answer = client_of(console).get(path)
+
+    assert answer.status_code == 404
+    assert "root:" not in answer.text
+
+
+@pytest.mark.parametrize("run", ["../../etc", "/etc/passwd", "b", "a/../../x"])
+def test_runs_are_names_not_paths(console: FakeConsole, run: str) -> None:
+    client = client_of(console)
+
+    assert client.get("/api/v1/anomalies", params={"run": run}).status_code == 404
+    order = {"run": run, "action": "enable"}
+    assert client.post("/api/v1/control", json=order, headers=CONTROL).status_code == 404
+
+
+def test_the_page_escapes_everything_and_runs_nothing(console: FakeConsole) -> None:
+    answer = client_of(console).get("/")
+
+    assert "<script>alert" not in answer.text
+    assert "<img" not in answer.text
+    assert "<b>rules" not in answer.text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in answer.text
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert ' src="' not in answer.text
+    assert ' href="' not in answer.text
+
+
+def test_every_answer_carries_the_guarding_headers(console: FakeConsole) -> None:
+    for path in (*READS, "/healthz", "/nothing"):
+        headers = client_of(console).get(path).headers
+        assert headers["x-content-type-options"] == "nosniff"
+        assert "default-src 'none'" in headers["content-security-policy"]
+
+
+def test_json_is_strict(console: FakeConsole) -> None:
+    answer = client_of(console).get("/api/v1/series")
+
+    assert "NaN" not in answer.text
+    assert answer.json()["series"][0]["points"] == [[0, 1, None]]
+
+
+def test_lists_are_json_and_bounded(console: FakeConsole) -> None:
+    client = client_of(console)
+
+    assert client.get("/api/v1/anomalies?limit=1").json() == {"anomalies": [{"id": "a"}]}
+    assert client.get("/api/v1/incidents?state=open").json()["incidents"][0]["id"] == "i1"
+    assert client.get("/api/v1/anomalies?limit=-1").status_code == 400
+    assert client.get("/api/v1/incidents?state=closed").status_code == 400
+
+
+def test_bad_orders_are_answered_with_400(console: FakeConsole) -> None:
+    client = client_of(console)
+
+    for body in (
+        b"",
+        b"[]",
+        b"{",
+        b'{"run": 1}',
+        b'{"run": "a", "action": "explode"}',
+        b'{"run":"a","action":"enable","kinds":["nonsense"]}',
+    ):
+        assert client.post("/api/v1/control", content=body, headers=CONTROL).status_code == 400, body
+    assert console.orders == []
+    assert client.post("/api/v1/control", content=b"x" * 70_000, headers=CONTROL).status_code == 413
+
+
+def test_wrong_methods_are_405(console: FakeConsole) -> None:
+    client = client_of(console)
+
+    assert client.delete("/api/v1/control", headers=CONTROL).status_code == 405
+    assert client.get("/-/reload").status_code == 405
+
+
+def test_health_and_reload_say_what_is_wrong(console: FakeConsole) -> None:
+    client = client_of(console)
+
+    console.outcome = "failed"
+    assert client.post("/-/reload", headers=CONTROL).status_code == 422
+    console.status = "degraded"
+    assert client.get("/healthz").status_code == 200
+    assert client.get("/readyz").status_code == 503
+    console.status = "stuck"
+    assert client.get("/healthz").status_code == 503
+
+
+def test_a_server_answers_on_a_free_port(console: FakeConsole) -> None:
+    server = HttpServer(console, HttpConfig.parse("127.0.0.1:0"), TOKENS)
+    server.start()
+    try:
+        with urllib.request.urlopen(server.url + "/healthz", timeout=10) as answer:
+            assert json.load(answer)["status"] == "ok"
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(server.url + "//etc/passwd", timeout=10)
+        with pytest.raises(ConfigError, match=r"http\.listen"):
+            HttpServer(console, HttpConfig(port=server.port), TOKENS)
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize(
+    ("listen", "host", "port"),
+    [
+        ("127.0.0.1:0", "127.0.0.1", 0),
+        ("[::1]:80", "::1", 80),
+        (":9464", "127.0.0.1", 9464),
+        ("0.0.0.0:1", "0.0.0.0", 1),
+    ],
+)
+def test_listen_addresses(listen: str, host: str, port: int) -> None:
+    config = HttpConfig.parse(listen)
+
+    assert (config.host, config.port) == (host, port)
+
+
+@pytest.mark.parametrize("listen", ["", "127.0.0.1", "a:b", "127.0.0.1:99999"])
+def test_nonsense_addresses_are_refused(listen: str) -> None:
+    with pytest.raises(ConfigError, match=r"http\.(listen|port)"):
+        HttpConfig.parse(listen)
+
+
+def test_tokens_are_made_once_and_kept_private(tmp_path: Path) -> None:
+    made = load_tokens(tmp_path)
+    path = tmp_path / "tokens.json"
+
+    assert load_tokens(tmp_path) == made
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert made.scope("Bearer " + made.control) is Scope.CONTROL
+    assert made.scope("Bearer " + made.read) is Scope.READ
+    assert made.scope("Basic " + made.read) is Scope.NOTHING
+    assert made.scope("") is Scope.NOTHING
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        load_tokens(tmp_path)
+
+
+def test_broken_token_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    for text in ("{}", "x", '{"read": "short", "control": "cccccccccccccccccccc"}'):
+        path.write_text(text)
+        path.chmod(0o600)
+        with pytest.raises(ConfigError):
+            load_tokens(tmp_path)
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+    with pytest.raises(ConfigError):
+        load_tokens(tmp_path)
