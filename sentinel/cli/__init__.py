@@ -1,0 +1,1 @@
+"""The verbs: `sentinel VERB`. Data to stdout, talk to stderr."""

@@ -1,0 +1,115 @@
+"""`sentinel VERB`: finds the verb, loads only what it needs, and turns errors into exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import click
+
+from sentinel.errors import ConfigError, RuleError, SentinelError
+from sentinel.version import VERSION
+
+CLEAN, FOUND, BAD_USAGE, LINT_ONLY = 0, 1, 2, 3
+"""Exit codes: nothing to say, anomalies or errors found, the command itself was wrong, only lint."""
+
+VERBS: dict[str, tuple[str, str]] = {
+    "run": ("sentinel.cli.run:run", "Run a training command with a daemon beside it."),
+    "serve": ("sentinel.cli.serve:serve", "Judge a run, or a directory of runs, as it is written."),
+    "status": ("sentinel.cli.status:status", "Say where each run stands."),
+    "topk": ("sentinel.cli.topk:topk", "Name the anomalies that came first."),
+    "explain": ("sentinel.cli.explain:explain", "Tell the story of an incident."),
+    "replay": ("sentinel.cli.replay:replay", "Judge a recorded run again."),
+    "rules": ("sentinel.cli.rules:rules", "Check, test, back-test and list rules."),
+    "check-config": ("sentinel.cli.check_config:check_config", "Check configuration files."),
+    "enable": ("sentinel.cli.control:enable", "Switch monitoring on in a run that trains."),
+    "disable": ("sentinel.cli.control:disable", "Switch monitoring off again."),
+    "notify": ("sentinel.cli.notify:notify", "Try out notifications."),
+    "doctor": ("sentinel.cli.doctor:doctor", "Say what this machine offers and what is missing."),
+    "demo": ("sentinel.cli.demo:demo", "Train a small model, plant a fault, and find it."),
+}
+"""Verb -> (where it lives, one line of help): a verb's module is imported when the verb is used."""
+
+
+class Verbs(click.Group):
+    """A group whose commands are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the verbs in the order of the table."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command of a verb, imported now; None for no verb."""
+        if cmd_name not in VERBS:
+            return None
+        module, _, name = VERBS[cmd_name][0].partition(":")
+        found: click.Command = getattr(importlib.import_module(module), name)
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of verbs without importing any of them."""
+        with formatter.section("Verbs"):
+            formatter.write_dl([(verb, text) for verb, (_, text) in VERBS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the first word names; the nearest verbs are named when there is none."""
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            from difflib import get_close_matches
+
+            near = get_close_matches(args[0], VERBS, 1)
+            hint = f'; did you mean "{near[0]}"?' if near else f"; known: {', '.join(VERBS)}"
+            raise click.UsageError(f'unknown verb "{args[0]}"{hint}', ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(VERSION, prog_name="sentinel", message="%(prog)s %(version)s")
+def sentinel() -> None:
+    """Watch training runs: which layer on which rank went bad first.
+
+    Data goes to stdout, talk to stderr. Exit codes: 0 clean, 1 anomalies or errors found, 2 bad usage, 3 lint only.
+    """
+
+
+def run_cli(arguments: Sequence[str] | None = None) -> int:
+    """Return the exit code of `sentinel ARGUMENTS`; never raises for a user's mistake."""
+    try:
+        result: Any = sentinel.main(
+            args=None if arguments is None else list(arguments), prog_name="sentinel", standalone_mode=False
+        )
+    except click.ClickException as error:
+        error.show(sys.stderr)
+        return BAD_USAGE if isinstance(error, click.UsageError) else error.exit_code
+    except click.exceptions.Abort:
+        say("interrupted")
+        return 130
+    except (ConfigError, RuleError) as error:
+        say(str(error))
+        return BAD_USAGE
+    except SentinelError as error:
+        say(str(error))
+        return FOUND
+    except BrokenPipeError:
+        # Whoever read our output left; Python must not complain about it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLEAN
+    return result if isinstance(result, int) else CLEAN
+
+
+def say(text: str) -> None:
+    """Write one line of talk to stderr."""
+    click.echo(f"sentinel: {text}", err=True)
+
+
+def main() -> NoReturn:
+    """Entry point of the command `sentinel`."""
+    sys.exit(run_cli())
+
+
+if __name__ == "__main__":
+    main()

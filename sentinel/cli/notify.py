@@ -1,0 +1,51 @@
+"""`sentinel notify test`: send one message to every sink, now, and say what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from sentinel.cli.main import CLEAN, FOUND, say
+from sentinel.errors import ConfigError
+
+
+@click.group()
+def notify() -> None:
+    """Try out notifications."""
+
+
+@notify.command()
+@click.option("--config", required=True, metavar="FILE", help="Configuration of the daemon; its notify section counts.")
+@click.option("--sink", "names", multiple=True, metavar="NAME", help="Only this sink; several add up. Default: all.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a sink.")
+def test(config: str, names: tuple[str, ...], as_json: bool) -> int:
+    """Send a test message to the configured sinks. Exit 1 when one of them did not take it."""
+    from sentinel.daemon.config import load_config
+    from sentinel.report.alert import sample_alert
+    from sentinel.report.sinks.table import build_sink
+
+    settings = load_config(Path(config)).notify
+    known = [sink.name for sink in settings.sinks]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f'--sink "{name}": unknown; known: {", ".join(known) or "none"}')
+    if not known:
+        say(f"{config} names no sinks under notify.sinks: nobody would be told")
+        return FOUND
+    is_clean = True
+    for one in settings.sinks:
+        if names and one.name not in names:
+            continue
+        now = time.time()
+        delivery = build_sink(one, settings, os.environ, sys.stderr).deliver([sample_alert(one.name, now)], now)
+        is_clean = is_clean and delivery.outcome == "sent"
+        if as_json:
+            click.echo(json.dumps({"sink": one.name, "outcome": delivery.outcome, "detail": delivery.detail}))
+        else:
+            click.echo(f"{one.name}: {delivery.outcome}" + (f": {delivery.detail}" if delivery.detail else ""))
+    return CLEAN if is_clean else FOUND

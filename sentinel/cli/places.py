@@ -1,0 +1,55 @@
+"""Where runs lie: the directory of runs and the run that a command means."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from datetime import UTC, datetime
+from pathlib import Path
+
+from sentinel.errors import ConfigError
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def runs_directory(given: str | None = None) -> Path:
+    """Return the directory of runs: what was given, else $SENTINEL_DIR, else ./sentinel_runs."""
+    return Path(given or os.environ.get("SENTINEL_DIR") or "sentinel_runs").absolute()
+
+
+def run_name(given: str | None = None) -> str:
+    """Return the run's name: what was given, else $SENTINEL_RUN, else the time and four random digits."""
+    name = given or os.environ.get("SENTINEL_RUN") or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    if not RUN_NAME.fullmatch(name):
+        raise ConfigError(
+            f'run name: expected letters, digits, ".", "_" and "-", at most 128 and not a dot first, got "{name}"'
+        )
+    return name
+
+
+def find_run(given: str | None) -> Path:
+    """Return the run directory that `given` means: a path, or a run's name in the directory of runs.
+
+    None: the run that was written to last. ConfigError when there is none.
+    """
+    home = runs_directory()
+    if given is None:
+        runs = [path for path in _directories(home) if (path / "spool").is_dir()]
+        if not runs:
+            raise ConfigError(f"{home}: expected runs, found none; name a run's directory")
+        return max(runs, key=lambda path: (path / "spool").stat().st_mtime)
+    path = Path(given)
+    if path.is_dir():
+        return path.absolute()
+    if RUN_NAME.fullmatch(given) and (home / given).is_dir():
+        return home / given
+    known = ", ".join(sorted(one.name for one in _directories(home))[:8]) or "none"
+    raise ConfigError(f'"{given}": expected a run, found none there nor in {home}; known: {known}')
+
+
+def _directories(home: Path) -> list[Path]:
+    try:
+        return [path for path in home.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    except OSError:
+        return []

@@ -1,0 +1,186 @@
+"""`sentinel run -- CMD...`: any training command, with a daemon beside it that cannot hurt it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from sentinel.anomaly import Incident, Severity
+from sentinel.cli.child import Child
+from sentinel.cli.companion import Companion
+from sentinel.cli.main import FOUND, say
+from sentinel.cli.places import run_name, runs_directory
+from sentinel.errors import ConfigError
+from sentinel.store.disk import refuse_foreign
+
+POLL_S = 0.05
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+    epilog="Example: sentinel run --fail-on critical -- torchrun --nproc-per-node 8 train.py",
+)
+@click.option(
+    "--dir", "directory", metavar="DIR", help="Directory of runs. Default: $SENTINEL_DIR, else ./sentinel_runs."
+)
+@click.option("--name", metavar="NAME", help="Name of the run. Default: $SENTINEL_RUN, else the time of day.")
+@click.option("--rules", "packs", multiple=True, metavar="PATH", help="Rule pack, file or directory; several add up.")
+@click.option("--config", metavar="FILE", help="Configuration of the daemon (notify and control sections).")
+@click.option("--state-dir", metavar="DIR", help="Where the journal lies: a local disk. Default: in the run directory.")
+@click.option(
+    "--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="Where the page is served; port 0: a free one."
+)
+@click.option(
+    "--fail-on",
+    type=click.Choice([one.value for one in Severity]),
+    help="Exit 1 when the command ended well but an incident of this severity, or a worse one, was found.",
+)
+@click.option("--report", "report_file", metavar="FILE", help="Write the incident report there, as JSON.")
+@click.option(
+    "--drain-s",
+    default=15.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Longest wait, after the command ended, for the daemon to judge what is left.",
+)
+@click.option("--quiet", is_flag=True, help="Do not print the incident report.")
+@click.argument("command", nargs=-1, required=True)
+def run(
+    directory: str | None,
+    name: str | None,
+    packs: tuple[str, ...],
+    config: str | None,
+    state_dir: str | None,
+    listen: str,
+    fail_on: str | None,
+    report_file: str | None,
+    drain_s: float,
+    quiet: bool,
+    command: tuple[str, ...],
+) -> int:
+    """Run COMMAND with a daemon beside it.
+
+    The command gets SENTINEL_DIR and SENTINEL_RUN, its own stdin, stdout and stderr, and every signal sent to us. The exit
+    code is its own (128 + n for a signal) unless --fail-on says otherwise. A daemon that dies is started again; the command
+    never notices.
+    """
+    home = runs_directory(directory)
+    name = run_name(name)
+    run_dir = home / name
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (run_dir / "spool").mkdir(mode=0o700, parents=True, exist_ok=True)
+    refuse_foreign(run_dir)
+    # Mistakes are found before the training starts, not by a daemon that dies beside it.
+    _check(packs, config, listen)
+
+    arguments = [str(run_dir), "--owned", "--listen", listen]
+    for pack in packs:
+        arguments += ["--rules", str(Path(pack).absolute())]
+    if config:
+        arguments += ["--config", str(Path(config).absolute())]
+    if state_dir:
+        arguments += ["--state-dir", str(Path(state_dir).absolute())]
+    log = (Path(state_dir).absolute() if state_dir else run_dir / ".daemon") / "daemon.log"
+
+    environment = {**os.environ, "SENTINEL_DIR": str(home), "SENTINEL_RUN": name}
+    # The child first: it is forked, and a process is forked safely only before it has threads.
+    child = Child(command, environment)
+    try:
+        say(f"run {name} in {run_dir}; talk of the daemon in {log}")
+        companion = Companion(arguments, log)
+        told = ""
+        while child.poll() is None:
+            time.sleep(POLL_S)
+            companion.watch()
+            if companion.problem and companion.problem != told:
+                told = companion.problem
+                say(f"the run goes on unwatched: {told}")
+        is_drained = companion.finish(drain_s)
+    finally:
+        child.close()
+    code = child.code if child.code is not None else 1
+    report = make_report(run_dir, code, is_drained)
+    if not is_drained:
+        say(
+            f"the daemon did not judge everything: {companion.problem or f'it took more than {drain_s:g} s'}; see {log}"
+        )
+    if not quiet:
+        for line in report_lines(report):
+            say(line)
+    if report_file:
+        Path(report_file).write_text(json.dumps(report, indent=2) + "\n", "utf-8")
+    if code == 0 and fail_on is not None and _worst(report) >= Severity(fail_on).level:
+        return FOUND
+    return code
+
+
+def make_report(run_dir: Path, exit_code: int, is_drained: bool) -> dict[str, Any]:
+    """Return what is known of a run when its command ended: JSON, the newest revision of every incident in it."""
+    newest: dict[str, Incident] = {}
+    path = run_dir / "incidents.jsonl"
+    decode = msgspec.json.Decoder(Incident).decode
+    if path.exists():
+        for line in path.read_bytes().splitlines():
+            incident = decode(line)
+            newest[incident.id] = incident
+    num_anomalies = sum(
+        chunk.count(b"\n") for file in sorted((run_dir / "anomalies").glob("*.jsonl")) for chunk in _chunks(file)
+    )
+    return {
+        "run": run_dir.name,
+        "directory": str(run_dir),
+        "exit_code": exit_code,
+        "is_complete": is_drained,
+        "num_anomalies": num_anomalies,
+        "incidents": [msgspec.to_builtins(incident) for incident in newest.values()],
+    }
+
+
+def report_lines(report: dict[str, Any]) -> list[str]:
+    """Return the report for people: one line for the run, one or two an incident, worst first."""
+    incidents: Sequence[dict[str, Any]] = [one for one in report["incidents"] if one["state"] != "merged"]
+    lines = [
+        f"run {report['run']}: {_number(report['num_anomalies'], 'anomaly', 'anomalies')}, "
+        f"{_number(len(incidents), 'incident', 'incidents')}"
+    ]
+    ranked = sorted(incidents, key=lambda one: (-Severity(one["severity"]).level, one["opened_step"], one["id"]))
+    for one in ranked[:20]:
+        lines.append(f"  {one['severity'].upper():8} {one['title']} [{one['state']}, {one['id']}]")
+        first = f"first cause: {one['root_name']}" if one["root_name"] else "first cause: unknown"
+        verdict = f"; suspected: {one['verdict']}" if one["verdict"] != "unknown" else ""
+        lines.append(f"           steps {one['opened_step']} to {one['last_step']}; {first}{verdict}")
+    if len(ranked) > 20:
+        lines.append(f"  and {len(ranked) - 20} more: sentinel status {report['directory']}")
+    return lines
+
+
+def _check(packs: Sequence[str], config: str | None, listen: str) -> None:
+    from sentinel.daemon.config import load_config
+    from sentinel.daemon.http import HttpConfig
+    from sentinel.daemon.packs import RulePacks
+
+    HttpConfig.parse(listen)
+    for path in (*packs, *([config] if config else [])):
+        if not Path(path).exists():
+            raise ConfigError(f"{path}: expected a file, found none")
+    load_config(Path(config) if config else None)
+    RulePacks([Path(pack) for pack in packs]).load()
+
+
+def _worst(report: dict[str, Any]) -> int:
+    return max((Severity(one["severity"]).level for one in report["incidents"]), default=-1)
+
+
+def _number(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
+
+
+def _chunks(path: Path) -> list[bytes]:
+    return [path.read_bytes()]
