@@ -1,0 +1,40 @@
+# make demo    a real run with planted faults, watched; under 3 minutes once set up
+# make test    the whole suite        make lint   ruff        make types   mypy --strict
+# PYTHON=... chooses the interpreter (3.11 or newer); PIP_FLAGS=... is handed to every pip install.
+
+SHELL := /bin/bash
+PYTHON ?= $(shell for p in python3.11 python3 python; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+PIP_FLAGS ?=
+PYTEST_FLAGS ?=
+DEMO_FLAGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.sentinel-setup
+
+.PHONY: demo test lint types setup check clean
+
+demo: $(STAMP)
+	$(BIN)/sentinel demo $(DEMO_FLAGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+check: lint types test demo
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt $(wildcard setup.py)
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it with PYTHON=..." >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_FLAGS) torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_FLAGS) --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

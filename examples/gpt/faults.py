@@ -1,0 +1,127 @@
+"""Planting faults, so that the demo and the tests know the truth: a corrupted batch, or a NaN in one module's work.
+
+Sentinel knows nothing of this file. A planted module behaves like one with a bug: forward, its output is bad while its
+input was good; backward, the gradient it hands back is bad while the gradient it was given was good.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault, and when and where it strikes."""
+
+    steps: tuple[int, ...]
+    """Steps at which it strikes."""
+    type: str = "nan"
+    """`nan`: into one module; `batch`: the data are corrupted."""
+    module: str = ""
+    """For `nan`: global name of the module."""
+    phase: str = "forward"
+    """For `nan`: `forward` hits the module's output, `backward` the gradient of its input (where the input has none, as
+    an embedding's tokens: the gradient of its weight)."""
+    dp_rank: int | None = None
+    """The replica that it strikes; None: all."""
+    tp_rank: int | None = None
+    """The tensor-parallel rank that it strikes; None: all."""
+    micro_step: int | None = None
+    """The micro-batch that it strikes; None: all of the step."""
+
+    def __post_init__(self) -> None:
+        if self.type not in ("nan", "batch") or self.phase not in ("forward", "backward"):
+            raise ValueError(f"no such fault: type {self.type!r}, phase {self.phase!r}")
+
+
+def read_faults(path: str | Path) -> list[Fault]:
+    """Return the faults of a JSON file: a list of objects with the fields of Fault."""
+    return [Fault(**{**fields, "steps": tuple(fields["steps"])}) for fields in json.loads(Path(path).read_text())]
+
+
+class Faults:
+    """The faults of one rank, armed step by step."""
+
+    def __init__(self, faults: Iterable[Fault], dp_rank: int = 0, tp_rank: int = 0) -> None:
+        self._nans: dict[tuple[int, str], list[Fault]] = defaultdict(list)
+        self._batches: dict[int, list[Fault]] = defaultdict(list)
+        for fault in faults:
+            if fault.dp_rank not in (None, dp_rank) or fault.tp_rank not in (None, tp_rank):
+                continue
+            for step in fault.steps:
+                if fault.type == "batch":
+                    self._batches[step].append(fault)
+                else:
+                    self._nans[step, fault.module].append(fault)
+        self._step = -1
+        self._num_forwards: dict[str, int] = defaultdict(int)
+
+    def plant(self, chunks: Iterable[nn.Module]) -> None:
+        """Get between the modules that a fault names and their callers. Modules of other stages are passed over."""
+        wanted = {module for _, module in self._nans}
+        for chunk in chunks:
+            for name, module in chunk.named_modules():
+                if name in wanted:
+                    module.forward = self._planted(name, module, module.forward)  # type: ignore[method-assign]
+
+    def begin_step(self, step: int) -> None:
+        """Arm what strikes at `step`.
+
+        Micro-steps are counted from here by forwards, so nothing can be planted at the first step of a pipeline: that
+        one begins with a forward of its own, for the shapes.
+        """
+        self._step = step
+        self._num_forwards.clear()
+
+    def is_corrupted(self, step: int, micro_step: int) -> bool:
+        """Return whether this micro-batch's data are to be spoilt."""
+        return any(fault.micro_step in (None, micro_step) for fault in self._batches.get(step, ()))
+
+    def _planted(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            micro_step = self._num_forwards[name]
+            self._num_forwards[name] += 1
+            phases = {f.phase for f in self._nans.get((self._step, name), ()) if f.micro_step in (None, micro_step)}
+            if "backward" in phases:
+                if args[0].requires_grad:
+                    args = (BadGradient.apply(args[0]), *args[1:])
+                else:
+                    assert isinstance(module, nn.Embedding)
+                    return F.embedding(args[0], BadGradient.apply(module.weight))
+            output = forward(*args, **kwargs)
+            return spoil(output) if "forward" in phases else output
+
+        return run
+
+
+class BadGradient(torch.autograd.Function):
+    """The identity, whose backward is broken: one element of the gradient it returns is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return spoil(gradient)
+
+
+def spoil(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `tensor` whose middle element is NaN; of a DTensor, that of the local shard."""
+    if isinstance(tensor, DTensor):
+        local = spoil(tensor.to_local())
+        return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False)
+    mask = torch.zeros(tensor.numel(), dtype=torch.bool, device=tensor.device)
+    mask[tensor.numel() // 2] = True
+    return tensor.masked_fill(mask.view(tensor.shape), math.nan)
