@@ -1,0 +1,545 @@
+"""Incidents: anomalies that follow from the same first causes, as one thing that opens, grows, is refined and closes.
+
+What explains what (all choices are deterministic and kept in the snapshot):
+
+- Inside a step everything meets at the optimizer's barrier, so what a step brings is one component. Liveness (stale or
+  slow ranks, blindness) is no part of the arithmetic: one incident for each of its rules.
+- A non-finite component joins an open non-finite incident that recurs (same segment, module or tensor as its root),
+  or that was still going on a step or two ago without the optimizer having skipped: then the NaN is in the weights.
+  It joins a finite incident only if that was critical a step or two ago: an explosion that went on to overflow.
+- A finite anomaly joins the open incident that has it already, else the component of its step, else an incident of at
+  least its severity that grew a step or two ago. What is more severe is never explained by what was less so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import msgspec
+
+from sentinel.anomaly import Anomaly, Incident, Severity, incident_id
+from sentinel.errors import ConfigError
+from sentinel.order.causal import Origin, Phase, is_nonfinite, leading_causes, origin, phase_of, sort_key
+
+MAX_SERIES = 4096
+"""Most series that an incident remembers, to know its own again (chosen); past it the newest are not remembered."""
+
+MAX_FIRST_CAUSES = 64
+"""Most first causes that an incident lists (chosen); a NaN on each of a thousand replicas needs no thousand names."""
+
+_LIVENESS = frozenset({"StaleRank", "SlowRank", "RankSkew"})
+
+
+class IncidentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When incidents close, and how far apart two steps may be and still belong together."""
+
+    quiet_steps: int = 20
+    """Steps without a new anomaly, and with no episode of one still going on, after which an incident is resolved."""
+
+    near_steps: int = 2
+    """Steps back within which growth counts as going on."""
+
+    episode_quiet_steps: int = 20
+    """The engine's setting: 0 says that episodes have no end records, so that none are waited for."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("quiet_steps", 1), ("near_steps", 1), ("episode_quiet_steps", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"incidents.{name} must be at least {least}, got {getattr(self, name)}")
+
+
+class _Open(msgspec.Struct, kw_only=True):
+    """An open incident: its newest revision, and what is needed to know what it explains."""
+
+    incident: Incident
+    nature: str
+    """`nonfinite`, `finite`, or `liveness`."""
+    root: Anomaly
+    origin: Origin
+    causes: list[Anomaly]
+    last_bad_step: int
+    """Newest step with a non-finite member; -1: none."""
+    was_skipped: bool = False
+    """The optimizer skipped `last_bad_step`: its NaN did not reach the weights."""
+    episodes: dict[str, int] = {}
+    """Ids of onsets without an end, to the step of each."""
+    series: dict[str, int] = {}
+    """Keys of the series that belong here, to the step they last joined."""
+    has_settled: bool = False
+    num_unnamed: int = 0
+    """First causes that the cap left out."""
+
+
+class _State(msgspec.Struct, kw_only=True):
+    """All that a tracker remembers."""
+
+    open: list[_Open] = []
+    owner: dict[str, str] = {}
+    """Onset id to the incident that holds its episode."""
+    attempt: int = -1
+    step: int = -1
+    num_incidents: int = 0
+
+
+class IncidentTracker:
+    """Turns the anomalies of closed steps into incidents. Deterministic: same calls, same revisions, byte for byte."""
+
+    def __init__(self, config: IncidentConfig | None = None) -> None:
+        self.config = config or IncidentConfig()
+        self._state = _State()
+        self._touched: dict[str, list[str]] = {}
+        self._attempt = 0
+
+    @property
+    def open_incidents(self) -> list[Incident]:
+        """The newest revision of every open incident, in order of opening."""
+        return [one.incident for one in self._state.open]
+
+    def snapshot(self) -> bytes:
+        """Return the whole state; `restore` takes it back exactly."""
+        return msgspec.msgpack.encode(self._state)
+
+    def restore(self, snapshot: bytes) -> None:
+        """Go on where `snapshot` was taken."""
+        self._state = msgspec.msgpack.decode(snapshot, type=_State)
+
+    def update(
+        self,
+        step: int,
+        anomalies: Sequence[Anomaly],
+        *,
+        attempt: int = 0,
+        time: float = 0.0,
+        is_skipped: bool = False,
+        settled: Collection[str] = (),
+    ) -> list[Incident]:
+        """Take in a closed step and return the revisions it made, oldest incident first; one for each that changed.
+
+        Call it for every closed step, with no anomalies too: that is how quiet is known. Order of `anomalies` is of no
+        account. `end` records close episodes; `truncated` records are counted with the incident of their step.
+
+        time: the step's own clock, by default the newest of its anomalies.
+        is_skipped: the optimizer skipped this step, so a NaN in it is in no weight.
+        settled: ids of onsets whose series went on at a new level, which closes their incident as `settled`.
+        """
+        self._touched = {}
+        before = {one.incident.id: one.incident for one in self._state.open}
+        closed: list[_Open] = []
+        if attempt > self._state.attempt:
+            if self._state.attempt >= 0:
+                for one in self._state.open:
+                    _revise(one, state="resolved", evidence=f"attempt {attempt} began")
+                    closed.append(one)
+                self._state.open, self._state.owner = [], {}
+            self._state.attempt, self._state.step = attempt, -1
+        if attempt == self._state.attempt:
+            self._state.step = max(self._state.step, step)
+        self._attempt = attempt
+        time = max((time, *(a.time for a in anomalies)), default=time)
+
+        onsets = sorted((a for a in anomalies if a.event == "onset"), key=sort_key)
+        self._take_components(onsets, step, is_skipped, closed)
+        for end in sorted((a for a in anomalies if a.event == "end"), key=sort_key):
+            self._end_episode(end.onset_id or "", end.step, end.onset_id in settled or _says_settled(end))
+        for onset_id in sorted(settled):
+            self._end_episode(onset_id, step, True)
+        for note in (a for a in anomalies if a.event == "truncated"):
+            self._note_truncated(note)
+        still_open = []
+        for one in self._state.open:
+            is_quiet = not one.episodes and self._state.step - one.incident.last_step >= self._quiet_of(one)
+            # Late words about an attempt that is over open and close an incident at once.
+            if is_quiet or one.incident.attempt < self._state.attempt:
+                _revise(one, state="settled" if one.has_settled else "resolved")
+                closed.append(one)
+            else:
+                still_open.append(one)
+        self._state.open = still_open
+        for one in closed:
+            self._forget(one)
+        revisions = [self._publish(one, before, time) for one in (*closed, *still_open)]
+        changed = [incident for incident in revisions if incident is not None]
+        return sorted(changed, key=lambda i: (i.attempt, i.opened_step, i.id))
+
+    def _quiet_of(self, one: _Open) -> int:
+        """An incident all of whose series came to rest at a new level is over at once."""
+        return 0 if one.has_settled else self.config.quiet_steps
+
+    def _take_components(self, onsets: list[Anomaly], step: int, is_skipped: bool, closed: list[_Open]) -> None:
+        liveness: dict[str, list[Anomaly]] = {}
+        bad, finite = [], []
+        for anomaly in onsets:
+            if _is_liveness(anomaly):
+                liveness.setdefault(anomaly.rule, []).append(anomaly)
+            elif is_nonfinite(anomaly):
+                bad.append(anomaly)
+            else:
+                finite.append(anomaly)
+        of_step: _Open | None = None
+        if bad:
+            of_step = self._take_nonfinite(bad, step, closed)
+            of_step.last_bad_step = max(of_step.last_bad_step, step)
+            of_step.was_skipped = is_skipped
+        known: list[tuple[_Open, Anomaly]] = []
+        rest = []
+        for anomaly in finite:
+            owner = self._owner_of_series(anomaly)
+            if owner is None:
+                rest.append(anomaly)
+            else:
+                known.append((owner, anomaly))
+        if rest:
+            of_step = of_step or self._near(rest, step)
+            if of_step is None:
+                # Of the incidents that the step's other anomalies belong to, one that is as grave explains the rest.
+                worst = max(a.severity.level for a in rest)
+                owners = [owner for owner, _ in known if owner.incident.severity.level >= worst]
+                of_step = min(owners, key=_age, default=None)
+            if of_step is None:
+                of_step = self._mint("finite", rest)
+            else:
+                self._join(of_step, rest)
+        for owner, anomaly in known:
+            if any(owner is one for one in self._state.open):
+                self._join(owner, [anomaly])
+            else:
+                self._join(self._survivor(owner), [anomaly])
+        for rule in sorted(liveness):
+            group = liveness[rule]
+            open_one = next((one for one in self._peers("liveness") if one.root.rule == rule), None)
+            if open_one is None:
+                self._mint("liveness", group)
+            else:
+                self._join(open_one, group)
+
+    def _peers(self, *natures: str) -> list[_Open]:
+        """Open incidents of the attempt at hand, of these natures."""
+        return [one for one in self._state.open if one.incident.attempt == self._attempt and one.nature in natures]
+
+    def _is_near(self, one: _Open, step: int, last_step: int) -> bool:
+        """Tell whether a step lies in the time of an incident, or a little before or behind it."""
+        near = self.config.near_steps
+        return one.incident.opened_step - near <= step <= last_step + near
+
+    def _take_nonfinite(self, bad: list[Anomaly], step: int, closed: list[_Open]) -> _Open:
+        causes = [bad[i] for i in leading_causes(bad)]
+        born = origin(causes[0], bad)
+        open_bad = self._peers("nonfinite")
+        recurring = [one for one in open_bad if _is_same_place(one, causes, born)]
+        spreading = [
+            one
+            for one in open_bad
+            if not one.was_skipped and (self._is_near(one, step, one.last_bad_step) or _has_bad_episode(one))
+        ]
+        exploding = [
+            one
+            for one in self._peers("finite")
+            if one.incident.severity is Severity.CRITICAL and self._is_near(one, step, one.incident.last_step)
+        ]
+        explaining = sorted({one.incident.id: one for one in (*recurring, *spreading)}.values(), key=_age)
+        if not explaining and exploding:
+            one = min(exploding, key=_age)
+            self._join(one, bad)
+            one.nature = "nonfinite"
+            words = _born_words(causes[0], born)
+            one.incident = msgspec.structs.replace(
+                one.incident, title=f"{one.incident.title}; then {words}", segment=born.segment, module=born.module
+            )
+            _revise(one, evidence=f"turned non-finite at step {step}: {words}")
+            return one
+        if not explaining:
+            return self._mint("nonfinite", bad)
+        first, *others = explaining
+        for other in others:
+            self._merge(other, first)
+            closed.append(other)
+        self._join(first, bad)
+        if first in recurring:
+            _refine(first, causes[0], born)
+        return first
+
+    def _owner_of_series(self, anomaly: Anomaly) -> _Open | None:
+        key = _series(anomaly)
+        # A series may make its own incident graver while it lasts; later it is news.
+        owners = [
+            one
+            for one in self._peers("nonfinite", "finite")
+            if key in one.series
+            and (
+                one.incident.severity.level >= anomaly.severity.level
+                or abs(anomaly.step - one.series[key]) <= self.config.near_steps
+            )
+        ]
+        return min(owners, key=_age, default=None)
+
+    def _near(self, group: list[Anomaly], step: int) -> _Open | None:
+        worst = max(a.severity.level for a in group)
+        near = [
+            one
+            for one in self._peers("nonfinite", "finite")
+            if one.incident.severity.level >= max(worst, Severity.WARNING.level)
+            and self._is_near(one, step, one.incident.last_step)
+        ]
+        return min(near, key=_age, default=None)
+
+    def _mint(self, nature: str, group: list[Anomaly]) -> _Open:
+        causes = [group[i] for i in leading_causes(group)]
+        root = causes[0]
+        born = origin(root, group)
+        incident = Incident(
+            id=incident_id(root.run, root.attempt, root.step, root.detector, root.id),
+            revision=0,
+            run=root.run,
+            attempt=root.attempt,
+            state="open",
+            opened_step=root.step,
+            last_step=root.step,
+            severity=root.severity,
+            title=_title(nature, root, born),
+            root=root.id,
+            root_name=_root_words(root, born),
+            segment=born.segment,
+            module=born.module if nature == "nonfinite" else "",
+            evidence=_evidence(nature, root, causes, group),
+        )
+        one = _Open(
+            incident=incident, nature=nature, root=root, origin=born, causes=[], last_bad_step=-1, episodes={}, series={}
+        )
+        self._state.open.append(one)
+        self._state.num_incidents += 1
+        self._join(one, group)
+        return one
+
+    def _join(self, one: _Open, group: Iterable[Anomaly]) -> None:
+        group = list(group)
+        now = one.incident
+        for anomaly in group:
+            key = _series(anomaly)
+            if key in one.series or len(one.series) < MAX_SERIES:
+                one.series[key] = max(anomaly.step, one.series.get(key, -1))
+            if self.config.episode_quiet_steps > 0:
+                one.episodes[anomaly.id] = anomaly.step
+                self._state.owner[anomaly.id] = now.id
+        # Only what came in the opening step, or late before it, can still be among the first causes.
+        early = [a for a in group if (a.attempt, a.step) <= (now.attempt, now.opened_step)]
+        if early:
+            known = {a.id: a for a in (*one.causes, *early)}
+            pool = list(known.values())
+            causes = [pool[i] for i in leading_causes(pool)]
+            one.causes = causes[:MAX_FIRST_CAUSES]
+            one.num_unnamed += len(causes) - len(one.causes)
+            if one.causes[0].id != now.root and one.causes[0].id in {a.id for a in early}:
+                _revise(one, evidence=f"an earlier sign came late: {_place_words(one.causes[0])}")
+        self._touched.setdefault(now.id, []).extend(a.id for a in group)
+        ranks = {rank for a in group for rank in (a.ranks if a.rank is None else (a.rank,))}
+        severity = max((now.severity, *(a.severity for a in group)), key=lambda s: s.level)
+        one.incident = msgspec.structs.replace(
+            one.incident,
+            last_step=max(now.last_step, *(a.step for a in group)),
+            severity=severity,
+            first_causes=tuple(a.id for a in one.causes),
+            num_members=now.num_members + len(group),
+            detectors=tuple(sorted({*now.detectors, *(a.detector for a in group)})),
+            ranks=tuple(sorted({*now.ranks, *ranks})),
+            paged=now.paged or severity is Severity.CRITICAL,
+        )
+
+    def _merge(self, other: _Open, into: _Open) -> None:
+        a, b = into.incident, other.incident
+        into.episodes |= other.episodes
+        for onset_id in other.episodes:
+            self._state.owner[onset_id] = a.id
+        other.episodes = {}
+        for key, step in other.series.items():
+            if key in into.series or len(into.series) < MAX_SERIES:
+                into.series[key] = max(step, into.series.get(key, -1))
+        into.last_bad_step = max(into.last_bad_step, other.last_bad_step)
+        severity = max(a.severity, b.severity, key=lambda s: s.level)
+        into.incident = msgspec.structs.replace(
+            a,
+            last_step=max(a.last_step, b.last_step),
+            severity=severity,
+            num_members=a.num_members + b.num_members,
+            detectors=tuple(sorted({*a.detectors, *b.detectors})),
+            ranks=tuple(sorted({*a.ranks, *b.ranks})),
+            paged=a.paged or b.paged,
+            evidence=(*a.evidence, f"incident {b.id} turned out to be the same"),
+        )
+        self._touched.setdefault(a.id, [])
+        other.incident = msgspec.structs.replace(b, state="merged", merged_into=a.id)
+        self._state.open = [one for one in self._state.open if one is not other]
+
+    def _survivor(self, one: _Open) -> _Open:
+        into = one.incident.merged_into
+        return next(o for o in self._state.open if o.incident.id == into)
+
+    def _end_episode(self, onset_id: str, step: int, has_settled: bool) -> None:
+        owner = self._state.owner.pop(onset_id, None)
+        one = next((o for o in self._state.open if o.incident.id == owner), None)
+        if one is not None:
+            one.episodes.pop(onset_id, None)
+            one.has_settled = one.has_settled or has_settled
+
+    def _note_truncated(self, note: Anomaly) -> None:
+        of_step = [one for one in self._state.open if one.incident.last_step == note.step]
+        if of_step:
+            one = min(of_step, key=_age)
+            _revise(one, evidence=f"step {note.step}: {note.count} more anomalies were not written")
+            one.incident = msgspec.structs.replace(one.incident, num_members=one.incident.num_members + note.count)
+
+    def _forget(self, one: _Open) -> None:
+        for onset_id in one.episodes:
+            if self._state.owner.get(onset_id) == one.incident.id:
+                del self._state.owner[onset_id]
+
+    def _publish(self, one: _Open, before: dict[str, Incident], time: float) -> Incident | None:
+        members = tuple(self._touched.get(one.incident.id, ()))
+        if not members and before.get(one.incident.id) == one.incident:
+            return None
+        one.incident = msgspec.structs.replace(
+            one.incident, revision=one.incident.revision + 1, members=members, time=max(time, one.incident.time)
+        )
+        published = one.incident
+        # The next revision says what joined with it alone: to compare with, the members of this one are laid off.
+        one.incident = msgspec.structs.replace(one.incident, members=())
+        return published
+
+
+def _age(one: _Open) -> tuple[int, int, str]:
+    return one.incident.attempt, one.incident.opened_step, one.incident.id
+
+
+def _series(anomaly: Anomaly) -> str:
+    return f"{anomaly.kind}/{anomaly.tag_name}"
+
+
+def _is_liveness(anomaly: Anomaly) -> bool:
+    return anomaly.kind == "health" or anomaly.detector in _LIVENESS
+
+
+def _says_settled(end: Anomaly) -> bool:
+    return "settled" in end.message or "level shift" in end.message
+
+
+def _has_bad_episode(one: _Open) -> bool:
+    """Tell whether the root's own non-finite episode still goes on."""
+    return is_nonfinite(one.root) and one.root.id in one.episodes
+
+
+def _is_same_place(one: _Open, causes: list[Anomaly], born: Origin) -> bool:
+    if one.origin.phase != born.phase:
+        return False
+    first = one.causes[0] if one.causes else one.root
+    if one.origin.segment and one.origin.segment == born.segment:
+        return True
+    if born.module and born.module == one.origin.module:
+        return True
+    return any(_series(cause) == _series(first) for cause in causes)
+
+
+def _refine(one: _Open, cause: Anomaly, born: Origin) -> None:
+    """Name the module where the root was only a segment, now that a recurrence was seen from inside."""
+    if one.incident.module or not born.module or one.origin.segment != born.segment:
+        return
+    one.origin = msgspec.structs.replace(one.origin, name=born.name, module=born.module)
+    one.incident = msgspec.structs.replace(
+        one.incident,
+        module=born.module,
+        root_name=f"{_root_words(one.root, one.origin)}, refined at step {cause.step}",
+        title=_title(one.nature, one.root, one.origin),
+    )
+    _revise(one, evidence=f"refined at step {cause.step} by module monitoring: {_born_words(cause, born)}")
+
+
+def _revise(one: _Open, *, state: str | None = None, evidence: str | None = None) -> None:
+    if state is not None:
+        one.incident = msgspec.structs.replace(one.incident, state=state)
+    if evidence is not None:
+        one.incident = msgspec.structs.replace(one.incident, evidence=(*one.incident.evidence, evidence))
+
+
+_VALUE_WORDS = {"nan": "NaN", "inf": "inf", "-inf": "-inf"}
+
+
+def _value_word(anomaly: Anomaly) -> str:
+    if anomaly.value_text:
+        return _VALUE_WORDS.get(anomaly.value_text, anomaly.value_text)
+    return "inf" if anomaly.statistic == "infs" else "NaN"
+
+
+def _number(value: float | None) -> str:
+    return "nothing" if value is None else f"{value:.4g}"
+
+
+def _where_words(rank: int | None, micro_step: int | None, step: int) -> str:
+    words = [] if rank is None else [f"rank {rank}"]
+    if micro_step is not None:
+        words.append(f"micro_step {micro_step}")
+    words.append(f"step {step}")
+    return ("on " if rank is not None else "at ") + ", ".join(words)
+
+
+def _born_words(anomaly: Anomaly, born: Origin) -> str:
+    """`NaN born in blocks.2.mlp.fc1 (forward) on rank 3, micro_step 1, step 41`"""
+    what = _value_word(anomaly)
+    phase = phase_of(anomaly.kind, anomaly.tag_name)
+    if phase in (Phase.WGRAD, Phase.WGRAD_UNREDUCED):
+        place = f"in the gradient of {anomaly.tag_name}"
+    elif phase is Phase.PARAM:
+        place = f"in the weight {anomaly.tag_name}"
+    elif phase is Phase.OPTIMIZER:
+        place = f"in {anomaly.kind} of {anomaly.tag_name}"
+    elif anomaly.kind == "scalar":
+        place = f"in {anomaly.tag_name}"
+    elif not born.module and born.segment and born.name == born.segment:
+        place = f"in segment {born.segment} ({born.phase})"
+    else:
+        place = f"in {born.name} ({born.phase})"
+    return f"{what} born {place} {_where_words(born.rank, born.micro_step, anomaly.step)}"
+
+
+def _place_words(anomaly: Anomaly) -> str:
+    value = _value_word(anomaly) if is_nonfinite(anomaly) else f"{anomaly.statistic} {_number(anomaly.value)}"
+    return f"{anomaly.kind} of {anomaly.tag_name}: {value} {_where_words(anomaly.rank, anomaly.micro_step, anomaly.step)}"
+
+
+def _root_words(root: Anomaly, born: Origin) -> str:
+    words = [born.name, f"({root.kind})"]
+    if born.rank is not None:
+        words.append(f"rank {born.rank}")
+    if born.micro_step is not None:
+        words.append(f"micro_step {born.micro_step}")
+    return " ".join(words)
+
+
+def _title(nature: str, root: Anomaly, born: Origin) -> str:
+    if nature == "liveness":
+        return root.message or f"{root.rule}: {_where_words(root.rank, None, root.step)}"
+    if is_nonfinite(root):
+        return _born_words(root, born)
+    what = root.tag_name if root.kind == "scalar" else f"{root.statistic} of {root.tag_name} ({root.kind})"
+    value = "" if root.value is None else f" {_number(root.value)}"
+    against = "" if root.baseline is None else f" against {_number(root.baseline)}"
+    return f"{root.rule}: {what}{value}{against} {_where_words(root.rank, root.micro_step, root.step)}"
+
+
+def _evidence(nature: str, root: Anomaly, causes: list[Anomaly], group: list[Anomaly]) -> tuple[str, ...]:
+    """What is known when an incident opens: facts alone."""
+    if nature != "nonfinite":
+        return ()
+    border = f" (border {root.border})" if root.border else ""
+    facts = [f"first bad: {root.kind} of {root.tag_name}{border}"]
+    phase = phase_of(root.kind, root.tag_name)
+    if phase in (Phase.FORWARD, Phase.BACKWARD):
+        said = "before it in forward" if phase is Phase.FORWARD else "in forward, and before it in backward,"
+        facts.append(f"everything measured {said} in the same micro_step was clean" if root.micro_step is not None else
+                     f"everything measured {said} in the same step was clean")  # fmt: skip
+    others = sorted({a.rank for a in causes if a.rank is not None and a.rank != root.rank})
+    if others:
+        shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
+        facts.append(f"first bad independently on {len(others) + 1} ranks: {root.rank}, {shown}")
+    elif root.rank is not None and root.dp_size > 1:
+        lanes = {a.place.get("dp") for a in group if a.rank is not None}
+        if len(lanes) == 1:
+            facts.append(f"one of {root.dp_size} data-parallel replicas")
+    return tuple(facts)

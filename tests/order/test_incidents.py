@@ -1,0 +1,307 @@
+"""Incidents: what opens one, what joins it, what refines it, and what closes it."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from sentinel.anomaly import Anomaly, Severity, anomaly_id
+from sentinel.errors import ConfigError
+from sentinel.order.incidents import IncidentConfig, IncidentTracker
+
+
+def anomaly(kind="activation", name="blocks.2", step=41, **fields):
+    """A NaN on rank 3, micro_step 1, unless said."""
+    fields = {
+        "run": "r", "attempt": 0, "rank": 3, "micro_step": 1, "pp_stage": 0, "vpp_stage": 0, "call_id": 7,
+        "statistic": "nans", "rule": "nan", "detector": "AnomalyNan", "severity": Severity.CRITICAL, "value": None,
+        "value_text": "nan", "message": "", "time": float(step),
+    } | fields  # fmt: skip
+    identity = (fields["run"], fields["attempt"], step, fields["micro_step"], fields["rank"], f"{name}/{kind}")
+    own_id = fields.pop("id", None) or anomaly_id(*identity, fields["rule"])
+    return Anomaly(id=own_id, tag_name=name, kind=kind, step=step, **fields)
+
+
+def finite(kind="wgrad", name="blocks.0.fc.weight", step=41, **fields):
+    """A lone finite excursion."""
+    defaults = {
+        "rank": None, "ranks": (0, 1), "micro_step": None, "call_id": None, "statistic": "norm", "rule": "turbulence",
+        "detector": "AnomalyTurbulence", "severity": Severity.INFO, "value": 9.0, "baseline": 1.0, "value_text": "",
+    }  # fmt: skip
+    return anomaly(kind, name, step, **(defaults | fields))
+
+
+def loss_spike(step=41, **fields):
+    return finite("scalar", "loss", step, rule="loss-spike", detector="LossSpike", severity=Severity.CRITICAL, **fields)
+
+
+def end(onset, step, **fields):
+    return msgspec.structs.replace(onset, id=f"end-{onset.id}", event="end", onset_id=onset.id, step=step, **fields)
+
+
+def without_episodes(**fields):
+    return IncidentTracker(IncidentConfig(episode_quiet_steps=0, **fields))
+
+
+def test_title_says_what_where_and_when():
+    tracker = without_episodes()
+    born = anomaly(name="blocks.2.mlp.fc1", site_pos=4, segment="blocks.2")
+    later = anomaly("dgrad", "blocks.1", site_pos=9)
+
+    (incident,) = tracker.update(41, [later, born])
+
+    assert incident.title == "NaN born in blocks.2.mlp.fc1 (forward) on rank 3, micro_step 1, step 41"
+    assert (incident.root, incident.first_causes) == (born.id, (born.id,))
+    assert (incident.state, incident.severity, incident.paged) == ("open", Severity.CRITICAL, True)
+    assert (incident.num_members, set(incident.members)) == (2, {born.id, later.id})
+    assert (incident.segment, incident.module, incident.verdict) == ("blocks.2", "blocks.2.mlp.fc1", "unknown")
+
+
+@pytest.mark.parametrize(
+    ("root", "title"),
+    [
+        (
+            anomaly(border="block_output", segment="blocks.2"),
+            "NaN born in segment blocks.2 (forward) on rank 3, micro_step 1, step 41",
+        ),
+        (
+            anomaly("wgrad", "fc.weight", rank=None, micro_step=None, value_text="inf"),
+            "inf born in the gradient of fc.weight at step 41",
+        ),
+        (anomaly("scalar", "loss", rank=None, micro_step=None), "NaN born in loss at step 41"),
+        (loss_spike(), "loss-spike: loss 9 against 1 at step 41"),
+        (finite(), "turbulence: norm of blocks.0.fc.weight (wgrad) 9 against 1 at step 41"),
+        (
+            anomaly("health", "rank 5", rule="stale-rank", detector="StaleRank", value_text="", message="rank 5 is silent"),
+            "rank 5 is silent",
+        ),
+    ],
+)  # fmt: skip
+def test_titles_in_words(root, title):
+    (incident,) = without_episodes().update(41, [root])
+
+    assert incident.title == title
+
+
+def test_a_loss_spike_and_its_own_excursions_are_one_incident():
+    tracker = without_episodes()
+    spike = loss_spike()
+
+    (opened,) = tracker.update(41, [finite("activation", "blocks.0"), spike, finite()])
+    (grown,) = tracker.update(42, [finite(step=42), finite("wgrad", "head.weight", step=42)])
+
+    assert opened.root == spike.id
+    assert grown.id == opened.id
+    assert (grown.revision, grown.num_members, len(grown.members)) == (2, 5, 2)
+
+
+def test_a_lone_excursion_never_explains_what_is_graver():
+    tracker = without_episodes()
+    (lone,) = tracker.update(40, [finite(step=40)])
+
+    (spike,) = tracker.update(41, [loss_spike()])
+    (nan,) = tracker.update(52, [anomaly(step=52)])
+
+    assert len({lone.id, spike.id, nan.id}) == 3
+    assert not lone.paged
+
+
+def test_a_series_makes_its_own_incident_graver_while_it_lasts():
+    tracker = without_episodes()
+    (lone,) = tracker.update(40, [finite(step=40)])
+
+    (raised,) = tracker.update(42, [finite(step=42, severity=Severity.WARNING)])
+
+    assert (raised.id, raised.severity) == (lone.id, Severity.WARNING)
+
+
+def test_weights_made_nan_by_global_clipping_join_the_incident():
+    tracker = without_episodes()
+    born = anomaly("wgrad", "blocks.1.weight", rank=None, micro_step=None, value_text="inf", site_pos=5)
+    norm = anomaly("scalar", "grad_norm", rank=None, micro_step=None, value_text="inf")
+    (opened,) = tracker.update(41, [norm, born])
+
+    everything = [anomaly("param", f"blocks.{i}.weight", 42, micro_step=None) for i in range(4)]
+    everything += [anomaly("activation", f"blocks.{i}", 42, site_pos=i, rank=r) for i in range(4) for r in range(2)]
+    (grown,) = tracker.update(42, everything)
+
+    assert grown.id == opened.id
+    assert (grown.root, grown.first_causes) == (born.id, (born.id,))
+    assert grown.num_members == 2 + len(everything)
+
+
+def test_a_nan_elsewhere_after_a_skipped_step_is_another_incident():
+    tracker = without_episodes()
+    (first,) = tracker.update(41, [anomaly(segment="blocks.2")], is_skipped=True)
+
+    (second,) = tracker.update(42, [anomaly(name="blocks.7", segment="blocks.7", step=42, rank=1)], is_skipped=True)
+
+    assert first.id != second.id
+
+
+def test_a_recurrence_seen_from_inside_refines_the_root_and_keeps_its_id():
+    tracker = without_episodes()
+    border = anomaly(border="block_output", segment="blocks.2", site_pos=6)
+    (opened,) = tracker.update(41, [border], is_skipped=True)
+    inside = anomaly(name="blocks.2.mlp.fc1", segment="blocks.2", step=45, site_pos=4)
+
+    (refined,) = tracker.update(45, [msgspec.structs.replace(border, id="again", step=45), inside], is_skipped=True)
+
+    assert opened.module == ""
+    assert (refined.id, refined.root, refined.module) == (opened.id, border.id, "blocks.2.mlp.fc1")
+    assert refined.title == "NaN born in blocks.2.mlp.fc1 (forward) on rank 3, micro_step 1, step 41"
+    assert "refined at step 45" in refined.root_name
+    assert any("refined at step 45" in line for line in refined.evidence)
+
+
+def test_an_explosion_that_overflows_stays_one_incident():
+    tracker = without_episodes()
+    (opened,) = tracker.update(41, [loss_spike()])
+
+    (grown,) = tracker.update(42, [anomaly(step=42, value_text="inf", segment="blocks.2")])
+
+    assert grown.id == opened.id
+    assert grown.title.startswith("loss-spike: loss 9 against 1 at step 41; then inf born in blocks.2")
+
+
+def test_two_open_incidents_that_turn_out_to_be_one_are_merged():
+    tracker = without_episodes()
+    (first,) = tracker.update(41, [anomaly(segment="blocks.2", border="block_output")], is_skipped=True)
+    (second,) = tracker.update(45, [anomaly(name="blocks.7", segment="blocks.7", step=45)])
+
+    connecting = anomaly(name="blocks.2.fc", segment="blocks.2", step=46)
+    merged, kept = sorted(tracker.update(46, [connecting]), key=lambda i: i.state)
+
+    assert (merged.id, merged.state, merged.merged_into) == (second.id, "merged", first.id)
+    assert (kept.id, kept.state, kept.num_members) == (first.id, "open", 3)
+    assert [i.id for i in tracker.open_incidents] == [first.id]
+
+
+def test_resolves_when_quiet():
+    tracker = without_episodes(quiet_steps=3)
+    tracker.update(41, [anomaly()])
+
+    assert [tracker.update(step, []) for step in (42, 43)] == [[], []]
+    (closed,) = tracker.update(44, [])
+
+    assert (closed.state, closed.revision, closed.members) == ("resolved", 2, ())
+    assert tracker.update(45, []) == []
+
+
+def test_stays_open_while_an_episode_lasts():
+    tracker = IncidentTracker(IncidentConfig(quiet_steps=3))
+    onset = anomaly()
+    tracker.update(41, [onset])
+
+    assert [tracker.update(step, []) for step in range(42, 80)] == [[]] * 38
+    (closed,) = tracker.update(80, [end(onset, 80)])
+
+    assert closed.state == "resolved"
+
+
+def test_a_level_shift_settles():
+    onset = finite(severity=Severity.WARNING)
+    tracker = IncidentTracker()
+    tracker.update(41, [onset])
+
+    (closed,) = tracker.update(49, [], settled=[onset.id])
+
+    assert closed.state == "settled"
+
+
+def test_a_new_attempt_closes_what_was_open():
+    tracker = without_episodes()
+    (opened,) = tracker.update(41, [anomaly()])
+
+    closed, again = tracker.update(41, [anomaly(attempt=1)], attempt=1)
+
+    assert (closed.id, closed.state) == (opened.id, "resolved")
+    assert (again.attempt, again.state) == (1, "open")
+    assert again.id != opened.id
+
+
+def test_late_anomalies_join_and_keep_the_root():
+    tracker = without_episodes()
+    root = anomaly(site_pos=9, segment="blocks.2")
+    (opened,) = tracker.update(41, [root])
+    tracker.update(42, [])
+    early = anomaly(name="blocks.1", site_pos=2, segment="blocks.1")
+
+    (grown,) = tracker.update(41, [early])
+
+    assert (grown.id, grown.root, grown.first_causes) == (opened.id, root.id, (early.id,))
+    assert any("came late" in line for line in grown.evidence)
+
+
+def test_blindness_is_an_incident_of_its_own():
+    tracker = without_episodes()
+    stale = anomaly("health", "rank 5", rule="stale-rank", detector="StaleRank", value_text="", message="rank 5 is silent")
+
+    incidents = tracker.update(41, [stale, anomaly()])
+
+    assert len(incidents) == 2
+
+
+def test_truncated_records_count():
+    tracker = without_episodes()
+    note = anomaly(name="*", event="truncated", count=500, id="t")
+
+    (incident,) = tracker.update(41, [anomaly(), note])
+
+    assert incident.num_members == 501
+
+
+def story(seed):
+    """Steps of a random run: (step, anomalies, is_skipped)."""
+    rng = random.Random(seed)
+    onsets = []
+    for step in range(60):
+        found = []
+        if rng.random() < 0.3:
+            for _ in range(rng.randrange(1, 6)):
+                name = f"blocks.{rng.randrange(6)}"
+                make = rng.choice([anomaly, finite, loss_spike])
+                found.append(make(step=step) if make is loss_spike else make(name=name, step=step, segment=name))
+        found = list({a.id: a for a in found}.values())
+        if onsets and rng.random() < 0.3:
+            found.append(end(onsets.pop(rng.randrange(len(onsets))), step))
+        onsets += [a for a in found if a.event == "onset"]
+        yield step, found, rng.random() < 0.5
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_revisions_are_independent_of_arrival_order_and_survive_a_restart(seed):
+    plain, shuffled, restarted = IncidentTracker(), IncidentTracker(), IncidentTracker()
+    rng = random.Random(seed)
+    for step, found, is_skipped in story(seed):
+        other = rng.sample(found, len(found))
+        fresh = IncidentTracker()
+        fresh.restore(restarted.snapshot())
+        restarted = fresh
+
+        expected = plain.update(step, found, is_skipped=is_skipped)
+
+        assert shuffled.update(step, other, is_skipped=is_skipped) == expected
+        assert restarted.update(step, found, is_skipped=is_skipped) == expected
+        assert restarted.snapshot() == plain.snapshot()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_anomaly_belongs_to_exactly_one_incident_and_revisions_count_up(seed):
+    tracker = IncidentTracker()
+    members, revisions, onsets = [], {}, []
+    for step, found, is_skipped in story(seed):
+        onsets += [a.id for a in found if a.event == "onset"]
+        for incident in tracker.update(step, found, is_skipped=is_skipped):
+            members += incident.members
+            assert incident.revision == revisions.get(incident.id, 0) + 1
+            revisions[incident.id] = incident.revision
+
+    assert sorted(members) == sorted(onsets)
+
+
+def test_nonsense_is_rejected_by_name():
+    with pytest.raises(ConfigError, match=r"incidents\.quiet_steps must be at least 1, got 0"):
+        IncidentConfig(quiet_steps=0)
