@@ -1,0 +1,39 @@
+"""Moments of CPU tensors and folding of rows: a C library through ctypes, or numpy with the same results.
+
+    measure(pointers, numels, dtypes, out, ...)   many tensors in one call -> their STATS words
+    measure_one(pointer, numel, dtype, out, ...)  the same for one, in about a microsecond: for hooks
+    fold_rows(rows, num_rows) -> rows left        one row per (tensor, kind), in place
+    merge_rows(rows, group, num_groups) -> STATS  rows of several ranks merged
+
+`implementation` says which one this process has: `avx512`, `avx2` or `portable` (C, chosen at run time), or `numpy`.
+"""
+
+from __future__ import annotations
+
+from sentinel.native.layout import BF16, F16, F32, F64
+from sentinel.native.library import Library, find_library
+
+_path = find_library()
+_library: Library | None = None
+if _path is not None:
+    try:
+        _library = Library(_path)
+    except OSError:  # built for another machine, or truncated: as if it were not there
+        _library = None
+
+if _library is not None:
+    implementation = _library.implementation
+    measure = _library.measure
+    measure_one = _library.measure_one
+    fold_rows = _library.fold_rows
+    merge_rows = _library.merge_rows
+else:
+    from sentinel.native import fallback as _fallback
+
+    implementation = "numpy"
+    measure = _fallback.measure
+    measure_one = _fallback.measure_one
+    fold_rows = _fallback.fold_rows
+    merge_rows = _fallback.merge_rows
+
+__all__ = ["BF16", "F16", "F32", "F64", "fold_rows", "implementation", "measure", "measure_one", "merge_rows"]

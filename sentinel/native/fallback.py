@@ -1,0 +1,212 @@
+"""The functions of `sentinel.native` in numpy: the same results within rounding, at a tenth of the speed."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from sentinel.native.layout import (
+    BF16,
+    ELEMENT_BYTES,
+    EMPTY_STATS,
+    F16,
+    F32,
+    F64,
+    FOLDED,
+    NONE_ID,
+    STATS,
+    check_rows,
+    stats_address,
+)  # fmt: skip
+
+CHUNK = 65_536
+"""Elements measured at a time, in float64: three temporaries of half a megabyte."""
+
+_STORAGE: dict[int, np.dtype[Any]] = {
+    F32: np.dtype("<f4"),
+    F64: np.dtype("<f8"),
+    BF16: np.dtype("<u2"),
+    F16: np.dtype("<f2"),
+}
+_BITS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+
+
+def measure(
+    pointers: np.ndarray,
+    numels: np.ndarray,
+    dtypes: np.ndarray,
+    out: np.ndarray,
+    zero_eps: float = 0.0,
+    checksum: bool = False,
+    *,
+    num_threads: int = 1,
+) -> None:
+    """As Library.measure; num_threads is ignored."""
+    num = len(pointers)
+    if not num == len(numels) == len(dtypes) == len(out):
+        raise ValueError(f"expected {num} numels, dtypes and rows, got {len(numels)}, {len(dtypes)}, {len(out)}")
+    if num == 0:
+        return
+    for index, code in enumerate(dtypes):
+        if int(code) >= len(ELEMENT_BYTES):
+            raise ValueError(f"tensor {index}: unknown dtype code {code}")
+    address, stride = stats_address(out), out.strides[0]
+    for index in range(num):
+        measure_one(
+            int(pointers[index]), int(numels[index]), int(dtypes[index]), address + index * stride, zero_eps, checksum
+        )
+
+
+def measure_one(
+    pointer: int,
+    numel: int,
+    dtype: int,
+    out: int,
+    zero_eps: float = 0.0,
+    checksum: bool = False,
+    accumulate: bool = False,
+    num_threads: int = 1,
+) -> None:
+    """As Library.measure_one; num_threads is ignored."""
+    if not 0 <= dtype < len(ELEMENT_BYTES):
+        raise ValueError(f"unknown dtype code {dtype}")
+    words = np.frombuffer(memoryview((ctypes.c_char * STATS.itemsize).from_address(out)), STATS)
+    parts = [words.copy()] if accumulate else []
+    width = ELEMENT_BYTES[dtype]
+    for start in range(0, numel, CHUNK):
+        size = min(CHUNK, numel - start)
+        memory = (ctypes.c_char * (size * width)).from_address(pointer + start * width)
+        parts.append(_measure_chunk(np.frombuffer(memoryview(memory), _STORAGE[dtype]), dtype, zero_eps, checksum))
+    words[:] = merge_rows(np.concatenate(parts), np.zeros(len(parts), np.int32), 1) if parts else EMPTY_STATS
+
+
+def _measure_chunk(stored: np.ndarray, dtype: int, zero_eps: float, checksum: bool) -> np.ndarray:
+    """Return the statistics of one chunk as an array of one STATS: two passes in float64, about the chunk's mean."""
+    if dtype == BF16:
+        values = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    else:
+        values = stored.astype(np.float64)
+    stats = np.full(1, EMPTY_STATS)
+    if checksum:
+        stats["checksum"] = stored.view(_BITS[stored.dtype.itemsize]).sum(dtype=np.uint64)
+    is_finite = np.isfinite(values)
+    finite = values if is_finite.all() else values[is_finite]
+    if finite.size < values.size:
+        stats["num_nan"] = np.count_nonzero(np.isnan(values))
+        stats["num_pos_inf"] = np.count_nonzero(values == np.inf)
+        stats["num_neg_inf"] = np.count_nonzero(values == -np.inf)
+    if finite.size == 0:
+        return stats
+    low, high = float(finite.min()), float(finite.max())
+    stats["count"] = finite.size
+    stats["min"], stats["max"] = low, high
+    stats["num_zero"] = np.count_nonzero(np.abs(finite) <= zero_eps)
+    if low == high:
+        stats["mean"] = low
+        return stats
+    # Powers of two scale without rounding: nothing overflows before the very last product.
+    size = int(np.clip(np.frexp(max(abs(low), abs(high)))[1], -1000, 1000))
+    scaled = np.ldexp(finite, -size)
+    center = float(scaled.mean())
+    scaled -= center
+    reach = int(np.clip(np.frexp(np.abs(scaled).max())[1], -1000, 1000))
+    np.ldexp(scaled, -reach, out=scaled)
+    shift = float(scaled.mean())
+    scaled -= shift
+    squares = scaled * scaled
+    unit = size + reach
+    with np.errstate(over="ignore", under="ignore"):
+        stats["mean"] = np.clip(np.ldexp(center + np.ldexp(shift, reach), size), low, high)
+        stats["m2"] = np.ldexp(squares.sum(), 2 * unit)
+        stats["m3"] = np.ldexp((squares * scaled).sum(), 3 * unit)
+        stats["m4"] = np.ldexp((squares * squares).sum(), 4 * unit)
+    return stats
+
+
+def merge_rows(rows: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
+    """As Library.merge_rows: all rows of a group at once, about the group's mean."""
+    group = np.asarray(group, np.int64)
+    if rows.ndim != 1 or len(group) != len(rows):
+        raise ValueError(f"expected a group for each of {len(rows)} rows, got {len(group)}")
+    if len(group) and int(group.max()) >= num_groups:
+        raise ValueError(f"group must be below num_groups {num_groups}, got {int(group.max())}")
+    stats_address(rows)
+    out = np.full(num_groups, EMPTY_STATS)
+    kept = group >= 0
+    for name in ("num_nan", "num_pos_inf", "num_neg_inf", "num_zero", "checksum"):
+        np.add.at(out[name], group[kept], rows[name][kept])
+    kept &= rows["count"] > 0
+    group = group[kept]
+    if group.size == 0:
+        return out
+    one = {name: rows[name][kept] for name in ("count", "mean", "m2", "m3", "m4", "min", "max")}
+    np.add.at(out["count"], group, one["count"])
+    np.minimum.at(out["min"], group, one["min"])
+    np.maximum.at(out["max"], group, one["max"])
+    first = np.zeros(num_groups)
+    first[group[::-1]] = one["mean"][::-1]
+    weight = one["count"].astype(np.float64)
+    share = weight / out["count"][group]
+
+    def total(values: np.ndarray) -> np.ndarray:
+        return np.bincount(group, values, num_groups)
+
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        mean = first + total(share * (one["mean"] - first[group]))
+        d = one["mean"] - mean[group]
+        dd = d * d
+        out["mean"] = mean
+        out["m2"] = total(one["m2"] + weight * dd)
+        out["m3"] = total(one["m3"] + 3.0 * d * one["m2"] + weight * dd * d)
+        out["m4"] = total(one["m4"] + 4.0 * d * one["m3"] + 6.0 * dd * one["m2"] + weight * dd * dd)
+    return out
+
+
+def fold_rows(rows: np.ndarray, num_rows: int) -> int:
+    """As Library.fold_rows."""
+    check_rows(rows, num_rows)
+    used = rows[:num_rows]
+    num_bad = used["num_nan"] + used["num_pos_inf"] + used["num_neg_inf"]
+    point_at_own(used)
+    is_folding = (used["micro_step"] != -1) | (used["flags"] & FOLDED != 0)
+    key = used["tensor"].astype(np.int64) << 8 | used["kind"]
+    key[~is_folding] = -1 - np.flatnonzero(~is_folding)
+    _, firsts, group = np.unique(key, return_index=True, return_inverse=True)
+    order = np.argsort(firsts, kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    group, firsts = place[group], firsts[order]
+    num_groups = len(firsts)
+    if num_groups == num_rows:
+        return num_rows
+
+    folded = used[firsts]
+    size = np.bincount(group, minlength=num_groups)
+    for name in STATS.names or ():
+        folded[name] = merge_rows(used, group, num_groups)[name]
+    folded["num_folded"] = np.bincount(group, used["num_folded"], num_groups)
+    np.bitwise_or.at(folded["flags"], group, used["flags"])
+    folded["flags"][size > 1] |= FOLDED
+    folded["micro_step"][size > 1] = -1
+    bad = np.flatnonzero((num_bad > 0) | (used["bad_call_id"] != NONE_ID))[::-1]
+    largest = np.where(used["count"] > 0, np.maximum(np.abs(used["min"]), np.abs(used["max"])), -1.0)
+    by_size = np.lexsort((-np.arange(num_rows), largest))
+    for name, order_of in (("bad", bad), ("max", by_size)):
+        for field in (f"{name}_call_id", f"{name}_micro_step"):
+            folded[field][group[order_of]] = used[field][order_of]
+    rows[:num_groups] = folded
+    return num_groups
+
+
+def point_at_own(rows: np.ndarray) -> None:
+    """Let rows that do not say which observation was non-finite, or largest, point at their own; in place."""
+    rows["num_folded"] = np.maximum(rows["num_folded"], 1)
+    num_bad = rows["num_nan"] + rows["num_pos_inf"] + rows["num_neg_inf"]
+    for name, applies in (("bad", num_bad > 0), ("max", rows["count"] > 0)):
+        mine = applies & (rows[f"{name}_call_id"] == NONE_ID)
+        for field in ("call_id", "micro_step"):
+            np.copyto(rows[f"{name}_{field}"], rows[field], where=mine)
+
+

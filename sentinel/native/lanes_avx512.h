@@ -1,0 +1,45 @@
+/* AVX-512 F and BW. */
+#define F32_W 16
+typedef __m512 LANES(f32);
+typedef __m512i LANES(f32_counts);
+#define F64_W 8
+typedef __m512d LANES(f64);
+typedef __m512i LANES(f64_counts);
+
+#define AVX512 static inline TARGET
+AVX512 __m512 LANES(f32_set)(float x) { return _mm512_set1_ps(x); }
+AVX512 __m512 LANES(f32_add)(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
+AVX512 __m512 LANES(f32_mul)(__m512 a, __m512 b) { return _mm512_mul_ps(a, b); }
+AVX512 __m512 LANES(f32_fma)(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
+AVX512 __m512 LANES(f32_min)(__m512 a, __m512 b) { return _mm512_min_ps(a, b); }
+AVX512 __m512 LANES(f32_max)(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
+AVX512 __m512i LANES(f32_none)(void) { return _mm512_setzero_si512(); }
+AVX512 __m512i LANES(f32_count)(__m512i n, __m512 x, __m512 eps)
+{
+    const __mmask16 is_zero = _mm512_cmp_ps_mask(_mm512_abs_ps(x), eps, _CMP_LE_OQ);
+    return _mm512_mask_add_epi32(n, is_zero, n, _mm512_set1_epi32(1));
+}
+AVX512 __m512d LANES(f64_set)(double x) { return _mm512_set1_pd(x); }
+AVX512 __m512d LANES(f64_add)(__m512d a, __m512d b) { return _mm512_add_pd(a, b); }
+AVX512 __m512d LANES(f64_mul)(__m512d a, __m512d b) { return _mm512_mul_pd(a, b); }
+AVX512 __m512d LANES(f64_fma)(__m512d a, __m512d b, __m512d c) { return _mm512_fmadd_pd(a, b, c); }
+AVX512 __m512d LANES(f64_min)(__m512d a, __m512d b) { return _mm512_min_pd(a, b); }
+AVX512 __m512d LANES(f64_max)(__m512d a, __m512d b) { return _mm512_max_pd(a, b); }
+AVX512 __m512i LANES(f64_none)(void) { return _mm512_setzero_si512(); }
+AVX512 __m512i LANES(f64_count)(__m512i n, __m512d x, __m512d eps)
+{
+    const __mmask8 is_zero = _mm512_cmp_pd_mask(_mm512_abs_pd(x), eps, _CMP_LE_OQ);
+    return _mm512_mask_add_epi64(n, is_zero, n, _mm512_set1_epi64(1));
+}
+#undef AVX512
+
+#define F32_LOAD2_f32(p, a, b) { (a) = _mm512_loadu_ps(p); (b) = _mm512_loadu_ps((p) + 16); }
+#define F64_LOAD2_f64(p, a, b) { (a) = _mm512_loadu_pd(p); (b) = _mm512_loadu_pd((p) + 8); }
+/* Even elements in one register, odd ones in the other: moments do not mind the order, and no shuffle is needed. */
+#define F32_LOAD2_bf16(p, a, b) { \
+    const __m512i w = _mm512_loadu_si512((const void *)(p)); \
+    (a) = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)); \
+    (b) = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000u))); }
+#define F32_LOAD2_f16(p, a, b) { \
+    (a) = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p))); \
+    (b) = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((p) + 16))); }

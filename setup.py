@@ -1,0 +1,34 @@
+"""Builds the one C library, where there is a compiler: without one, sentinel installs and runs on numpy."""
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+
+class BuildLibrary(build_ext):
+    """A plain shared library for ctypes: no module init to export, and not worth a failed installation."""
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return list(ext.export_symbols)
+
+    def build_extension(self, ext: Extension) -> None:
+        if self.compiler.compiler_type == "unix":
+            # No -march: the instruction set is chosen at run time. No contraction: the portable path is the same everywhere.
+            ext.extra_compile_args = ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
+            ext.extra_link_args = ["-pthread"]
+        super().build_extension(ext)
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "sentinel.native._kernels",
+            sources=["sentinel/native/kernels.c"],
+            depends=[
+                f"sentinel/native/{name}.h"
+                for name in ("isa", "block", "lanes_portable", "lanes_avx2", "lanes_avx512")
+            ],
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildLibrary},
+)
