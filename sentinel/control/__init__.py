@@ -1,0 +1,1 @@
+"""Control: anomalies become commands, commands become files, ranks answer."""

@@ -1,0 +1,235 @@
+import msgspec
+import pytest
+
+from sentinel.anomaly import Anomaly, Severity
+from sentinel.control.commands import CommandDesk
+from sentinel.control.policy import ControlConfig, Escalator, Proposal, blast_radius, first_step, propose
+from sentinel.errors import ConfigError
+from sentinel.messages import Ack
+from sentinel.place import Place
+
+ACTIONS = {"loss-spike": ("notify", "escalate"), "nan": ("escalate",), "norm": ("notify",)}
+
+
+def places(pp_size, dp_size, vpp_size=1, schedule="1f1b"):
+    """Ranks with the pipeline outermost, as Megatron lays them out."""
+    world = pp_size * dp_size
+    return {
+        rank: Place(
+            rank=rank, world_size=world, dp_rank=rank % dp_size, dp_size=dp_size, pp_rank=rank // dp_size,
+            pp_size=pp_size, vpp_size=vpp_size, schedule=schedule,
+        )
+        for rank in range(world)
+    }  # fmt: skip
+
+
+def an_anomaly(**changes):
+    one = Anomaly(
+        id="a1", run="r", attempt=0, rank=2, step=40, micro_step=1, pp_stage=1, vpp_stage=0, call_id=7, pp_size=4,
+        tag_name="blocks.3", kind="activation", statistic="nans", rule="nan", detector="AnomalyNan",
+        severity=Severity.CRITICAL, value=1.0, segment="blocks.3",
+    )  # fmt: skip
+    return msgspec.structs.replace(one, **changes)
+
+
+LOSS = an_anomaly(id="a2", kind="scalar", tag_name="loss", rule="loss-spike", rank=None, pp_stage=0, segment="")
+
+
+def test_the_blast_radius_is_the_suspected_stage_on_all_its_replicas():
+    proposal = propose([an_anomaly(), LOSS], ACTIONS, places(4, 2))
+
+    assert proposal.ranks == (2, 3)
+    assert proposal.targets == ()
+    assert "suspected in blocks.3" in proposal.reason
+    assert Proposal.read(proposal.body) == proposal
+
+
+@pytest.mark.parametrize(
+    ("suspect", "expected"),
+    [
+        (an_anomaly(segment=""), (0, 1, 2, 3, 4, 5)),
+        (an_anomaly(pp_stage=3), (6, 7)),
+        (an_anomaly(pp_stage=3, segment=""), (4, 5, 6, 7)),
+        (an_anomaly(pp_stage=0), (0, 1)),
+    ],
+)
+def test_without_a_segment_the_neighbours_are_suspected_too(suspect, expected):
+    assert blast_radius([suspect], places(4, 2)) == expected
+
+
+def test_neighbours_are_neighbours_in_depth_where_the_pipeline_folds():
+    v_shaped = places(2, 1, vpp_size=2, schedule="zbv")
+
+    # Depths run 0, 1 up and 2, 3 back down: rank 1 holds depths 1 and 2, rank 0 holds 0 and 3.
+    assert blast_radius([an_anomaly(pp_size=2, pp_stage=1, vpp_stage=0)], v_shaped) == (1,)
+    assert blast_radius([an_anomaly(pp_size=2, pp_stage=0, vpp_stage=1)], v_shaped) == (0,)
+
+
+def test_a_bad_loss_alone_suspects_everything():
+    assert propose([LOSS], ACTIONS, places(4, 2)).ranks == ()
+
+
+def test_all_ranks_are_said_as_none():
+    assert blast_radius([an_anomaly(pp_size=1, pp_stage=0)], places(1, 4)) == ()
+
+
+def test_first_causes_decide_whom_to_suspect():
+    first, victim = an_anomaly(), an_anomaly(id="a9", pp_stage=3, rule="norm")
+
+    assert propose([victim, first, LOSS], ACTIONS, places(4, 2), first_causes={"a1"}).ranks == (2, 3)
+
+
+@pytest.mark.parametrize("quiet", [an_anomaly(rule="norm"), an_anomaly(event="end"), an_anomaly(rule="unknown")])
+def test_only_onsets_of_rules_that_ask_escalate(quiet):
+    assert propose([quiet], ACTIONS, places(4, 2)) is None
+    assert propose([], ACTIONS, places(4, 2)) is None
+
+
+@pytest.mark.parametrize(
+    ("step_time_s", "latency_s", "expected"), [(10.0, 0.15, 102), (0.1, 0.15, 103), (0.05, 0.25, 106), (None, 0.1, 102)]
+)
+def test_the_first_step_leaves_time_to_read_the_command(step_time_s, latency_s, expected):
+    assert first_step(100, step_time_s, latency_s) == expected
+
+
+class Bench:
+    def __init__(self, tmp_path, **config):
+        self.entries = []
+        self.desk = CommandDesk(tmp_path, audit=self.note)
+        self.escalator = Escalator(ControlConfig(**config), self.desk, self.note)
+        self.now = 1000.0
+
+    def note(self, time, actor, action, details):
+        self.entries.append((action, details))
+
+    def consider(self, number=1, newest_step=40, ranks=()):
+        proposal = Proposal(key=f"k{number}", run="r", attempt=0, step=newest_step, ranks=ranks, reason="why")
+        return self.escalator.consider(proposal, newest_step=newest_step, step_time_s=0.1, now=self.now)
+
+    def answer(self, command, state, rank=0):
+        self.desk.acknowledge(rank, Ack(command=command.id, state=state, step=0), self.now)
+
+    def tick(self, ended):
+        changed = self.desk.tick(ended, self.now)
+        return self.escalator.follow(changed, newest_step=max(ended.values()), step_time_s=0.1, now=self.now)
+
+    def why_not(self):
+        return [details["why"] for action, details in self.entries if action == "not_escalated"]
+
+
+def test_an_escalation_is_a_command_on_paper(tmp_path):
+    bench = Bench(tmp_path)
+
+    command = bench.consider(ranks=(2, 3))
+
+    assert command.at_step == 43
+    assert command.kinds == ("activation", "activation_in", "dgrad", "dgrad_in")
+    assert (command.ranks, command.for_steps, command.per_micro_step) == ((2, 3), 20, True)
+    assert (tmp_path / "control" / "000001.json").exists()
+
+
+def test_a_proposal_repeated_by_a_crash_is_one_command(tmp_path):
+    bench = Bench(tmp_path)
+
+    assert bench.consider(1) is not None
+    assert bench.consider(1) is None
+    after = Bench(tmp_path)
+    after.desk.load(bench.desk.dump())
+    assert after.consider(1) is None
+
+    assert len(list((tmp_path / "control").iterdir())) == 1
+
+
+def test_while_monitoring_is_on_there_the_same_is_not_asked_again(tmp_path):
+    bench = Bench(tmp_path)
+    bench.consider(1, ranks=(2, 3))
+
+    assert bench.consider(2, newest_step=45, ranks=(2,)) is None
+    assert bench.why_not() == ["monitoring is on"]
+    assert bench.consider(3, newest_step=45, ranks=(4,)) is not None
+
+
+def test_a_fault_that_comes_back_after_the_end_is_looked_for_again_and_longer(tmp_path):
+    bench = Bench(tmp_path, cooldown_s=10.0)
+    first = bench.consider(1)
+    bench.answer(first, "armed")
+    bench.tick({0: 40})
+    bench.answer(first, "applied")
+    bench.tick({0: 43})
+    bench.tick({0: 63})
+
+    assert bench.consider(2, newest_step=70) is None
+    assert bench.why_not() == ["cooling down"]
+    bench.now += 10.1
+    second = bench.consider(3, newest_step=80)
+
+    assert second.for_steps == 40
+
+
+def test_a_command_that_came_too_late_is_issued_anew_with_more_time(tmp_path):
+    bench = Bench(tmp_path)
+    first = bench.consider()
+    bench.answer(first, "missed")
+
+    issued = bench.tick({0: 45})
+
+    assert [command.at_step for command in issued] == [first_step(45, 0.1, 0.3)]
+    assert bench.escalator.latency_s == 0.3
+    bench.answer(issued[0], "armed")
+    assert bench.tick({0: 46}) == []
+    assert bench.desk.counts["withdrawn"] == 1
+
+
+def test_reissues_end(tmp_path):
+    bench = Bench(tmp_path)
+    command = bench.consider()
+    num_issued = 1
+    for step in range(50, 500, 50):
+        bench.answer(command, "missed")
+        issued = bench.tick({0: step})
+        if not issued:
+            break
+        command, num_issued = issued[0], num_issued + 1
+
+    assert num_issued == 4
+
+
+def test_escalations_are_limited_by_the_hour(tmp_path):
+    bench = Bench(tmp_path, max_per_hour=2, cooldown_s=0.0)
+    asked = [bench.consider(number, newest_step=40 + 1000 * number) for number in range(4)]
+
+    assert [command is not None for command in asked] == [True, True, False, False]
+    assert bench.why_not() == ["2 escalations in the last hour"]
+    bench.now += 3601.0
+    assert bench.consider(9, newest_step=9000) is not None
+
+
+def test_a_dry_run_writes_no_command(tmp_path):
+    bench = Bench(tmp_path, dry_run=True)
+
+    assert bench.consider() is None
+    assert not (tmp_path / "control").exists()
+    assert bench.desk.counts["dry_run"] == 1
+    assert [action for action, _ in bench.entries] == ["command.dry_run"]
+
+
+def test_switched_off_nothing_is_asked(tmp_path):
+    bench = Bench(tmp_path, escalate=False)
+
+    assert bench.consider() is None
+    assert bench.why_not() == ["control.escalate is off"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kinds": ("activations",)}, "control.kinds"),
+        ({"kinds": ()}, "control.kinds"),
+        ({"for_steps": 0}, "control.for_steps must be at least 1, got 0"),
+        ({"latency_s": 0.0}, "control.latency_s"),
+        ({"expires_s": 0.0}, "control.expires_s"),
+    ],
+)
+def test_nonsense_is_refused_by_its_path(change, message):
+    with pytest.raises(ConfigError, match=message):
+        ControlConfig(**change)
