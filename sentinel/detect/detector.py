@@ -1,0 +1,90 @@
+"""SeriesDetector: what every online detector owes the engine, and the two structs that travel between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, Protocol, runtime_checkable
+
+import numpy as np
+
+State = dict[str, np.ndarray]
+"""Named arrays, first axis the series. Owned by the engine: it grows, gathers and snapshots them."""
+
+
+Explanation = tuple[np.ndarray, dict[str, np.ndarray]]
+"""Baseline and evidence, see `Scores`."""
+
+
+class Scores:
+    """What a detector says of one point of each series.
+
+    Baseline and evidence are formed when they are first read, for hardly any step needs them: read them before `learn`.
+    """
+
+    __slots__ = ("_explain", "_explained", "score")
+
+    def __init__(self, score: np.ndarray, explain: Callable[[], Explanation]) -> None:
+        self.score = score
+        """Shape [series], float64, finite, never negative; at least 1.0 is anomalous."""
+        self._explain = explain
+        self._explained: Explanation | None = None
+
+    @classmethod
+    def of(cls, score: np.ndarray, baseline: np.ndarray, **evidence: np.ndarray) -> Scores:
+        """Return scores whose explanation is at hand already."""
+        return cls(score, lambda: (baseline, evidence))
+
+    def _explanation(self) -> Explanation:
+        if self._explained is None:
+            self._explained = self._explain()
+        return self._explained
+
+    @property
+    def baseline(self) -> np.ndarray:
+        """Shape [series], float64, in the unit of the values; NaN where there is none (yet)."""
+        return self._explanation()[0]
+
+    @property
+    def evidence(self) -> dict[str, np.ndarray]:
+        """More, by name, shape [series]. `direction`: +1 above the baseline, -1 below, 0 neither."""
+        return self._explanation()[1]
+
+
+@runtime_checkable
+class SeriesDetector(Protocol):
+    """Scores many series at once, online: constant memory a series, no clock, no I/O. Score before you learn.
+
+    A detector is built from the `args` of its rule; its fields are those args, each documented. A state may hold a
+    bool array `settled`: `learn` sets it for the series whose baseline moved to a lasting new level at this very point.
+    """
+
+    summary: ClassVar[str]
+    """One sentence for `sentinel rules list`."""
+    statistics: ClassVar[tuple[str, ...]]
+    """Statistics watched when a rule names none."""
+
+    def state(self, num_series: int) -> State:
+        """Return the state of series that have seen nothing."""
+        ...
+
+    def score(self, values: np.ndarray, state: State) -> Scores:
+        """Return the scores of one new point of each series; changes nothing."""
+        ...
+
+    def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
+        """Take one point of each series into the state, in place; `anomalous` marks what must not move a baseline."""
+        ...
+
+
+def grow(detector: SeriesDetector, state: State, num_series: int) -> State:
+    """Return `state` with room for `num_series` series: old ones first and unchanged, new ones behind."""
+    have = len(next(iter(state.values()))) if state else 0
+    if have >= num_series:
+        return state
+    fresh = detector.state(num_series - have)
+    return {name: np.concatenate([state[name], fresh[name]]) if have else fresh[name] for name in fresh}
+
+
+def state_bytes(state: State) -> int:
+    """Return the bytes a state holds, all series together."""
+    return sum(array.nbytes for array in state.values())

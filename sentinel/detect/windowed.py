@@ -1,0 +1,164 @@
+"""LossSpike and GradNormSpike: scalars against the rolling median of their last points, on an asinh scale.
+
+Far from zero asinh is a logarithm, so one setting fits losses of any unit, decays included; near zero and below it is
+linear, so losses that are negative or reach zero do no harm. Tuned on ../shared/trainlogs (benchmarks/detection.py).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+
+from sentinel.detect.detector import Explanation, Scores, State
+from sentinel.errors import ConfigError
+
+MAD_TO_SIGMA = 1.4826
+"""A Gaussian's standard deviation over its median absolute deviation."""
+
+
+def _sorted_median(window: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Return the median of each row's `count` numbers, the rest being NaN; NaN where there are none."""
+    ordered = np.sort(window, axis=1)  # NaN sorts last
+    rows = np.arange(len(window))
+    low = ordered[rows, np.maximum(count - 1, 0) // 2]
+    high = ordered[rows, np.minimum(count // 2, window.shape[1] - 1)]
+    median: np.ndarray = np.where(count > 0, 0.5 * (low + high), np.nan)
+    return median
+
+
+class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Upward spikes of scalars: height above a rolling median, in robust deviations."""
+
+    summary: ClassVar[str] = "a scalar that jumps above the rolling median of its last points"
+    statistics: ClassVar[tuple[str, ...]] = ("value",)
+    raw_values: ClassVar[bool] = False
+
+    k: float = 8.0
+    """Robust deviations (1.4826 * median absolute residual) that are still normal."""
+    floor: float = 0.08
+    """Relative rise that is always normal."""
+    window: int = 32
+    """Points the median is taken over."""
+    memory: int = 256
+    """Residuals the deviation is taken over."""
+    warmup: int = 16
+    """Points before residuals are kept; twice as many before any point is judged."""
+    settle_after: int = 20
+    """Consecutive flagged points at a new level that make it the new normal; 0: never."""
+    near_zero: float = 0.02
+    """Share of the first median below which changes count absolutely, no more as ratios: a loss near zero may double."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("window", 4, 4096), ("memory", 8, 65536), ("warmup", 4, self.window)):
+            if not low <= getattr(self, name) <= high:
+                raise ConfigError(f"{name} must be in [{low}, {high}], got {getattr(self, name)}")
+        for name in ("k", "floor", "near_zero"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+        if not 0 <= self.settle_after <= 4096:
+            raise ConfigError(f"settle_after must be in [0, 4096], got {self.settle_after}")
+
+    def state(self, num_series: int) -> State:
+        """Return 8 * (window + memory + settle_after) bytes and a little more a series."""
+        return {
+            "points": np.full((num_series, self.window), np.nan),
+            "residuals": np.full((num_series, self.memory), np.nan),
+            "held": np.full((num_series, max(self.settle_after, 1)), np.nan),
+            "unit": np.zeros(num_series),
+            "count": np.zeros(num_series, dtype=np.int64),
+            "run": np.zeros(num_series, dtype=np.int64),
+            "settled": np.zeros(num_series, dtype=bool),
+        }
+
+    def _unit(self, state: State) -> np.ndarray:
+        return np.where(state["unit"] > 0, state["unit"], 1e-300)
+
+    def _center(self, state: State) -> np.ndarray:
+        return _sorted_median(state["points"], np.minimum(state["count"], self.window))
+
+    def score(self, values: np.ndarray, state: State) -> Scores:
+        """Score the height above the median; 0.0 below it, in the warm-up, and for what is not finite."""
+        unit, center = self._unit(state), self._center(state)
+        residual = np.arcsinh(values / unit) - np.arcsinh(center / unit)
+        num_residuals = np.minimum(np.maximum(state["count"] - self.warmup, 0), self.memory)
+        spread = MAD_TO_SIGMA * np.nan_to_num(_sorted_median(np.abs(state["residuals"]), num_residuals))
+        bound = np.maximum(self.k * spread, math.log1p(self.floor))
+        ready = (state["count"] >= 2 * self.warmup) & np.isfinite(values)
+        with np.errstate(invalid="ignore"):
+            score = np.where(ready, np.maximum(residual / bound, 0.0), 0.0)
+
+        def explain() -> Explanation:
+            return center, {"direction": (score > 0).astype(np.int8)}
+
+        return Scores(score, explain)
+
+    def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
+        """Take one point a series in; `settle_after` flagged ones in a row at one level become the new window."""
+        state["settled"].fill(False)
+        finite = np.isfinite(values)
+        self._take(values, state, np.flatnonzero(finite & ~anomalous))
+        self._hold(values, state, np.flatnonzero(finite & anomalous))
+
+    def _take(self, values: np.ndarray, state: State, rows: np.ndarray) -> None:
+        if not rows.size:
+            return
+        part = {name: state[name][rows] for name in ("points", "unit", "count")}
+        has_residual = rows[part["count"] >= self.warmup]
+        if has_residual.size:
+            some = {name: state[name][has_residual] for name in ("points", "unit", "count")}
+            unit = self._unit(some)
+            residual = np.arcsinh(values[has_residual] / unit) - np.arcsinh(self._center(some) / unit)
+            state["residuals"][has_residual, (some["count"] - self.warmup) % self.memory] = residual
+        state["points"][rows, part["count"] % self.window] = values[rows]
+        state["count"][rows] += 1
+        state["run"][rows] = 0
+        fresh = rows[state["count"][rows] == self.warmup]
+        if fresh.size:
+            sizes = _sorted_median(np.abs(state["points"][fresh]), state["count"][fresh])
+            state["unit"][fresh] = np.maximum(self.near_zero * sizes, 1e-300)
+
+    def _hold(self, values: np.ndarray, state: State, rows: np.ndarray) -> None:
+        """Keep flagged points apart, newest `settle_after` of them, until they are a level of their own."""
+        if not rows.size or not self.settle_after:
+            return
+        state["held"][rows, state["run"][rows] % self.settle_after] = values[rows]
+        state["run"][rows] += 1
+        for row in rows[state["run"][rows] >= self.settle_after]:
+            held = np.roll(state["held"][row], -int(state["run"][row] % self.settle_after))
+            unit = max(float(state["unit"][row]), 1e-300)
+            z = np.arcsinh(held / unit)
+            half = len(z) // 2
+            old = np.arcsinh(self._center({name: state[name][row : row + 1] for name in ("points", "count")})[0] / unit)
+            shift = np.median(z) - old
+            # Still climbing is no level: the two halves of what is held must agree to half of the whole shift.
+            if half and abs(np.median(z[half:]) - np.median(z[:half])) > 0.5 * abs(shift):
+                continue
+            state["points"][row] = np.nan
+            take = held[-self.window :]
+            state["points"][row, : len(take)] = take
+            # The spread stays what it was; only as many points are counted as are there.
+            state["count"][row] = max(len(take), 2 * self.warmup) if len(take) >= self.warmup else len(take)
+            state["run"][row] = 0
+            state["settled"][row] = True
+
+
+class LossSpike(RollingMedian, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A loss above the rolling median of its last points."""
+
+    summary: ClassVar[str] = "a loss that jumps above the rolling median of its last points"
+
+
+class GradNormSpike(RollingMedian, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A global gradient norm above the rolling median of its last points."""
+
+    summary: ClassVar[str] = "a gradient norm that jumps above the rolling median of its last points"
+
+    k: float = 6.5
+    """Robust deviations (1.4826 * median absolute residual) that are still normal."""
+    floor: float = 0.6
+    """Relative rise that is always normal."""
+    near_zero: float = 0.001
+    """Share of the first median below which changes count absolutely, no more as ratios."""

@@ -1,0 +1,96 @@
+"""YAML with line numbers: a document as plain values that know where they were written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+MAX_DEPTH = 32
+MAX_NODES = 100_000
+"""A pack is small; what unfolds to more than this is a mistake or an attack (aliases of aliases)."""
+
+
+class BrokenDocument(ValueError):
+    """YAML that cannot be read; `line` is 1-based."""
+
+    def __init__(self, line: int, message: str) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A value and the 1-based line it begins on. `value` holds dict[str, Located], list[Located] or a scalar."""
+
+    value: Any
+    line: int
+    key_line: int = 0
+    """Line of the key it belongs to; 0 in a list."""
+
+    @property
+    def where(self) -> int:
+        """The line to name in an error: that of the key where there is one."""
+        return self.key_line or self.line
+
+    def plain(self) -> Any:
+        """Return the value without lines."""
+        if isinstance(self.value, dict):
+            return {key: item.plain() for key, item in self.value.items()}
+        if isinstance(self.value, list):
+            return [item.plain() for item in self.value]
+        return self.value
+
+
+def parse(text: str) -> Located | None:
+    """Return the one document in `text`, None when it is empty. BrokenDocument names the line of what is wrong."""
+    try:
+        loader = yaml.SafeLoader(text)
+        try:
+            node = loader.get_single_node()
+            return None if node is None else _Reader(loader).read(node, 0, 0)
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        problem = error.problem or error.context or "broken"
+        raise BrokenDocument(mark.line + 1 if mark else 1, f"not YAML: {problem}") from error
+    except yaml.YAMLError as error:
+        raise BrokenDocument(1, f"not YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise BrokenDocument(1, "nested too deeply") from error
+
+
+class _Reader:
+    """Turns nodes into Located values, refusing duplicate keys, keys that are no text, and bombs."""
+
+    def __init__(self, loader: yaml.SafeLoader) -> None:
+        self._loader = loader
+        self._num_nodes = 0
+
+    def read(self, node: yaml.Node, depth: int, key_line: int) -> Located:
+        line = node.start_mark.line + 1
+        self._num_nodes += 1
+        if depth > MAX_DEPTH or self._num_nodes > MAX_NODES:
+            raise BrokenDocument(line, "nested too deeply")
+        if isinstance(node, yaml.MappingNode):
+            return Located(self._mapping(node, depth), line, key_line)
+        if isinstance(node, yaml.SequenceNode):
+            return Located([self.read(item, depth + 1, 0) for item in node.value], line, key_line)
+        try:
+            return Located(self._loader.construct_object(node), line, key_line)
+        except (ValueError, yaml.YAMLError) as error:
+            raise BrokenDocument(line, f'cannot read "{node.value}" as {node.tag.rpartition(":")[2]}') from error
+
+    def _mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Located]:
+        found: dict[str, Located] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            key = key_node.value
+            if not isinstance(key, str):
+                raise BrokenDocument(line, "a key must be text")
+            if key in found:
+                raise BrokenDocument(line, f'key "{key}" is there twice, first on line {found[key].key_line}')
+            found[key] = self.read(value_node, depth + 1, line)
+        return found
