@@ -1,0 +1,301 @@
+"""`sentinel demo`: a small GPT on 2 pipeline stages x 2 replicas, faults planted, and whether Sentinel found them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+import sentinel
+from sentinel.anomaly import Anomaly, Incident
+from sentinel.cli.companion import Companion
+from sentinel.cli.demo_plan import Outcome, Plan, judge
+from sentinel.cli.demo_progress import progress
+from sentinel.cli.demo_receiver import Message, Receiver
+from sentinel.cli.demo_story import Scene, story
+from sentinel.cli.main import CLEAN, FOUND
+from sentinel.cli.places import run_name, runs_directory
+from sentinel.errors import ConfigError
+
+NUM_RANKS = 4
+TRAINING_LIMIT_S = 170.0
+"""The trainer is ended after this; on 2 cores it needs about 30 s."""
+DRAIN_LIMIT_S = 20.0
+SHOWN_GAUGES = (
+    "sentinel_judged_step", "sentinel_records_total", "sentinel_loss", "sentinel_grad_norm", "sentinel_rows_dropped_total",
+    "sentinel_open_incidents", "sentinel_anomalies_total", "sentinel_nonfinite_elements_total", "sentinel_commands_total",
+    "sentinel_notifications_total",
+)  # fmt: skip
+
+
+@click.command()
+@click.option(
+    "--dir", "directory", metavar="DIR",
+    help="Directory of runs; the demo makes a run of its own in it. Default: $SENTINEL_DIR, else ./sentinel_runs.",
+)  # fmt: skip
+@click.option("--keep", is_flag=True, help="Keep the daemon and its page up afterwards, until Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the story.")
+def demo(directory: str | None, keep: bool, as_json: bool) -> int:
+    """Train a small GPT on the text of Python's standard library, plant two faults, and find them.
+
+    The trainer, the daemon and the receiver of alerts are processes of their own; all that passes between trainer and
+    daemon is the run's directory. Exit 0 only when everything planted was found, by module, rank and micro-batch.
+    """
+    began = time.monotonic()
+    plan = Plan()
+    stage = Stage(runs_directory(directory) / run_name(f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"), plan)
+    try:
+        stage.perform()
+        scene = stage.scene(time.monotonic() - began)
+        if as_json:
+            click.echo(json.dumps(scene.report(), indent=2))
+        else:
+            for line in story(scene):
+                click.echo(line)
+        if keep:
+            stage.say(f"the page stays at {stage.url} until Ctrl-C")
+            while stage.daemon.pid is not None:
+                time.sleep(0.5)
+    finally:
+        stage.close()
+    return CLEAN if scene.outcome.holds else FOUND
+
+
+class Stage:
+    """Receiver, daemon and trainer of one demo, and what they say. Talk goes to stderr."""
+
+    def __init__(self, run_dir: Path, plan: Plan) -> None:
+        self.run_dir = run_dir
+        self.plan = plan
+        self.url = ""
+        self._show = progress(plan.num_steps)
+        self._trainer: subprocess.Popen[str] | None = None
+        self._example = _find_example()
+        private = run_dir / "demo"
+        private.mkdir(mode=0o700, parents=True)
+        run_dir.chmod(0o700)
+        self.receiver = Receiver(lambda message: self._heard(message))
+        slack_file, config = private / "slack-url", private / "daemon.yaml"
+        slack_file.write_text(f"{self.receiver.url}/slack")
+        config.write_text(
+            "notify:\n  sinks:\n"
+            f"    - {{type: slack, url_file: '{slack_file}'}}\n"
+            f"    - {{type: alertmanager, urls: ['{self.receiver.url}/alertmanager']}}\n"
+            f"    - {{type: webhook, url: '{self.receiver.url}/webhook'}}\n"
+        )
+        self._faults = private / "faults.json"
+        self._faults.write_text(json.dumps(plan.faults()))
+        self.daemon = Companion(
+            [str(run_dir), "--listen", "127.0.0.1:0", "--config", str(config)], run_dir / ".daemon" / "daemon.log"
+        )
+
+    def say(self, text: str) -> None:
+        """Write one line of talk."""
+        self._show.line(text)
+
+    def perform(self) -> None:
+        """Train to the end and wait until the daemon has judged every step."""
+        plan = self.plan
+        self.say(f"run {self.run_dir.name} in {self.run_dir}")
+        self._await_page()
+        self.say(f"daemon: process {self.daemon.pid}, page {self.url}")
+        self.say("trainer: 2 pipeline stages x 2 replicas, 4 micro-batches, every module's activations off")
+        command = [
+            sys.executable, str(self._example / "launch.py"), "-n", str(NUM_RANKS), "--",
+            str(self._example / "train.py"), "--steps", str(plan.num_steps), "--faults", str(self._faults),
+        ]  # fmt: skip
+        environment = {**os.environ, "SENTINEL_DIR": str(self.run_dir.parent), "SENTINEL_RUN": self.run_dir.name}
+        for variable in ("SENTINEL_DISABLE", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            environment.pop(variable, None)
+        root = str(Path(sentinel.__file__).parents[1])
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        log = (self.run_dir / "demo" / "trainer.log").open("w")
+        self._trainer = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+        reader = threading.Thread(target=self._read_trainer, args=(self._trainer,), name="trainer-output", daemon=True)
+        reader.start()
+        deadline = time.monotonic() + TRAINING_LIMIT_S
+        news = self._news()
+        while self._trainer.poll() is None:
+            if time.monotonic() > deadline:
+                raise ConfigError(f"the trainer took more than {TRAINING_LIMIT_S:g} s; see {log.name}")
+            self._tell(next(news))
+            self.daemon.watch()
+            time.sleep(0.05)
+        reader.join(2)
+        if self._trainer.returncode:
+            raise ConfigError(f"the trainer ended with exit code {self._trainer.returncode}; see {log.name}")
+        self._await_verdicts()
+        self._tell(next(news))
+        self._show.close()
+
+    def scene(self, seconds: float) -> Scene:
+        """Return what the files, the receiver and /metrics say at the end."""
+        told = [
+            msgspec.convert(alert["incident"], Incident)
+            for message in self.receiver.messages
+            if message.to == "webhook"
+            for alert in message.body["alerts"]
+        ]
+        outcome = judge(self.plan, read_anomalies(self.run_dir), read_incidents(self.run_dir), told)
+        steps = [step for step in (outcome.black_box_step, outcome.escalated_step) if step is not None]
+        return Scene(
+            plan=self.plan, outcome=outcome, topk={step: self._topk(outcome, step) for step in steps},
+            messages=list(self.receiver.messages), gauges=self._gauges(), run_dir=self.run_dir, url=self.url,
+            seconds=seconds,
+        )  # fmt: skip
+
+    def _gauges(self) -> list[str]:
+        """Return the lines of /metrics that are shown, zero counters left out."""
+        shown = []
+        for line in self._scrape().splitlines():
+            name = re.split(r"[{ ]", line, maxsplit=1)[0]
+            is_zero = line.endswith((" 0", " 0.0"))
+            if name in SHOWN_GAUGES and not (is_zero and name not in ("sentinel_rows_dropped_total",)):
+                shown.append(line.replace(f'run="{self.run_dir.name}",', "").replace(f'{{run="{self.run_dir.name}"}}', ""))
+        return shown
+
+    def _topk(self, outcome: Outcome, step: int) -> list[dict[str, Any]]:
+        """Return what `sentinel topk` says of one step of the incident."""
+        out = self.run_dir / "demo" / f"topk-{step}.json"
+        command = [
+            sys.executable, "-m", "sentinel.cli", "topk", "-d", str(self.run_dir), "-k", "5", "-s", str(step), "--json",
+        ]  # fmt: skip
+        if outcome.incident is not None:
+            command += ["--incident", outcome.incident.id]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        out.write_text(answer.stdout)
+        try:
+            found = json.loads(answer.stdout)
+        except ValueError as error:
+            raise ConfigError(f"sentinel topk gave no JSON: {answer.stderr.strip()[-500:]}") from error
+        return found if isinstance(found, list) else list(found.get("anomalies", []))
+
+    def close(self) -> None:
+        """End what was started."""
+        self._show.close()
+        if self._trainer is not None and self._trainer.poll() is None:
+            self._trainer.terminate()
+            try:
+                self._trainer.wait(10)
+            except subprocess.TimeoutExpired:
+                self._trainer.kill()
+                self._trainer.wait()
+        self.daemon.finish(DRAIN_LIMIT_S)
+        self.receiver.close()
+
+    def _await_page(self) -> None:
+        where = self.run_dir / ".daemon" / "http.json"
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and not self.daemon.problem:
+            self.daemon.watch()
+            try:
+                self.url = str(json.loads(where.read_bytes())["url"]).rstrip("/")
+                return
+            except (OSError, ValueError, KeyError):
+                time.sleep(0.05)
+        log = self.run_dir / ".daemon" / "daemon.log"
+        raise ConfigError(f"the daemon did not come up: {self.daemon.problem or 'no page after 20 s'}; see {log}")
+
+    def _await_verdicts(self) -> None:
+        wanted = self.plan.num_steps - 1
+        deadline = time.monotonic() + DRAIN_LIMIT_S
+        while time.monotonic() < deadline:
+            judged = re.search(r"^sentinel_judged_step\{[^}]*\} (\S+)", self._scrape(), re.MULTILINE)
+            pending = re.findall(r"^sentinel_notifications_pending\{[^}]*\} (\S+)", self._scrape(), re.MULTILINE)
+            if judged and float(judged[1]) >= wanted and not any(map(float, pending)):
+                return
+            time.sleep(0.2)
+        self.say(f"not every step was judged within {DRAIN_LIMIT_S:g} s of the trainer's end")
+
+    def _scrape(self) -> str:
+        try:
+            with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
+                return str(answer.read(), "utf-8")
+        except OSError:
+            return ""
+
+    def _read_trainer(self, trainer: subprocess.Popen[str]) -> None:
+        assert trainer.stdout is not None
+        for line in trainer.stdout:
+            step = re.match(r"step\s+(\d+)", line)
+            if step:
+                self._show.step(int(step[1]), line.rstrip())
+
+    def _heard(self, message: Message) -> None:
+        if message.to != "webhook":
+            self.say(f"  -> {message.to} hears: {message.text}")
+
+    def _news(self) -> Iterator[list[str]]:
+        """Yield what came since the last look: incidents and commands, in words."""
+        seen_commands: set[str] = set()
+        offset, known = 0, {}  # type: int, dict[str, Incident]
+        path = self.run_dir / "incidents.jsonl"
+        while True:
+            lines = []
+            if path.exists():
+                with path.open("rb") as stream:
+                    stream.seek(offset)
+                    new = stream.read()
+                whole = new[: new.rfind(b"\n") + 1]
+                offset += len(whole)
+                for raw in whole.splitlines():
+                    now = msgspec.json.decode(raw, type=Incident)
+                    before = known.get(now.id)
+                    known[now.id] = now
+                    if before is None or (before.state, before.module, before.severity) != (
+                        now.state, now.module, now.severity,
+                    ):  # fmt: skip
+                        lines.append(
+                            f"  incident {now.id} {now.state}, {now.severity.value}, step {now.opened_step}: {now.title}"
+                            + (f"; first cause: {now.root_name}" if now.root_name else "")
+                        )
+            for file in sorted((self.run_dir / "control").glob("*.json")):
+                if file.name not in seen_commands:
+                    seen_commands.add(file.name)
+                    command = json.loads(file.read_bytes())
+                    at = f" at step {command['at_step']}" if "at_step" in command else ""
+                    kinds = f" of {', '.join(command['kinds'])}" if command.get("kinds") else ""
+                    lines.append(f"  command {command.get('type')}{kinds}{at}: {command.get('reason', '')}")
+            yield lines
+
+    def _tell(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.say(line)
+
+
+def _find_example() -> Path:
+    folder = Path(sentinel.__file__).parents[1] / "examples" / "gpt"
+    if not (folder / "train.py").is_file():
+        raise ConfigError(f"{folder}: expected the example trainer, found none; run the demo from a checkout")
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("the demo trains a model and needs torch: pip install sentinel[train]") from error
+    return folder
+
+
+def read_anomalies(run_dir: Path) -> list[Anomaly]:
+    """Return every anomaly of a run, in the order written."""
+    decode = msgspec.json.Decoder(Anomaly).decode
+    files = sorted((run_dir / "anomalies").glob("*.jsonl"))
+    return [decode(line) for file in files for line in file.read_bytes().splitlines()]
+
+
+def read_incidents(run_dir: Path) -> list[Incident]:
+    """Return every revision of every incident of a run, in the order written."""
+    path = run_dir / "incidents.jsonl"
+    decode = msgspec.json.Decoder(Incident).decode
+    return [decode(line) for line in path.read_bytes().splitlines()] if path.exists() else []

@@ -1,0 +1,158 @@
+"""What the demo plants, and whether the files tell that it was found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from sentinel.anomaly import Anomaly, Incident, Severity
+from sentinel.order.causal import Origin, is_nonfinite, leading_causes, origin
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """The truth: only the trainer and this file know it, the daemon never does."""
+
+    num_steps: int = 270
+    batch_step: int = 160
+    """Step whose batch is corrupted, on every replica."""
+    nan_steps: tuple[int, ...] = (200, 210, 220, 230, 240)
+    """Steps at which the planted module puts a NaN into its output."""
+    module: str = "blocks.1.mlp.fc1"
+    segment: str = "blocks.1"
+    dp_rank: int = 1
+    rank: int = 1
+    """Global rank of that replica on the stage that holds the module: 2 stages x 2 replicas, replicas innermost."""
+    micro_step: int = 2
+
+    def faults(self) -> list[dict[str, Any]]:
+        """Return what the trainer's --faults file says."""
+        return [
+            {"type": "batch", "steps": [self.batch_step]},
+            {
+                "type": "nan", "module": self.module, "phase": "forward", "steps": self.nan_steps,
+                "dp_rank": self.dp_rank, "micro_step": self.micro_step,
+            },
+        ]  # fmt: skip
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that the demo promises, and what was found."""
+
+    text: str
+    holds: bool
+    found: str
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What the run's files say about the faults of a plan."""
+
+    claims: tuple[Claim, ...]
+    incident: Incident | None
+    """The incident of the NaN, newest revision."""
+    black_box_step: int | None
+    black_box: Origin | None
+    """What was known at the first occurrence, with only the black box to go by."""
+    escalated_step: int | None
+    escalated: Origin | None
+    """What the first occurrence after escalation added."""
+
+    @property
+    def holds(self) -> bool:
+        """Everything that was planted was found."""
+        return all(claim.holds for claim in self.claims)
+
+
+def judge(
+    plan: Plan, anomalies: Sequence[Anomaly], incidents: Iterable[Incident], told: Iterable[Incident]
+) -> Outcome:
+    """Return what was found. incidents: all revisions, as written; told: incidents that receivers heard of."""
+    onsets = [one for one in anomalies if one.event == "onset"]
+    newest = {one.id: one for one in incidents}
+    told = list(told)
+    early = [one for one in told if one.opened_step < plan.batch_step]
+    spikes = [one for one in onsets if one.detector == "LossSpike"]
+    first_step, escalated_step = _occurrences(plan, onsets)
+    black_box = _root(onsets, first_step)
+    escalated = _root(onsets, escalated_step)
+    incident = _incident_of(newest.values(), onsets, first_step)
+    claims = (
+        Claim(
+            text=f"{plan.batch_step} healthy steps: nobody was told of anything",
+            holds=not early,
+            found="silence" if not early else early[0].title,
+        ),
+        Claim(
+            text=f"the corrupted batch of step {plan.batch_step} is a loss spike, and somebody was told",
+            holds=any(one.step == plan.batch_step for one in spikes)
+            and any("LossSpike" in one.detectors and one.opened_step == plan.batch_step for one in told),
+            found=", ".join(f"LossSpike at step {one.step}" for one in spikes) or "no loss spike",
+        ),
+        Claim(
+            text=f"at step {plan.nan_steps[0]} the black box names segment, rank and micro-batch",
+            holds=first_step == plan.nan_steps[0]
+            and black_box is not None
+            and (black_box.segment, black_box.rank, black_box.micro_step)
+            == (plan.segment, plan.rank, plan.micro_step),
+            found=describe(black_box),
+        ),
+        Claim(
+            text="the alarm switches module monitoring on, and a later occurrence names module, rank and micro-batch",
+            holds=escalated is not None
+            and (escalated.module, escalated.rank, escalated.micro_step)
+            == (plan.module, plan.rank, plan.micro_step),
+            found=describe(escalated) + ("" if escalated_step is None else f", step {escalated_step}"),
+        ),
+        Claim(
+            text="the incident's root is refined to the module",
+            holds=incident is not None and incident.module == plan.module,
+            found="no incident" if incident is None else incident.root_name or "no root",
+        ),
+        Claim(
+            text="a critical incident was told to the receiver",
+            holds=incident is not None
+            and any(one.id == incident.id and one.severity is Severity.CRITICAL for one in told),
+            found=f"{len({one.id for one in told})} incidents told",
+        ),
+    )
+    return Outcome(
+        claims=claims,
+        incident=incident,
+        black_box_step=first_step,
+        black_box=black_box,
+        escalated_step=escalated_step,
+        escalated=escalated,
+    )
+
+
+def describe(found: Origin | None) -> str:
+    """Return an origin in a few words."""
+    if found is None:
+        return "nothing"
+    where = f"module {found.module}" if found.module else f"segment {found.segment or found.name}"
+    micro_step = "" if found.micro_step is None else f", micro-batch {found.micro_step}"
+    return f"{where}, {found.phase}, rank {found.rank}{micro_step}"
+
+
+def _occurrences(plan: Plan, onsets: Sequence[Anomaly]) -> tuple[int | None, int | None]:
+    bad = sorted({one.step for one in onsets if is_nonfinite(one)})
+    inside = sorted(
+        {one.step for one in onsets if is_nonfinite(one) and one.kind == "activation" and not one.border}
+        | {one.step for one in onsets if is_nonfinite(one) and one.tag_name == plan.module and one.kind == "activation"}
+    )
+    return (bad[0] if bad else None), (inside[0] if inside else None)
+
+
+def _root(onsets: Sequence[Anomaly], step: int | None) -> Origin | None:
+    here = [one for one in onsets if one.step == step]
+    roots = leading_causes(here)
+    return origin(here[roots[0]], here) if roots else None
+
+
+def _incident_of(incidents: Iterable[Incident], onsets: Sequence[Anomaly], step: int | None) -> Incident | None:
+    bad = {one.id for one in onsets if one.step == step and is_nonfinite(one)}
+    for one in incidents:
+        if one.root in bad or not bad.isdisjoint(one.first_causes):
+            return one
+    return None
