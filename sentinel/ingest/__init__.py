@@ -1,0 +1,1 @@
+"""From frames of many ranks to closed steps: follow, assemble, merge. Knows no rules."""

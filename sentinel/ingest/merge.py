@@ -1,0 +1,287 @@
+"""One closed step as arrays: the ranks' rows side by side, and merged to the logical tensors of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from sentinel.ingest.naming import Names, make_names, segment_of
+from sentinel.messages import ChunkInfo, Descriptor, EndStep, Health, TensorInfo
+from sentinel.moments import Moments
+from sentinel.native import merge_rows
+from sentinel.place import Place
+from sentinel.record import ROW_DTYPE
+
+if TYPE_CHECKING:
+    from sentinel.ingest.steps import Decision
+
+MERGED_AXES = ("dp", "tp", "cp", "ep")
+KEPT_APART = ("unknown", "partial", "owned")
+"""Placements that nobody may merge over: each rank keeps its own series, told apart by its coordinate."""
+
+
+class LogicalTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor of the model, however many ranks hold it; or one rank's part where parts cannot be merged."""
+
+    index: int
+    name: str
+    """Canonical name."""
+    kind: str
+    key: str
+    """Names the series: name, kind, and the coordinates over which it is not merged. The same in every layout of a run."""
+    depth: int
+    site_pos: int
+    pp_stage: int
+    vpp_stage: int
+    ranks: tuple[int, ...]
+    place: dict[str, int] = {}
+    """Coordinates over which this series is not merged; empty: it is the whole tensor."""
+    consumers: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    segment: str = ""
+    border: str = ""
+    border_index: int = -1
+    communicates: bool = False
+    num_elements: int = 0
+
+
+class Scalar(msgspec.Struct, frozen=True):
+    """A logged scalar of one step."""
+
+    mean: float
+    """Unweighted mean over the ranks that report it; NaN or infinite when one of them is."""
+    by_rank: dict[int, float]
+
+
+class Layout:
+    """Which logical tensor each rank's tensor is, for one set of descriptors; built once, used every step."""
+
+    def __init__(self, descriptors: Mapping[int, Descriptor]) -> None:
+        self.descriptors = dict(sorted(descriptors.items()))
+        self.places: dict[int, Place] = {rank: d.place for rank, d in self.descriptors.items()}
+        self.names: Names = make_names(self.descriptors)
+        self.tensors: list[LogicalTensor] = []
+        self._to_logical: dict[int, npt.NDArray[np.int32]] = {}
+        self._counts: dict[int, npt.NDArray[np.bool_]] = {}
+        self.replicas: dict[int, list[tuple[int, int]]] = {}
+        """Logical index -> (rank, local tensor id) of every copy that must be bit-identical, where there are several."""
+        self._build()
+
+    def _build(self) -> None:
+        keys: dict[tuple[str, str, tuple[tuple[str, int], ...]], int] = {}
+        drafts: list[dict[str, object]] = []
+        ranks: list[list[int]] = []
+        first_replica: dict[tuple[int, tuple[tuple[str, int], ...]], int] = {}
+        copies: dict[tuple[int, tuple[tuple[str, int], ...]], list[tuple[int, int]]] = {}
+        for rank, descriptor in self.descriptors.items():
+            chunks = {chunk.vpp_stage: chunk for chunk in descriptor.chunks}
+            size = max((tensor.id for tensor in descriptor.tensors), default=-1) + 1
+            to_logical = np.full(size, -1, np.int32)
+            counts = np.zeros(size, np.bool_)
+            for tensor in descriptor.tensors:
+                chunk = chunks.get(tensor.chunk, ChunkInfo(vpp_stage=tensor.chunk, depth=0))
+                apart, sharded = self._coordinates(tensor, descriptor.place)
+                name = self.names.of(tensor.name, chunk.depth, descriptor.name_map)
+                at = keys.setdefault((name, tensor.kind, apart), len(drafts))
+                if at == len(drafts):
+                    drafts.append(self._draft(tensor, chunk, descriptor, name, apart, at))
+                    ranks.append([])
+                ranks[at].append(rank)
+                to_logical[tensor.id] = at
+                # Ranks come in rising order: the first holder of a shard speaks for its replicas.
+                counts[tensor.id] = first_replica.setdefault((at, sharded), rank) == rank
+                copies.setdefault((at, sharded), []).append((rank, tensor.id))
+            self._to_logical[rank], self._counts[rank] = to_logical, counts
+        self.tensors = [
+            msgspec.convert({**draft, "ranks": tuple(held)}, LogicalTensor)
+            for draft, held in zip(drafts, ranks, strict=True)
+        ]
+        for (at, _), holders in copies.items():
+            if len(holders) > 1 and self.tensors[at].kind in ("param", "wgrad", "exp_avg", "exp_avg_sq"):
+                self.replicas.setdefault(at, holders)
+
+    @staticmethod
+    def _coordinates(
+        tensor: TensorInfo, place: Place
+    ) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
+        """(coordinates kept apart, coordinates of the shard): what is in neither is a replica."""
+        is_data = tensor.kind not in ("param", "wgrad", "exp_avg", "exp_avg_sq")
+        apart, sharded = [], []
+        for axis in MERGED_AXES:
+            if place.size(axis) <= 1:
+                continue
+            usual = ("shard" if is_data else "replicate") if axis == "dp" else "unknown"
+            word = tensor.placements.get(axis, usual)
+            if word in KEPT_APART:
+                apart.append((axis, place.coordinate(axis)))
+            elif word != "replicate":
+                sharded.append((axis, place.coordinate(axis)))
+        return tuple(apart), tuple(sharded)
+
+    def _draft(
+        self, tensor: TensorInfo, chunk: ChunkInfo, descriptor: Descriptor, name: str, apart: tuple[tuple[str, int], ...], at: int
+    ) -> dict[str, object]:
+        def full(local: str) -> str:
+            return self.names.of(local, chunk.depth, descriptor.name_map)
+
+        segment = segment_of(tensor, chunk)
+        if segment in ("stem", "head"):
+            segment = segment if self.names.num_depths <= 1 else f"{self.names.wholes[chunk.depth]}.{segment}"
+        elif segment or (not chunk.blocks and chunk.segments):
+            segment = full(segment)
+        where = "".join(f"@{axis}{coordinate}" for axis, coordinate in apart)
+        return {
+            "index": at,
+            "name": name,
+            "kind": tensor.kind,
+            "key": f"{name}/{tensor.kind}{where}",
+            "depth": chunk.depth,
+            "site_pos": tensor.site_pos,
+            "pp_stage": descriptor.place.pp_rank,
+            "vpp_stage": chunk.vpp_stage,
+            "place": dict(apart),
+            "consumers": tuple(full(one) for one in tensor.consumers),
+            "also": tuple(full(one) for one in tensor.also),
+            "segment": segment,
+            "border": tensor.border,
+            "border_index": tensor.border_index,
+            "num_elements": int(np.prod(tensor.shape, dtype=np.int64)) if tensor.shape else 1,
+        }
+
+    def logical_of(self, rank: int, tensor_ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
+        """Return the logical index of each local id; -1 for ids that the descriptor does not know."""
+        table = self._to_logical[rank]
+        found = np.full(len(tensor_ids), -1, np.int32)
+        known = tensor_ids < len(table)
+        found[known] = table[tensor_ids[known]]
+        return found
+
+    def counted_of(self, rank: int, tensor_ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
+        """Return which local ids speak for the logical tensor: replicas other than the lowest rank's do not."""
+        table = self._counts[rank]
+        found = np.zeros(len(tensor_ids), np.bool_)
+        known = tensor_ids < len(table)
+        found[known] = table[tensor_ids[known]]
+        return found
+
+
+class RankStep(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank said about one step."""
+
+    rank: int
+    descriptor: Descriptor
+    rows: npt.NDArray[np.void]
+    """[num_rows] ROW_DTYPE."""
+    end_step: EndStep | None
+    time: float
+    """Seconds since the epoch, by the rank's clock, of its last frame of the step."""
+    health: tuple[Health, ...] = ()
+
+
+class StepView:
+    """All that a judge may know of one closed step."""
+
+    def __init__(
+        self, *, run: str, attempt: int, step: int, layout: Layout, parts: Sequence[RankStep], decision: Decision | None = None
+    ) -> None:
+        self.run = run
+        self.attempt = attempt
+        self.step = step
+        self.layout = layout
+        self.decision = decision
+        self.parts = sorted(parts, key=lambda part: part.rank)
+        self.time: float = max((part.time for part in self.parts), default=0.0)
+        ends = [part.end_step for part in self.parts if part.end_step is not None]
+        self.is_skipped: bool = any(end.is_skipped for end in ends)
+        self.num_expected: int = sum(end.num_rows for end in ends)
+        """Rows that the ranks said they sent."""
+        self.step_time_s: float = max((end.step_time_s for end in ends), default=0.0)
+        self.health: list[tuple[int, Health]] = [(part.rank, h) for part in self.parts for h in part.health]
+        self.rows: npt.NDArray[np.void] = (
+            np.concatenate([part.rows for part in self.parts]) if self.parts else np.empty(0, ROW_DTYPE)
+        )
+        """[num_rows] ROW_DTYPE: every rank's rows, ranks in rising order."""
+        self.row_rank: npt.NDArray[np.int32] = np.repeat(
+            np.array([part.rank for part in self.parts], np.int32), [len(part.rows) for part in self.parts]
+        )
+        self.row_logical: npt.NDArray[np.int32] = (
+            np.concatenate([layout.logical_of(part.rank, part.rows["tensor"]) for part in self.parts])
+            if self.parts
+            else np.empty(0, np.int32)
+        )
+        """[num_rows] index into `tensors`; -1: the descriptor does not know the row's tensor."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows judged."""
+        return len(self.rows)
+
+    @property
+    def tensors(self) -> list[LogicalTensor]:
+        """Logical tensors of the layout; `stats` and `present` are indexed alike."""
+        return self.layout.tensors
+
+    @property
+    def places(self) -> dict[int, Place]:
+        """Rank -> place."""
+        return self.layout.places
+
+    @cached_property
+    def _counted(self) -> npt.NDArray[np.bool_]:
+        if not self.parts:
+            return np.empty(0, np.bool_)
+        counted = np.concatenate([self.layout.counted_of(part.rank, part.rows["tensor"]) for part in self.parts])
+        return counted & (self.row_logical >= 0)
+
+    @cached_property
+    def stats(self) -> npt.NDArray[np.void]:
+        """[num_tensors] STATS_DTYPE: shards and micro-steps merged, replicas taken once."""
+        chosen = self._counted
+        return merge_rows(self.rows[chosen], self.row_logical[chosen], len(self.tensors))
+
+    @cached_property
+    def present(self) -> npt.NDArray[np.bool_]:
+        """[num_tensors] whether the step has a row of the tensor."""
+        found = np.zeros(len(self.tensors), np.bool_)
+        found[self.row_logical[self._counted]] = True
+        return found
+
+    @cached_property
+    def flags(self) -> npt.NDArray[np.uint16]:
+        """[num_tensors] the Flags of its rows, or-ed."""
+        found = np.zeros(len(self.tensors), np.uint16)
+        known = self.row_logical >= 0
+        np.bitwise_or.at(found, self.row_logical[known], self.rows["flags"][known])
+        return found
+
+    @cached_property
+    def moments(self) -> Moments:
+        """[num_tensors] the derived statistics."""
+        return Moments(self.stats)
+
+    @cached_property
+    def bad_rows(self) -> npt.NDArray[np.int64]:
+        """Indices of rows that hold a non-finite value."""
+        rows = self.rows
+        return np.flatnonzero((rows["num_nan"] | rows["num_pos_inf"] | rows["num_neg_inf"]) != 0)
+
+    @cached_property
+    def scalars(self) -> dict[str, Scalar]:
+        """Name -> what the ranks logged."""
+        found: dict[str, dict[int, float]] = {}
+        for part in self.parts:
+            if part.end_step is not None:
+                for name, value in part.end_step.scalars.items():
+                    found.setdefault(name, {})[part.rank] = value
+        return {name: Scalar(float(np.mean(list(by.values()))), by) for name, by in sorted(found.items())}
+
+    def is_per_rank(self, tensor: LogicalTensor) -> bool:
+        """Whether the series is one rank's own part."""
+        return bool(tensor.place) or len(tensor.ranks) == 1
+
+

@@ -1,0 +1,91 @@
+"""Canonical names: the same tensor has the same name on every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from sentinel.messages import ChunkInfo, Descriptor, TensorInfo
+from sentinel.place import canonical, chunk_name, layer_offsets
+
+
+class Names(msgspec.Struct, frozen=True):
+    """Local names made canonical, for all descriptors of one run."""
+
+    offsets: dict[int, dict[str, int]]
+    """Depth -> {block container: number to add to local layer numbers}."""
+    wholes: dict[int, str]
+    """Depth -> the name of that chunk itself."""
+    num_depths: int
+    clashes: frozenset[str]
+    """Canonical names that two depths claim for different tensors; they are told apart by their stage."""
+
+    def of(self, name: str, depth: int, name_map: Mapping[str, str] | None = None) -> str:
+        """Return the canonical name of a local one."""
+        whole = self.wholes.get(depth, chunk_name(depth, self.num_depths))
+        full = canonical(name, self.offsets.get(depth, {}), whole, name_map)
+        return f"{whole}.{full}" if full in self.clashes else full
+
+
+def make_names(descriptors: Mapping[int, Descriptor]) -> Names:
+    """Return the names for the ranks' descriptors (rank -> descriptor).
+
+    Local layer numbers become global ones by the depths before them, unless a rank's config says its own offset. Where two
+    depths still claim one name for a parameter or module, both are qualified by their stage: nothing is merged by accident.
+    """
+    blocks: dict[int, list[str]] = {}
+    given: dict[int, int] = {}
+    chunks: dict[int, tuple[Descriptor, ChunkInfo]] = {}
+    for _, descriptor in sorted(descriptors.items()):
+        for chunk in descriptor.chunks:
+            if chunk.depth not in chunks:
+                chunks[chunk.depth] = (descriptor, chunk)
+                blocks[chunk.depth] = list(chunk.blocks)
+                if descriptor.layer_offset is not None:
+                    given[chunk.depth] = descriptor.layer_offset
+    offsets = layer_offsets(blocks)
+    for depth, offset in given.items():
+        containers = {name.rpartition(".")[0] for name in blocks[depth]}
+        offsets[depth] = dict.fromkeys(containers, offset)
+    num_depths = len(chunks)
+    wholes = {depth: chunk_name(depth, num_depths) for depth in chunks}
+    owner: dict[str, int] = {}
+    clashes: set[str] = set()
+    for depth, (descriptor, chunk) in sorted(chunks.items()):
+        names = {module for module in chunk.modules if module}
+        names |= {t.name for t in descriptor.tensors if t.kind == "param" and t.chunk == chunk.vpp_stage}
+        containers = {prefix for name in chunk.blocks if (prefix := name.rpartition(".")[0])}
+        for name in names - containers:
+            full = canonical(name, offsets.get(depth, {}), wholes[depth], descriptor.name_map)
+            if owner.setdefault(full, depth) != depth:
+                clashes.add(full)
+    # A module that is cut in two by a pipeline (`decoder` holding layers on both stages) is one module: only what holds
+    # parameters of its own, or is a leaf, can clash.
+    parents = {name.rpartition(".")[0] for name in owner}
+    return Names(offsets, wholes, num_depths, frozenset(name for name in clashes if name not in parents))
+
+
+def segment_of(tensor: TensorInfo, chunk: ChunkInfo) -> str:
+    """Return the local name of the black box segment in which a tensor was made; empty when it is not this chunk's.
+
+    An activation at border i was made by the segment that ends there, a gradient by the one that begins there.
+    """
+    is_gradient = tensor.kind in ("dgrad", "dgrad_in")
+    if tensor.border:
+        at = tensor.border_index if is_gradient else tensor.border_index - 1
+        return chunk.segments[at] if 0 <= at < len(chunk.segments) else ""
+    name = tensor.name.partition(":")[0]
+    if tensor.kind in ("param", "wgrad", "wgrad_unreduced"):
+        name = tensor.name
+    for block in chunk.blocks:
+        if name == block or name.startswith(block + "."):
+            return block
+    if not chunk.blocks:
+        return chunk.segments[0] if chunk.segments else ""
+    position = {module: at for at, module in enumerate(chunk.modules)}
+    module = name
+    while module and module not in position:
+        module = module.rpartition(".")[0]
+    first = min((position[block] for block in chunk.blocks if block in position), default=0)
+    return chunk.segments[0] if position.get(module, 0) < first else chunk.segments[-1]
