@@ -1,0 +1,248 @@
+"""The frame: a fixed little-endian header, a payload, and the checks that tell a whole one from a torn or flipped one.
+
+Layout, 96 bytes of header. The first 24 bytes (the prefix) never change between protocol versions, so that a reader can
+skip, and name, a frame of a version it does not know.
+
+    0  magic  b"SNTL"         24  life             16 bytes     64  seq              u64
+    4  protocol       u16     40  run_id           u64          72  placement_epoch  u32
+    6  type           u8      48  attempt          u32          76  layout_id        u32
+    7  header words   u8      52  rank             u32          80  wall_ns          i64
+    8  frame bytes    u32     56  step             i64          88  mono_ns          i64
+    12 prefix check   u32     (crc32 of bytes 0..12: a flipped length is seen before anybody waits for that many bytes)
+    16 crc32          u32     (of the whole frame with this field zero)
+    20 row_count      u32
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import struct
+import zlib
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+
+from sentinel.errors import WireError
+from sentinel.messages import Ack, Bye, Descriptor, EndStep, Health, Heartbeat
+
+PROTOCOL = 1
+MAGIC = b"SNTL"
+NO_ATTEMPT = 0xFFFFFFFF
+"""The attempt of a life that could not learn it; the daemon places it."""
+NO_STEP = -1
+MAX_FRAME_BYTES = 256 * 2**20
+"""No writer makes a longer frame (chosen); a length above it is a flipped bit."""
+
+_PREFIX = struct.Struct("<4sHBBIIII")
+_BODY = struct.Struct("<16sQIIqQIIqq")
+_CHECKED = struct.Struct("<4sHBBI")
+PREFIX_BYTES = _PREFIX.size
+HEADER_BYTES = _PREFIX.size + _BODY.size
+_CRC_OFFSET = 16
+_ZERO_CRC = b"\0\0\0\0"
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+class FrameType(enum.IntEnum):
+    """What the payload is."""
+
+    DESCRIPTOR = 1
+    ROWS = 2
+    END_STEP = 3
+    HEALTH = 4
+    ACK = 5
+    HEARTBEAT = 6
+    VECTOR = 7
+    BYE = 8
+
+
+Message: TypeAlias = Descriptor | EndStep | Health | Ack | Heartbeat | Bye
+
+_MESSAGE_TYPES: dict[int, type[Message]] = {
+    FrameType.DESCRIPTOR: Descriptor,
+    FrameType.END_STEP: EndStep,
+    FrameType.HEALTH: Health,
+    FrameType.ACK: Ack,
+    FrameType.HEARTBEAT: Heartbeat,
+    FrameType.BYE: Bye,
+}
+FRAME_TYPES: dict[type[Message], FrameType] = {cls: FrameType(number) for number, cls in _MESSAGE_TYPES.items()}
+"""Message class -> the frame type that carries it."""
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODERS: dict[int, msgspec.msgpack.Decoder[Message]] = {
+    number: msgspec.msgpack.Decoder(cls) for number, cls in _MESSAGE_TYPES.items()
+}
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """Who said it, when, and in which order."""
+
+    type: int
+    """A FrameType; a number that is not one comes from a newer writer and is for nobody here."""
+    life: bytes
+    """16 random bytes: one process from attach to end."""
+    run_id: int
+    """`run_id_of(run)`."""
+    rank: int
+    seq: int
+    """From 1, +1 a frame of the life, lost ones included: a gap is a loss."""
+    attempt: int = NO_ATTEMPT
+    step: int = NO_STEP
+    placement_epoch: int = 0
+    """+1 each time the descriptor changes within the life."""
+    layout_id: int = 0
+    """crc32 of the descriptor payload that rows of this frame point into."""
+    wall_ns: int = 0
+    mono_ns: int = 0
+    row_count: int = 0
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """A whole frame, checked."""
+
+    header: Header
+    payload: Buffer
+    offset_after: int
+    """Where the next frame begins: in the scanned buffer, or in the file for frames of a SpoolReader."""
+    file_index: int = 0
+
+
+class Incomplete(msgspec.Struct, frozen=True):
+    """The bytes end before the frame does: wait, or cut the torn tail."""
+
+    num_bytes: int
+    """Bytes wanted from the frame's start; at least this many."""
+
+
+class Corrupt(msgspec.Struct, frozen=True):
+    """No valid frame begins here."""
+
+    next_offset: int
+    """The next place where one might: a magic, or the buffer's end less what could be the beginning of one."""
+
+
+class Foreign(msgspec.Struct, frozen=True):
+    """A whole frame of another protocol version; its checks are right, its content is not for us."""
+
+    protocol: int
+    next_offset: int
+
+
+def run_id_of(run: str) -> int:
+    """Return the 64-bit number that stands for a run's name in headers: blake2b, 8 bytes, little-endian."""
+    return int.from_bytes(hashlib.blake2b(run.encode(), digest_size=8).digest(), "little")
+
+
+def encode_frame(header: Header, payload: Buffer, *, protocol: int = PROTOCOL) -> tuple[bytes, Buffer]:
+    """Return (header bytes, payload): the two buffers of one writev; the payload is not copied.
+
+    WireError when the frame would be longer than MAX_FRAME_BYTES.
+    """
+    payload_bytes = memoryview(payload).nbytes
+    frame_bytes = HEADER_BYTES + payload_bytes
+    if frame_bytes > MAX_FRAME_BYTES:
+        raise WireError(f"frame from rank {header.rank}: expected at most {MAX_FRAME_BYTES} bytes, got {frame_bytes}")
+    words = HEADER_BYTES // 8
+    check = zlib.crc32(_CHECKED.pack(MAGIC, protocol, header.type, words, frame_bytes))
+    body = _BODY.pack(
+        header.life, header.run_id, header.attempt, header.rank, header.step, header.seq,
+        header.placement_epoch, header.layout_id, header.wall_ns, header.mono_ns,
+    )  # fmt: skip
+    blank = _PREFIX.pack(MAGIC, protocol, header.type, words, frame_bytes, check, 0, header.row_count)
+    crc = zlib.crc32(payload, zlib.crc32(body, zlib.crc32(blank)))
+    return blank[:_CRC_OFFSET] + crc.to_bytes(4, "little") + blank[_CRC_OFFSET + 4 :] + body, payload
+
+
+def scan(buffer: Buffer, offset: int = 0) -> Frame | Incomplete | Corrupt | Foreign:
+    """Return what begins at `offset`. The payload of a Frame is a view into `buffer`, not a copy."""
+    view = memoryview(buffer)
+    available = len(view) - offset
+    if available < PREFIX_BYTES:
+        begun = bytes(view[offset : offset + 4])
+        return Incomplete(PREFIX_BYTES) if MAGIC.startswith(begun) else _corrupt(buffer, offset)
+    magic, protocol, frame_type, words, frame_bytes, check, crc, row_count = _PREFIX.unpack_from(view, offset)
+    if (
+        magic != MAGIC
+        or zlib.crc32(view[offset : offset + _CHECKED.size]) != check
+        or not PREFIX_BYTES <= frame_bytes <= MAX_FRAME_BYTES
+    ):
+        return _corrupt(buffer, offset)
+    if available < frame_bytes:
+        return Incomplete(frame_bytes)
+    end = offset + frame_bytes
+    computed = zlib.crc32(view[offset : offset + _CRC_OFFSET])
+    computed = zlib.crc32(view[offset + _CRC_OFFSET + 4 : end], zlib.crc32(_ZERO_CRC, computed))
+    if computed != crc:
+        return _corrupt(buffer, offset)
+    if protocol != PROTOCOL:
+        return Foreign(protocol, end)
+    header_bytes = words * 8
+    if header_bytes < HEADER_BYTES or header_bytes > frame_bytes:
+        return _corrupt(buffer, offset)
+    life, run_id, attempt, rank, step, seq, placement_epoch, layout_id, wall_ns, mono_ns = _BODY.unpack_from(
+        view, offset + PREFIX_BYTES
+    )
+    header = Header(
+        type=frame_type, life=life, run_id=run_id, rank=rank, seq=seq, attempt=attempt, step=step,
+        placement_epoch=placement_epoch, layout_id=layout_id, wall_ns=wall_ns, mono_ns=mono_ns, row_count=row_count,
+    )  # fmt: skip
+    return Frame(header, view[offset + header_bytes : end], end)
+
+
+def _corrupt(buffer: Buffer, offset: int) -> Corrupt:
+    size = len(buffer)
+    if isinstance(buffer, memoryview):
+        found = bytes(buffer[offset + 1 :]).find(MAGIC)
+        found = found if found < 0 else found + offset + 1
+    else:
+        found = buffer.find(MAGIC, offset + 1)
+    if found >= 0:
+        return Corrupt(found)
+    for num_begun in (3, 2, 1):
+        if size - num_begun > offset and buffer[size - num_begun :] == MAGIC[:num_begun]:
+            return Corrupt(size - num_begun)
+    return Corrupt(size)
+
+
+def encode_message(message: Message) -> bytes:
+    """Return the msgpack payload of a message; NaN and infinities travel as they are."""
+    return _ENCODER.encode(message)
+
+
+def decode_message(frame: Frame) -> Message | None:
+    """Return the message of a frame, or None where its type carries none (rows, vectors, newer types).
+
+    WireError when the payload is not what its type promises.
+    """
+    decoder = _DECODERS.get(frame.header.type)
+    if decoder is None:
+        return None
+    try:
+        return decoder.decode(frame.payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        name = FrameType(frame.header.type).name.lower()
+        raise WireError(f"record from rank {frame.header.rank}: {name} frame {frame.header.seq}: {error}") from error
+
+
+def row_dtype(descriptor: Descriptor) -> np.dtype[np.void]:
+    """Return the dtype of the rows of a life, as its own descriptor lays them out.
+
+    WireError when the layout contradicts itself.
+    """
+    names, formats, offsets = zip(*descriptor.row_fields, strict=True) if descriptor.row_fields else ((), (), ())
+    try:
+        return np.dtype(
+            {"names": list(names), "formats": list(formats), "offsets": list(offsets), "itemsize": descriptor.row_bytes}
+        )
+    except (TypeError, ValueError) as error:
+        raise WireError(f"descriptor of rank {descriptor.place.rank}: row layout: {error}") from error
+
+
+def row_fields(dtype: np.dtype[np.void]) -> tuple[tuple[str, str, int], ...]:
+    """Return what a descriptor says of a row dtype: (name, dtype string, byte offset) of each field."""
+    fields: Mapping[str, tuple[np.dtype[np.void], int]] = dtype.fields or {}  # type: ignore[assignment]
+    return tuple((name, fields[name][0].str, int(fields[name][1])) for name in dtype.names or ())

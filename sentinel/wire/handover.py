@@ -1,0 +1,331 @@
+"""From the training thread to the thread that writes: a bounded queue of whole steps, handed over by reference.
+
+The training thread appends to a deque and releases a lock: no copy, no wait, no system call that can stall. Everything
+else (folding, checksums, the disk, the control folder) happens in the writer thread, in calls that release the GIL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+
+from sentinel.command import Command
+from sentinel.messages import Ack, Bye, Descriptor, EndStep, Health, Heartbeat
+from sentinel.wire.clock import Clock, SystemClock
+from sentinel.wire.control import ControlFolder
+from sentinel.wire.frame import FRAME_TYPES, NO_ATTEMPT, NO_STEP, FrameType, Message, encode_message, run_id_of
+from sentinel.wire.spool import FILE_BYTES, SPOOL_BYTES, SpoolWriter, life_folder
+
+log = logging.getLogger("sentinel")
+
+QUEUE_STEPS = 4
+"""Steps with rows that may wait for the disk, unless said otherwise."""
+MAX_NOTES = 256
+"""Small records (ends of steps without rows, health, answers) that may wait for the disk."""
+HEARTBEAT_S = 1.0
+CONTROL_POLL_S = 0.02
+IDLE_POLL_S = 0.25
+"""How often the control folder is looked at while nobody trains."""
+
+_NS = 1_000_000_000
+_living: weakref.WeakSet[Handover] = weakref.WeakSet()
+
+
+@dataclasses.dataclass(slots=True)
+class StepBatch:
+    """One step of one rank on its way to the spool. After `submit` it belongs to the writer thread."""
+
+    step: int
+    rows: np.ndarray
+    """[>= num_rows] ROW_DTYPE; folded in place."""
+    num_rows: int
+    end_step: EndStep | None = None
+    """`num_rows` and `num_dropped_rows` are filled in by the writer; None: the step goes on."""
+    per_micro_step: bool = False
+    """Keep one row per micro-step instead of folding them."""
+    descriptor: Descriptor | None = None
+    """Sent before the rows, when tensors, placements or chunks changed."""
+    prepare: Callable[[], Mapping[str, float] | None] | None = None
+    """Called in the writer thread before the rows are read: waits for copies; returns scalars to add to the end_step."""
+    release: Callable[[], None] | None = None
+    """Called when the rows are no longer needed, dropped ones included: give the buffer back."""
+    health: Sequence[Health] = ()
+    vectors: Sequence[bytes] = ()
+
+
+_Item: TypeAlias = StepBatch | Message
+
+
+class Handover:
+    """Owns the writer thread and the spool of one life. Nothing here makes the training thread wait, except close."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        life: bytes,
+        run: str,
+        rank: int,
+        attempt: int | None = None,
+        descriptor: Descriptor | None = None,
+        position: Callable[[], Heartbeat] | None = None,
+        on_command: Callable[[Command], Ack | None] | None = None,
+        on_refused: Callable[[str], None] | None = None,
+        max_bytes: int = SPOOL_BYTES,
+        file_bytes: int = FILE_BYTES,
+        heartbeat_s: float = HEARTBEAT_S,
+        control_poll_s: float = CONTROL_POLL_S,
+        queue_steps: int = QUEUE_STEPS,
+        clock: Clock | None = None,
+        start: bool = True,
+    ) -> None:
+        """`directory` is the run's. With start=False no thread runs and `turn()` does one round of its work.
+
+        `position`, `on_command` (whose answer is sent) and `on_refused` are called in the writer thread.
+        """
+        self._clock = clock or SystemClock()
+        self.spool = SpoolWriter(
+            life_folder(directory, rank, life), life, rank, run_id_of(run), NO_ATTEMPT if attempt is None else attempt,
+            max_bytes=max_bytes, file_bytes=file_bytes, clock=self._clock,
+        )  # fmt: skip
+        self._control = ControlFolder(Path(directory) / "control", on_refused or _log_refused)
+        self._position = position
+        self._on_command = on_command
+        self._heartbeat_ns = int(heartbeat_s * _NS)
+        self._control_poll_ns = int(control_poll_s * _NS)
+        self._queue_steps = queue_steps
+        self._queue: deque[_Item] = deque()
+        self._wake = threading.Lock()
+        self._wake.acquire()
+        # Each counter has one writing thread, so that no lock is needed.
+        self._num_in = self._num_out = 0
+        self._num_notes_in = self._num_notes_out = 0
+        self._num_dropped = self._num_failed_rows = self._num_dropped_told = 0
+        self.num_dropped_batches = 0
+        """Steps whose rows were dropped because the queue was full."""
+        self._last_step = NO_STEP
+        self._busy_until_ns = 0
+        self._activity = "init"
+        self._next_heartbeat_ns = 0
+        self._next_poll_ns = 0
+        self._bye: Bye | None = None
+        self._failures: dict[str, int] = {}
+        self._is_alive = True
+        self._thread: threading.Thread | None = None
+        if descriptor is not None:
+            self.post(descriptor)
+        if start:
+            self._thread = threading.Thread(target=self._run, name="sentinel-writer", daemon=True)
+            self._thread.start()
+        _living.add(self)
+
+    def submit(self, batch: StepBatch) -> bool:
+        """Hand a step over; never blocks. False when the queue was full: the rows are dropped and counted.
+
+        Of a dropped step the end_step still travels, where there is room for that much: the rank has spoken.
+        """
+        if not self._is_alive:
+            return False
+        self._last_step = batch.step
+        if self._num_in - self._num_out < self._queue_steps:
+            self._num_in += 1
+            self._queue.append(batch)
+            self._ring()
+            return True
+        self._num_dropped += batch.num_rows
+        self.num_dropped_batches += 1
+        if batch.descriptor is not None:
+            self.post(batch.descriptor)
+        for health in batch.health:
+            self.post(health)
+        if batch.end_step is not None:
+            self.post(msgspec.structs.replace(batch.end_step, num_rows=0))
+        if batch.release is not None:
+            batch.release()
+        return False
+
+    def post(self, message: Message) -> bool:
+        """Queue one small record (health, end of a step without rows, ...); never blocks. False: no room, counted."""
+        if not self._is_alive:
+            return False
+        if self._num_notes_in - self._num_notes_out >= MAX_NOTES:
+            self._failures["note_dropped"] = self._failures.get("note_dropped", 0) + 1
+            return False
+        self._num_notes_in += 1
+        self._queue.append(message)
+        self._ring()
+        return True
+
+    def acknowledge(self, ack: Ack) -> bool:
+        """Queue the answer to a command; never blocks."""
+        return self.post(ack)
+
+    def count_dropped(self, num_rows: int) -> None:
+        """Count rows that the caller dropped itself; they travel in the next end_step. Training thread only."""
+        self._num_dropped += num_rows
+
+    def close(
+        self, reason: str = "detached", *, timeout_s: float = 5.0, health: Sequence[Health] = (), step: int | None = None
+    ) -> bool:
+        """Write what is queued, then BYE, waiting at most timeout_s; False when the disk did not take it in time."""
+        if not self._is_alive:
+            return True
+        for one in health:
+            self.post(one)
+        self._bye = Bye(reason=reason, step=self._last_step if step is None else step)
+        self._is_alive = False
+        self._ring()
+        if self._thread is None:
+            self._finish()
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def disarm(self) -> None:
+        """In a forked child: this rank's spool belongs to the parent; write nothing, ever."""
+        self._is_alive = False
+        self._queue.clear()
+        self._thread = None
+        self.spool.disarm()
+
+    def turn(self) -> None:
+        """Do one round of the writer's work: what is queued, a heartbeat, the control folder; each when it is due."""
+        self._drain()
+        now = self._clock.mono_ns()
+        if now >= self._next_heartbeat_ns:
+            self._next_heartbeat_ns = now + self._heartbeat_ns
+            self._guarded("heartbeat", self._beat)
+        if now >= self._next_poll_ns:
+            is_training = self._activity == "train" or now < self._busy_until_ns
+            self._next_poll_ns = now + (self._control_poll_ns if is_training else int(IDLE_POLL_S * _NS))
+            self._guarded("control", self._poll_control)
+
+    def _ring(self) -> None:
+        # Releasing a lock nobody holds means that the writer is already told.
+        with contextlib.suppress(RuntimeError):
+            self._wake.release()
+
+    def _run(self) -> None:
+        while self._bye is None:
+            self._guarded("writer", self.turn)
+            now = self._clock.mono_ns()
+            due = min(self._next_heartbeat_ns, self._next_poll_ns)
+            self._wake.acquire(timeout=max(0.001, (due - now) / _NS))
+        if self._thread is not None:  # None: disarmed in a forked child
+            self._guarded("close", self._finish)
+
+    def _finish(self) -> None:
+        self._drain()
+        if self._bye is not None:
+            self._guarded("bye", lambda: self._write(self._bye))
+        self.spool.close()
+
+    def _drain(self) -> None:
+        while self._queue:
+            item = self._queue.popleft()
+            if isinstance(item, StepBatch):
+                self._busy_until_ns = self._clock.mono_ns() + _NS
+                try:
+                    self._guarded("step", lambda batch=item: self._write_step(batch))  # type: ignore[misc]
+                finally:
+                    self._num_out += 1
+                    if item.release is not None:
+                        self._guarded("release", item.release)
+            else:
+                self._num_notes_out += 1
+                self._guarded("note", lambda note=item: self._write(note))  # type: ignore[misc]
+
+    def _write_step(self, batch: StepBatch) -> None:
+        if batch.descriptor is not None:
+            self._write(batch.descriptor)
+        for health in batch.health:
+            self._write(health)
+        end = batch.end_step
+        num_written = 0
+        try:
+            scalars = batch.prepare() if batch.prepare is not None else None
+            if end is not None and scalars:
+                end = msgspec.structs.replace(end, scalars={**end.scalars, **scalars})
+            num_rows = batch.num_rows if batch.per_micro_step else _fold(batch.rows, batch.num_rows)
+            num_written = self.spool.append_rows(batch.rows[:num_rows], step=batch.step)
+        except Exception:
+            self._num_failed_rows += batch.num_rows
+            raise
+        finally:
+            for vector in batch.vectors:
+                self.spool.append(FrameType.VECTOR, vector, step=batch.step)
+            if end is not None:
+                self._write(msgspec.structs.replace(end, num_rows=num_written))
+
+    def _write(self, message: Message | None) -> bool:
+        if message is None:
+            return True
+        step = getattr(message, "step", NO_STEP)
+        if isinstance(message, EndStep):
+            return self._write_end(message)
+        return self.spool.append(FRAME_TYPES[type(message)], encode_message(message), step=step)
+
+    def _write_end(self, end: EndStep) -> bool:
+        """Write an end_step with all that was dropped since the last one that arrived."""
+        dropped = self._num_dropped + self._num_failed_rows + self.spool.num_lost_rows
+        told = msgspec.structs.replace(end, num_dropped_rows=end.num_dropped_rows + dropped - self._num_dropped_told)
+        is_written = self.spool.append(FrameType.END_STEP, encode_message(told), step=end.step)
+        if is_written:
+            self._num_dropped_told = dropped
+        return is_written
+
+    def _beat(self) -> None:
+        if self._position is not None:
+            heartbeat = self._position()
+            self._activity = heartbeat.activity
+            self._write(heartbeat)
+        for code, count in list(self._failures.items()):
+            if self._write(Health(code="writer_failed", message=f"rank {self.spool.rank}: {code}", count=count)):
+                self._failures[code] -= count
+                if not self._failures[code]:
+                    del self._failures[code]
+
+    def _poll_control(self) -> None:
+        for command in self._control.poll(self._clock.wall_ns()):
+            if self._on_command is not None:
+                self._write(self._on_command(command))
+
+    def _guarded(self, where: str, work: Callable[[], object]) -> None:
+        """Run work of the writer thread; what it raises is logged once, counted, and said with the next heartbeat."""
+        try:
+            work()
+        except Exception as error:
+            code = f"{where}: {type(error).__name__}: {error}"[:300]
+            if code not in self._failures and len(self._failures) < MAX_NOTES:
+                log.warning("sentinel: writer thread: %s", code)
+            self._failures[code] = self._failures.get(code, 0) + 1
+
+
+def _fold(rows: np.ndarray, num_rows: int) -> int:
+    from sentinel.native import fold_rows  # the C library is loaded where it is first needed
+
+    return int(fold_rows(rows, num_rows))
+
+
+def _log_refused(reason: str) -> None:
+    log.warning("sentinel: %s", reason)
+
+
+def _disarm_all() -> None:
+    for handover in list(_living):
+        handover.disarm()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_disarm_all)
