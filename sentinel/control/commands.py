@@ -183,8 +183,10 @@ class CommandDesk:
         if status is None or status.acks.get(rank) == ack.state:
             return
         status.acks[rank] = ack.state
-        details: dict[str, Any] = {"command": ack.command, "rank": rank, "state": ack.state, "step": ack.step}
-        self._audit(now, f"rank {rank}", "ack", details | ({"reason": ack.reason} if ack.reason else {}))
+        if ack.state in ("missed", "refused"):
+            # Only these: thousands of ranks say `armed`, and the change of state that follows says it for all.
+            details = {"command": ack.command, "state": ack.state, "step": ack.step, "reason": ack.reason}
+            self._audit(now, f"rank {rank}", "ack", details)
 
     def scan(self, now: float) -> None:
         """Find commands that others wrote (`sentinel enable` beside a daemon), and learn the next number."""
@@ -414,8 +416,8 @@ class CommandDesk:
     def _enter_state(self, status: CommandStatus, state: str, now: float, reason: str = "") -> None:
         status.state, status.reason = state, reason
         self.counts[state] += 1
-        details = {"command": status.command.id, "reason": reason, "acks": {str(k): v for k, v in status.acks.items()}}
-        self._audit(now, "desk", f"command.{state}", details)
+        answers = dict(Counter(status.acks.values()))
+        self._audit(now, "desk", f"command.{state}", {"command": status.command.id, "reason": reason, "answers": answers})
 
     def _forget(self) -> None:
         for status in self.statuses()[: max(len(self._statuses) - MAX_REMEMBERED, 0)]:

@@ -338,12 +338,16 @@ def test_every_change_is_audited(tmp_path):
     desk = CommandDesk(tmp_path, audit=lambda *entry: entries.append(entry))
     command = desk.enable(at_step=9, now=5.0, source="policy")
     desk.acknowledge(3, Ack(command=command.id, state="armed", step=1), 6.0)
-    desk.acknowledge(3, Ack(command=command.id, state="armed", step=1), 6.5)
     desk.tick({3: 0}, 7.0)
+    desk.acknowledge(3, Ack(command=command.id, state="missed", step=9), 8.0)
+    desk.acknowledge(3, Ack(command=command.id, state="missed", step=9), 8.5)
+    desk.tick({3: 9}, 9.0)
 
     assert [entry[:3] for entry in entries] == [
-        (5.0, "policy", "command.issued"), (6.0, "rank 3", "ack"), (7.0, "desk", "command.armed"),
+        (5.0, "policy", "command.issued"), (7.0, "desk", "command.armed"), (8.0, "rank 3", "ack"),
+        (9.0, "desk", "command.partial"), (9.0, "desk", "command.ended"),
     ]  # fmt: skip
+    assert entries[1][3]["answers"] == {"armed": 1}
     json.dumps([entry[3] for entry in entries], allow_nan=False)
 
 

@@ -1,0 +1,159 @@
+"""`sentinel enable` and `sentinel disable`: order more or less monitoring in a run that trains; no daemon needed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+import msgspec
+
+from sentinel.cli.main import CLEAN, say
+from sentinel.cli.places import find_run
+from sentinel.command import DisableMonitoring, EnableMonitoring
+from sentinel.control.commands import CommandDesk
+from sentinel.control.policy import first_step
+from sentinel.errors import ConfigError, WireError
+from sentinel.messages import EndStep, Heartbeat
+from sentinel.record import KIND_LABELS
+from sentinel.wire.frame import decode_message
+from sentinel.wire.spool import SpoolReader, file_name, list_files
+
+TAIL_BYTES = 4 * 2**20
+"""Read from the end of a spool to learn where its rank stands (chosen: heartbeats come every second)."""
+MAX_LIVES = 16
+"""Spools looked at, the newest ones: ranks of one run are a step or two apart."""
+PERSON_LATENCY_S = 0.5
+"""Time that a command of a person is given to reach every rank (chosen: ranks look every 20 ms, a shared disk is slower)."""
+
+_KINDS = click.option("--kinds", metavar="KIND,...", help=f"What is meant, among {', '.join(KIND_LABELS)}.")
+_RUN = click.option("-d", "--dir", "run", metavar="RUN", help="The run: its directory or name. Default: the newest one.")
+_TARGETS = click.option(
+    "--targets", metavar="GLOB,...", help='Names of modules, `layers.3` or `layers.*.mlp`. Default: all modules.'
+)
+_AT_STEP = click.option(
+    "--at-step", default="auto", show_default=True, metavar="N|auto",
+    help="First step that is meant, as the trainer counts. auto: the first that every rank can still obey.",
+)  # fmt: skip
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print the command as one JSON object.")
+
+
+@click.command()
+@_RUN
+@_KINDS
+@_TARGETS
+@_AT_STEP
+@click.option("--for-steps", type=click.IntRange(0), default=20, show_default=True, metavar="N",
+              help="Steps until the trainer switches it off by itself; 0: never, until told.")  # fmt: skip
+@click.option("--per-micro-step", is_flag=True, help="One row per micro-step instead of one folded row a step.")
+@_JSON
+def enable(
+    run: str | None,
+    kinds: str | None,
+    targets: str | None,
+    at_step: str,
+    for_steps: int,
+    per_micro_step: bool,
+    as_json: bool,
+) -> int:
+    """Switch monitoring on in a run that trains.
+
+    Default: outputs, inputs and both their gradients of every module, for 20 steps. The ranks answer in their spools;
+    a daemon that serves the run withdraws the command when not every rank could obey.
+    """
+    run_dir, now = find_run(run), time.time()
+    wanted = parse_kinds(kinds) or ("activation", "activation_in", "dgrad", "dgrad_in")
+    command = CommandDesk(run_dir).enable(
+        at_step=parse_step(run_dir, at_step),
+        kinds=wanted,
+        targets=split(targets),
+        per_micro_step=per_micro_step,
+        for_steps=for_steps or None,
+        reason="asked for at the command line",
+        now=now,
+    )
+    show(run_dir, command, as_json)
+    return CLEAN
+
+
+@click.command()
+@_RUN
+@_KINDS
+@_TARGETS
+@_AT_STEP
+@_JSON
+def disable(run: str | None, kinds: str | None, targets: str | None, at_step: str, as_json: bool) -> int:
+    """Switch off what was enabled in a run that trains. Default: all of it, as soon as every rank can."""
+    run_dir, now = find_run(run), time.time()
+    command = CommandDesk(run_dir).disable(
+        at_step=parse_step(run_dir, at_step),
+        kinds=parse_kinds(kinds),
+        targets=split(targets),
+        reason="asked for at the command line",
+        now=now,
+    )
+    show(run_dir, command, as_json)
+    return CLEAN
+
+
+def show(run_dir: Path, command: EnableMonitoring | DisableMonitoring, as_json: bool) -> None:
+    """Print what was ordered."""
+    path = run_dir / "control" / f"{command.seq:06d}.json"
+    if as_json:
+        click.echo(msgspec.json.encode(command).decode())
+    else:
+        click.echo(f"{command.id} from step {command.at_step}: {path}")
+
+
+def split(text: str | None) -> tuple[str, ...]:
+    """Return the words between commas."""
+    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
+
+
+def parse_kinds(text: str | None) -> tuple[str, ...]:
+    """Return kinds; ConfigError names what is none."""
+    kinds = split(text)
+    for kind in kinds:
+        if kind not in KIND_LABELS:
+            raise ConfigError(f'--kinds: unknown kind "{kind}"; known: {", ".join(KIND_LABELS)}')
+    return kinds
+
+
+def parse_step(run_dir: Path, text: str) -> int:
+    """Return the step that `--at-step` means in a run."""
+    newest, step_time_s = newest_step(run_dir)
+    if text == "auto":
+        if newest is None:
+            raise ConfigError(f"{run_dir}: expected ranks that train, found no step in any spool; give --at-step N")
+        return first_step(newest, step_time_s, PERSON_LATENCY_S)
+    if not text.isdecimal():
+        raise ConfigError(f'--at-step: expected a number of at least 0 or auto, got "{text}"')
+    if newest is not None and int(text) <= newest:
+        say(f"step {text} is over or begun (newest known: {newest}); ranks will answer that they missed it")
+    return int(text)
+
+
+def newest_step(run_dir: Path) -> tuple[int | None, float | None]:
+    """Return (newest step that any rank is in or has spoken for, seconds a step): from the ends of the newest spools.
+
+    None where nothing says it.
+    """
+    tails: list[tuple[float, Path, int, int]] = []
+    for folder in (run_dir / "spool").glob("r*"):
+        files = list_files(folder)
+        if files:
+            state = (folder / file_name(files[-1])).stat()
+            tails.append((state.st_mtime, folder, files[-1], max(state.st_size - TAIL_BYTES, 0)))
+    newest, step_time_s = None, None
+    for _, folder, index, offset in sorted(tails, reverse=True)[:MAX_LIVES]:
+        reader = SpoolReader(folder, file_index=index, offset=offset)
+        for frame in reader.poll():
+            try:
+                message = decode_message(frame)
+            except WireError:
+                continue
+            if isinstance(message, EndStep) and message.step_time_s > 0:
+                step_time_s = message.step_time_s
+            if isinstance(message, EndStep | Heartbeat):
+                newest = message.step if newest is None else max(newest, message.step)
+    return newest, step_time_s

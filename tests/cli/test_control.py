@@ -1,0 +1,79 @@
+import json
+
+import pytest
+
+from sentinel.cli.main import BAD_USAGE, CLEAN, run_cli
+from sentinel.messages import EndStep
+from sentinel.wire.frame import FrameType, Header, encode_frame, encode_message
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run whose rank 0 has spoken for steps 0 to 9, 0.25 s each."""
+    folder = tmp_path / "run" / "spool" / "r00000-0a0a0a0a"
+    folder.mkdir(parents=True)
+    with (folder / "000000.spool").open("wb") as file:
+        for step in range(10):
+            header = Header(type=FrameType.END_STEP, life=b"\n" * 16, run_id=1, rank=0, seq=step + 1, step=step)
+            message = EndStep(step=step, num_rows=0, num_calls=0, step_time_s=0.25)
+            file.writelines(encode_frame(header, encode_message(message)))
+    return tmp_path / "run"
+
+
+def written(run_dir, number=1):
+    return json.loads((run_dir / "control" / f"{number:06d}.json").read_bytes())
+
+
+def test_enable_writes_a_command_for_the_first_step_every_rank_can_obey(run_dir, capsys):
+    assert run_cli(["enable", "-d", str(run_dir), "--json"]) == CLEAN
+
+    command = written(run_dir)
+    assert json.loads(capsys.readouterr().out) == command
+    # 9 is over; 0.5 s to read it are two steps.
+    assert command["at_step"] == 12
+    assert command["kinds"] == ["activation", "activation_in", "dgrad", "dgrad_in"]
+    assert (command["for_steps"], command["per_micro_step"]) == (20, False)
+
+
+def test_enable_takes_all_its_options(run_dir):
+    options = "--kinds wgrad,dgrad --targets layers.3,head --at-step 50 --for-steps 0 --per-micro-step"
+
+    assert run_cli(["enable", "-d", str(run_dir), *options.split()]) == CLEAN
+
+    command = written(run_dir)
+    assert (command["kinds"], command["targets"]) == (["wgrad", "dgrad"], ["layers.3", "head"])
+    assert (command["at_step"], command["for_steps"], command["per_micro_step"]) == (50, None, True)
+
+
+def test_disable_means_all_by_default(run_dir):
+    assert run_cli(["disable", "-d", str(run_dir)]) == CLEAN
+
+    command = written(run_dir)
+    assert (command["type"], command["kinds"], command["targets"]) == ("DisableMonitoring", [], [])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kinds", "gradz"], 'unknown kind "gradz"'),
+        (["--at-step", "soon"], 'got "soon"'),
+        (["--at-step", "-1"], 'got "-1"'),
+    ],
+)
+def test_nonsense_is_refused(run_dir, capsys, options, message):
+    assert run_cli(["enable", "-d", str(run_dir), *options]) == BAD_USAGE
+    assert message in capsys.readouterr().err
+    assert not (run_dir / "control").exists()
+
+
+def test_a_step_that_is_over_is_said(run_dir, capsys):
+    assert run_cli(["enable", "-d", str(run_dir), "--at-step", "3"]) == CLEAN
+    assert "newest known: 9" in capsys.readouterr().err
+
+
+def test_a_run_that_has_not_begun_needs_a_step(tmp_path, capsys):
+    (tmp_path / "run" / "spool").mkdir(parents=True)
+
+    assert run_cli(["enable", "-d", str(tmp_path / "run")]) == BAD_USAGE
+    assert "give --at-step N" in capsys.readouterr().err
+    assert run_cli(["enable", "-d", str(tmp_path / "run"), "--at-step", "3"]) == CLEAN
