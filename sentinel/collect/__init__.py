@@ -45,7 +45,7 @@ def attach(
     """
     environment = read_environment()
     if environment.is_disabled:
-        return Unmeasured("SENTINEL_DISABLE is set")
+        return Unmeasured("SENTINEL_DISABLE is set", is_wanted=True)
     models = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Sequence) else []
     if not models or not all(isinstance(one, nn.Module) for one in models):
         raise ConfigError(f"attach: model must be a torch.nn.Module or a list of them, got {type(model).__name__}")

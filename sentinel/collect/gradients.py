@@ -61,6 +61,11 @@ class Parameters:
                 self.all.append(parameter)
                 self._by_id[id(param)] = parameter
 
+    def forget(self) -> None:
+        """Begin anew: the next `refresh` finds every parameter again."""
+        self.all.clear()
+        self._by_id.clear()
+
     def of(self, tensors: Iterable[torch.Tensor] | None) -> list[Parameter]:
         """Return the known ones among `tensors`; None: all."""
         if tensors is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing.util
 import os
 import socket
 import sys
@@ -31,6 +32,7 @@ from sentinel.collect.structure import read_structure, unwrap
 from sentinel.collect.taps import Chunk
 from sentinel.collect.tensors import Entry, TensorTable
 from sentinel.collect.topology import Topology
+from sentinel.command import Command
 from sentinel.errors import ConfigError
 from sentinel.messages import Ack, ChunkInfo, Descriptor, EndStep, Heartbeat
 from sentinel.place import Place, depth
@@ -114,9 +116,11 @@ class Monitor:
         self._handover = Handover(
             attempt.directory, life=life, run=attempt.run, attempt=attempt.attempt, rank=self.place.rank,
             max_bytes=config.spool.max_bytes, file_bytes=config.spool.file_bytes, descriptor=self._descriptor(),
-            position=self._position, on_command=self.orders.receive, on_refused=self._command_refused,
+            position=self._position, on_command=self._command_arrived, on_refused=self._command_refused,
         )  # fmt: skip
         atexit.register(self._at_exit)
+        # A process made by multiprocessing's fork never runs atexit.
+        self._finalizer = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
         log.info(
             "sentinel: run %s attempt %s rank %d: %d tensors, kernel %s, step boundary: %s",
             attempt.run, attempt.attempt, self.place.rank, len(self.parameters.all), self.recording.kernel.name,
@@ -323,6 +327,12 @@ class Monitor:
         if self.is_alive and not self._clips:
             self._note_versions()
 
+    def _command_arrived(self, command: Command) -> None:
+        """On the writer thread: answer at once, obey between steps."""
+        answer = self.orders.receive(command)
+        if answer is not None:
+            self.acknowledge(answer)
+
     def _command_refused(self, reason: str) -> None:
         self.recording.tell("command_refused", reason, reason[:60])
 
@@ -345,7 +355,7 @@ class Monitor:
         self._is_due = since >= 0 and since % self.config.step_interval == 0
         self.parameters.begin_step()
         if self._is_due:
-            if self._begun_steps % REFRESH_STEPS == 0:
+            if self._begun_steps % REFRESH_STEPS == 0 or not self.parameters.all:
                 self.parameters.refresh(self.chunks)
             if self.plan.takes(Kind.PARAM):
                 entries, tensors = self.parameters.measurable(self.parameters.all)
@@ -427,7 +437,10 @@ class Monitor:
 
     def _set_depths(self) -> None:
         for position, (chunk, model) in enumerate(zip(self.chunks, self._models, strict=True)):
-            chunk.vpp_stage = self._topology.vpp_stage(model, position)
+            vpp_stage = self._topology.vpp_stage(model, position)
+            if vpp_stage != chunk.vpp_stage:  # The stage was made after attach: its parameters get their chunk's number.
+                chunk.vpp_stage = vpp_stage
+                self.parameters.forget()
             chunk.depth = depth(self.place.schedule, self.place.pp_rank, chunk.vpp_stage, self.place.pp_size)
             said = self._topology.stage_index(model)
             if said is not None and said != chunk.depth:
@@ -455,7 +468,7 @@ class Monitor:
         ]
         fields: Mapping[str, Any] = ROW_DTYPE.fields or {}
         environment = {
-            "host": socket.gethostname(), "pid": str(self._pid), "torch": torch.__version__,
+            "host": socket.gethostname(), "pid": str(self._pid), "torch": str(torch.__version__),
             "python": sys.version.split()[0], "kernel": self.recording.kernel.name, "boundary": self.boundary.name,
         }  # fmt: skip
         return Descriptor(
@@ -486,12 +499,12 @@ class Monitor:
 
     @staticmethod
     def _host_scalar(value: torch.Tensor) -> Any:
-        """Return a float where the value lies on the host, else a pinned copy on its way there."""
+        """Return a copy on the host, or a pinned one on its way there; the writer thread makes it a number."""
         value = getattr(value, "_local_tensor", value)
         if value.numel() != 1:
             raise ValueError(f"log expects scalars, got a tensor of shape {tuple(value.shape)}")
         if value.device.type == "cpu":
-            return float(value.item())
+            return value.detach().to(torch.float64, copy=True)
         pinned = torch.empty((), dtype=torch.float64, pin_memory=True)
         pinned.copy_(value.reshape(()), non_blocking=True)
         return pinned
@@ -519,6 +532,7 @@ class Monitor:
             chunk.remove()
         self._handover.close(reason, timeout_s=5.0, health=self.recording.take_health())
         atexit.unregister(self._at_exit)
+        self._finalizer.cancel()
 
 
 def _resolver(rows: Any, scalars: Mapping[str, Any]) -> Callable[[], Mapping[str, float]]:

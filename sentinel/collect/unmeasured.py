@@ -14,9 +14,9 @@ class Unmeasured:
 
     is_alive = False
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, *, is_wanted: bool = False) -> None:
         self.reason = reason
-        log.warning("sentinel: this run is not measured: %s", reason)
+        log.log(logging.INFO if is_wanted else logging.WARNING, "sentinel: this run is not measured: %s", reason)
 
     def log(self, **scalars: Any) -> None:
         """Accept and forget."""

@@ -124,7 +124,13 @@ class Layout:
         return tuple(apart), tuple(sharded)
 
     def _draft(
-        self, tensor: TensorInfo, chunk: ChunkInfo, descriptor: Descriptor, name: str, apart: tuple[tuple[str, int], ...], at: int
+        self,
+        tensor: TensorInfo,
+        chunk: ChunkInfo,
+        descriptor: Descriptor,
+        name: str,
+        apart: tuple[tuple[str, int], ...],
+        at: int,
     ) -> dict[str, object]:
         def full(local: str) -> str:
             return self.names.of(local, chunk.depth, descriptor.name_map)
@@ -187,7 +193,14 @@ class StepView:
     """All that a judge may know of one closed step."""
 
     def __init__(
-        self, *, run: str, attempt: int, step: int, layout: Layout, parts: Sequence[RankStep], decision: Decision | None = None
+        self,
+        *,
+        run: str,
+        attempt: int,
+        step: int,
+        layout: Layout,
+        parts: Sequence[RankStep],
+        decision: Decision | None = None,
     ) -> None:
         self.run = run
         self.attempt = attempt
