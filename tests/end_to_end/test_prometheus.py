@@ -1,0 +1,133 @@
+"""Metrics, rules and configurations in deploy/, before the real promtool, amtool and Prometheus."""
+
+import contextlib
+import math
+import re
+import subprocess
+import time
+import urllib.parse
+from pathlib import Path
+
+import pytest
+
+from sentinel.report.metrics import MetricsCollector, MetricsSnapshot, NormAggregate, RunMetrics
+
+from .servers import Receiver, get_json, need, prometheus, wait_for
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+pytestmark = pytest.mark.server
+
+
+def a_run(**changes):
+    return RunMetrics(
+        run='a "run"', newest_step=12, judged_step=11, last_record_time=time.time(), last_judged_time=time.time(),
+        step_time_s=0.5, scalars={"loss": math.nan, "grad_norm": 1.0, "lr": 1e-4, "tokens": 4096.0},
+        ranks={"expected": 4, "live": 4}, monitoring_acked_step=10, rules=("loss-spike", "nan"), top_scores=(2.0,),
+        norms=(NormAggregate(pp_stage=0, kind="wgrad", max=math.inf, num_nan_total=3),), health={"disk_full": 1},
+        **changes,
+    )  # fmt: skip
+
+
+def run_tool(*arguments, stdin=b"", cwd=None):
+    done = subprocess.run(arguments, input=stdin, capture_output=True, timeout=60, check=False, cwd=cwd)
+    return done.returncode, (done.stdout + done.stderr).decode()
+
+
+@pytest.mark.parametrize("num_runs", [0, 1, 3])
+def test_promtool_finds_nothing_to_complain_about(num_runs):
+    need("promtool")
+    runs = tuple(a_run() for _ in range(min(num_runs, 1))) + tuple(RunMetrics(run=f"r{n}") for n in range(1, num_runs))
+    snapshot = MetricsSnapshot(runs=runs, sinks=("slack",), start_time=1.0, last_reload_time=1.0)
+    body, _ = MetricsCollector(lambda: snapshot).render()
+
+    assert run_tool("promtool", "check", "metrics", stdin=body) == (0, "")
+
+
+def test_the_shipped_rules_hold_their_own_tests():
+    need("promtool")
+
+    code, text = run_tool("promtool", "test", "rules", "sentinel.rules.test.yml", cwd=DEPLOY / "prometheus")
+
+    assert code == 0, text
+
+
+def test_the_shipped_configurations_are_valid():
+    need("promtool", "amtool")
+
+    for arguments in (
+        ("promtool", "check", "config", DEPLOY / "prometheus" / "prometheus.yml"),
+        ("amtool", "check-config", DEPLOY / "alertmanager" / "alertmanager.yml"),
+    ):
+        code, text = run_tool(*map(str, arguments))
+        assert code == 0, text
+
+
+@pytest.mark.parametrize(
+    ("labels", "receiver"),
+    [
+        ({"alertname": "SentinelIncident", "page": "yes", "severity": "critical"}, "pager"),
+        ({"alertname": "SentinelIncident", "page": "no", "severity": "critical"}, "chat"),
+        ({"alertname": "SentinelIncident", "page": "no", "severity": "warning"}, "chat"),
+        ({"alertname": "SentinelDown", "severity": "critical"}, "pager"),
+        ({"alertname": "SentinelRanksMissing", "severity": "warning"}, "chat"),
+    ],
+)
+def test_only_what_pages_is_routed_to_the_pager(labels, receiver):
+    need("amtool")
+    words = [f"{name}={value}" for name, value in labels.items()]
+
+    code, text = run_tool(
+        "amtool", "config", "routes", "test", f"--config.file={DEPLOY / 'alertmanager' / 'alertmanager.yml'}", *words
+    )
+
+    assert (code, text.splitlines()[0]) == (0, receiver)
+
+
+def test_every_metric_in_the_shipped_rules_exists():
+    names = {
+        line.split()[2]
+        for line in MetricsCollector(lambda: MetricsSnapshot(runs=(a_run(),), start_time=1.0, last_reload_time=1.0))
+        .render()[0].decode().splitlines()
+        if line.startswith("# TYPE")
+    }  # fmt: skip
+    text = (DEPLOY / "prometheus" / "sentinel.rules.yml").read_text()
+
+    used = set(re.findall(r"\bsentinel_\w+", text))
+
+    assert len(used) > 10
+    assert used <= names
+
+
+def test_a_real_prometheus_scrapes_and_fires(tmp_path):
+    need("prometheus")
+    snapshots = [MetricsSnapshot(runs=(a_run(),), sinks=("slack",))]
+    collector = MetricsCollector(lambda: snapshots[-1])
+    rules = tmp_path / "rules.yml"
+    # The shipped rules with their patience taken away.
+    lines = (DEPLOY / "prometheus" / "sentinel.rules.yml").read_text().splitlines()
+    rules.write_text("\n".join(line for line in lines if not line.strip().startswith("for:")))
+
+    with contextlib.ExitStack() as stack:
+        target = stack.enter_context(Receiver(page=lambda: collector.render("application/openmetrics-text")).running())
+        url = stack.enter_context(prometheus(tmp_path, target.url.removeprefix("http://"), rules))
+
+        def query(expression):
+            found = get_json(f"{url}/api/v1/query?{urllib.parse.urlencode({'query': expression})}")
+            return [(one["metric"], one["value"][1]) for one in found["data"]["result"]]
+
+        def firing():
+            alerts = get_json(f"{url}/api/v1/alerts")["data"]["alerts"]
+            return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
+
+        wait_for(lambda: query('sentinel_judged_step{run="a \\"run\\""} == 11'))
+        assert query("up")[0][1] == "1"
+        wait_for(lambda: firing() == set())
+        # From zero on, so that `increase` sees the very first one.
+        snapshots.append(MetricsSnapshot(runs=(a_run(num_rows_dropped=5),), sinks=("slack",), is_last_reload_ok=False))
+        wait_for(lambda: {"SentinelBlind", "SentinelReloadFailed"} <= firing())
+        num_series = int(query("count({job=\"sentinel\", run!=\"\"})")[0][1])
+        targets = get_json(f"{url}/api/v1/targets")["data"]["activeTargets"]
+
+    assert 50 < num_series < 500
+    assert [one["lastError"] for one in targets] == [""]
