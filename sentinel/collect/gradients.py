@@ -55,6 +55,12 @@ class Parameters:
                     continue
                 local = strip_wrappers(name)
                 entry = self._table.entry(chunk.vpp_stage, local, Kind.PARAM)
+                former = next((one for one in self.all if one.entry is entry), None)
+                if former is not None:
+                    if hasattr(former.param, "_local_tensor") and not hasattr(param, "_local_tensor"):
+                        continue  # FSDP2 shows the gathered parameter under this name while it runs.
+                    self.all.remove(former)
+                    del self._by_id[id(former.param)]
                 wgrad = self._table.entry(chunk.vpp_stage, local, Kind.WGRAD)
                 entry.site_pos = wgrad.site_pos = positions.get(local.rpartition(".")[0], len(positions))
                 parameter = Parameter(param, entry, wgrad)

@@ -220,12 +220,26 @@ class Monitor:
     def entry(self, chunk: Chunk, name: str, kind: Kind, tensor: torch.Tensor) -> Entry:
         """Return the table's entry of a site, described."""
         entry = self._table.entry(chunk.vpp_stage, name, kind)
-        placements = placements_of(tensor, kind, self.place)
+        self.describe(entry, tensor)
+        return entry
+
+    def describe(self, entry: Entry, tensor: torch.Tensor) -> None:
+        """Note shape, dtype and placement of a site's tensor."""
+        placements = placements_of(tensor, Kind(entry.kind), self.place)
         if "partial" in placements.values():
-            self.recording.tell("unsupported_placement", f"{name}: placement partial is not merged", name)
+            self.recording.tell("unsupported_placement", f"{entry.name}: placement partial is not merged", entry.name)
             placements = {axis: "unknown" if word == "partial" else word for axis, word in placements.items()}
         self._table.describe(entry, tensor, placements)
-        return entry
+
+    def reserve(self, entry: Entry, micro_step: int) -> int:
+        """Begin a row whose tensor is still on its way; -1 when the step is not due."""
+        if self._is_due or entry.flags & Flag.BORDER:
+            return self.recording.reserve(entry, micro_step)
+        return -1
+
+    def fill(self, row: int, tensor: torch.Tensor) -> None:
+        """Measure into a reserved row."""
+        self.recording.fill(row, tensor)
 
     def add_consumer(self, entry: Entry, module: str) -> None:
         """Name a tensor a second time, by the module that reads it."""

@@ -45,13 +45,21 @@ class Recording:
 
     def observe(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
         """Measure one tensor into one row. Launches one kernel; does not synchronize."""
+        self.fill(self.reserve(entry, micro_step), tensor)
+
+    def reserve(self, entry: Entry, micro_step: int) -> int:
+        """Begin a row, in the order of calls, whose tensor may be complete only later."""
         rows = self.rows
         if rows.num_rows >= rows.capacity:
             self._make_room(1)
         self.at = entry
         at = rows.add(entry.id, entry.kind, entry.flags, micro_step, self.call_id, entry.site_pos)
         self.call_id += 1
-        self.kernel.measure((tensor,), rows, at, zero_eps=self.zero_eps, checksum=False)
+        return at
+
+    def fill(self, row: int, tensor: torch.Tensor) -> None:
+        """Measure one tensor into a row begun before."""
+        self.kernel.measure((tensor,), self.rows, row, zero_eps=self.zero_eps, checksum=False)
 
     def observe_all(self, entries: Sequence[Entry], tensors: Sequence[torch.Tensor], flags: Sequence[int]) -> int:
         """Measure many tensors in one pass; returns the row of the first, the others follow."""

@@ -65,6 +65,15 @@ class Recorder(Protocol):
     def observe(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
         """Measure one tensor into one row."""
 
+    def reserve(self, entry: Entry, micro_step: int) -> int:
+        """Begin a row whose tensor a collective still writes; -1: this step is not due."""
+
+    def fill(self, row: int, tensor: torch.Tensor) -> None:
+        """Measure into a reserved row."""
+
+    def describe(self, entry: Entry, tensor: torch.Tensor) -> None:
+        """Note shape, dtype and placement of a tensor."""
+
     def entry(self, chunk: Chunk, name: str, kind: Kind, tensor: torch.Tensor) -> Entry:
         """Return the table's entry, with shape, dtype and placement noted."""
 
@@ -108,6 +117,8 @@ class Chunk:
         """A forward without graph was seen inside a training forward: reentrant checkpointing."""
         self.has_trained = False
         self.taps: dict[str, ModuleTap] = {}
+        self._pending: list[tuple[str, torch.Tensor, int]] = []
+        """Outputs that a collective still writes: (module, tensor, reserved row)."""
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, Entry]] = {}
         self._handles: list[RemovableHandle] = []
 
@@ -173,7 +184,7 @@ class Chunk:
                 return
             self.recorder.before_forward(self)
             self.in_forward = True
-            self._seen = {}
+            self._seen, self._pending = {}, []
             for tap in self.taps.values():
                 tap.come_last()
             own = self.taps.get("")
@@ -188,12 +199,13 @@ class Chunk:
         try:
             # Called with None while an exception passes: the forward failed and may be tried again.
             if output is None and sys.exc_info()[0] is not None:
-                self.in_forward, self._seen = False, {}
+                self.in_forward, self._seen, self._pending = False, {}, []
                 self.recorder.forward_failed(self)
                 return
             tap = self.taps.get("")
             if tap is not None:
                 tap.take_outputs(output)
+            self.settle("")
             self.in_forward, self._seen = False, {}
             self._mark(output)
             self.recorder.after_forward(self)
@@ -223,6 +235,23 @@ class Chunk:
     def remember(self, tensor: torch.Tensor, entry: Entry) -> None:
         """Let later sites of this forward find the tensor."""
         self._seen[id(tensor)] = (weakref.ref(tensor), tensor._version, entry)
+
+    def postpone(self, module: str, tensor: torch.Tensor, row: int) -> None:
+        """Keep an output that a collective still writes until somebody has read it."""
+        if row >= 0:
+            self._pending.append((module, tensor, row))
+
+    def settle(self, module: str, one: torch.Tensor | None = None) -> None:
+        """Measure what was postponed and is read by now: inside `module`, which has ended, or `one` about to be read."""
+        if not self._pending:
+            return
+        left = []
+        for inner, tensor, row in self._pending:
+            if tensor is one or (one is None and (not module or inner.startswith(module + "."))):
+                self.recorder.fill(row, local_of(tensor.trigger_wait()))  # type: ignore[attr-defined]
+            else:
+                left.append((inner, tensor, row))
+        self._pending = left
 
     def place_site(self, entry: Entry) -> None:
         """Give the site its place in forward order, at its first appearance since the taps were last changed."""
@@ -336,12 +365,11 @@ class ModuleTap:
                     continue
                 entry = chunk.known(tensor)
                 if entry is not None:
+                    chunk.settle(self.name, tensor)
                     recorder.add_consumer(entry, self.name)
                     if was_first:
                         self._widen_border(entry, True)
                     continue
-                if is_async(tensor):
-                    tensor = tensor.trigger_wait()  # type: ignore[attr-defined]
                 entry = self._inputs.get(path)
                 if entry is None:
                     entry = self._inputs[path] = recorder.entry(chunk, self.name + path, Kind.ACTIVATION_IN, tensor)
@@ -354,13 +382,12 @@ class ModuleTap:
         chunk, recorder = self.chunk, self.chunk.recorder
         if not self.takes_out:
             return
+        chunk.settle(self.name)
         is_first = True
         for path, tensor in tensors_in(output):
             was_first, is_first = is_first, False
             if not was_first and not self.takes_all:
                 continue
-            if is_async(tensor):
-                continue  # A collective still writes it: its consumer reads it.
             entry = chunk.known(tensor)
             if entry is not None:
                 recorder.add_producer(entry, self.name + path)
@@ -381,7 +408,10 @@ class ModuleTap:
         chunk.place_site(entry)
         chunk.remember(tensor, entry)
         if kind in takes:
-            recorder.observe(entry, local_of(tensor), chunk.micro_step)
+            if is_async(tensor):
+                chunk.postpone(self.name, tensor, recorder.reserve(entry, chunk.micro_step))
+            else:
+                recorder.observe(entry, local_of(tensor), chunk.micro_step)
         if grad_kind in takes and not isinstance(tensor, nn.Parameter):
             if entry.grad is None:
                 entry.grad = recorder.entry(chunk, self.name + path, grad_kind, tensor)
@@ -463,6 +493,10 @@ class GradientTap:
                 self.handle.remove()
             if self.step == recorder.current_step and not in_inference():
                 self.chunk.backward_micro_step = self.micro_step
+                if hasattr(gradient, "placements"):  # A gradient may be partial where its tensor was not.
+                    recorder.describe(self.entry, gradient)
+                if is_async(gradient):
+                    gradient = gradient.trigger_wait()  # type: ignore[attr-defined]
                 recorder.observe(self.entry, local_of(gradient), self.micro_step)
                 recorder.after_backward_hook(self.chunk)
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -20,15 +21,19 @@ CHUNK = {"cpu": 1 << 18}
 LARGEST_CHUNK = 1 << 21
 """Elements read at a time elsewhere: 16 MiB in float64, and no temporary is larger."""
 
+MOST_BLOCKS = 1 << 17
+"""Blocks whose sums are kept apart before they are merged: vectors of a megabyte."""
+
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TorchKernel:
-    """Measures tensors with torch operations: some sixty launches a chunk, so it is for where nothing better runs."""
+    """Measures tensors with torch operations: some forty launches a chunk, so it is for where nothing better runs."""
 
     def __init__(self, device: str = "cpu", on_cpu: NativeKernel | None = None) -> None:
         self.name = f"torch ({device})"
         self._on_cpu = on_cpu
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
 
     def measure(
         self,
@@ -48,23 +53,51 @@ class TorchKernel:
                 else:
                     local = plain(tensor)
                     with torch.no_grad():
-                        _measure(local, rows.stats_on(local.device, row, 1)[0], zero_eps, checksum)
+                        self._measure_one(local, rows.stats_on(local.device, row, 1)[0], zero_eps, checksum)
             except SentinelError as error:
                 failed = failed or error
         if failed:
             raise failed
 
+    def _measure_one(self, tensor: torch.Tensor, out: torch.Tensor, zero_eps: float, checksum: bool) -> None:
+        """Write the statistics of `tensor` into `out`, [12] int64 words on its device. Does not synchronize."""
+        most = CHUNK.get(tensor.device.type, LARGEST_CHUNK)
+        scratch = self._room(tensor, most)
+        parts: list[torch.Tensor] = []
+        sums: list[Sums] = []
+        num_blocks = 0
+        for chunk in _chunks(tensor, most):
+            body = chunk.numel() - chunk.numel() % BLOCK
+            if body:
+                sums.append(_sum_blocks(chunk[:body].view(-1, BLOCK), zero_eps, scratch))
+            if body < chunk.numel():
+                sums.append(_sum_blocks(chunk[body:].view(1, -1), zero_eps, scratch))
+            if checksum:
+                sums[-1].checksum = _checksum(chunk)
+            num_blocks += chunk.numel() // BLOCK + 1
+            if num_blocks >= MOST_BLOCKS:
+                parts.append(_joined(sums))
+                sums, num_blocks = [], 0
+        if sums:
+            parts.append(_joined(sums))
+        if parts:
+            out.copy_(_merged(torch.stack(parts)))
+        else:
+            out.copy_(_nothing(tensor.device))
 
-def _measure(tensor: torch.Tensor, out: torch.Tensor, zero_eps: float, checksum: bool) -> None:
-    """Write the statistics of `tensor` into `out`, [12] int64 words on its device. Does not synchronize."""
-    most = CHUNK.get(tensor.device.type, LARGEST_CHUNK)
-    parts = [_chunk_stats(chunk, zero_eps, checksum) for chunk in _chunks(tensor, most)]
-    if not parts:
-        parts = [_nothing(tensor.device)]
-    while len(parts) > 1:
-        # In groups of a fixed size and order: the same tensor gives the same bits.
-        parts = [_merged(torch.stack(parts[i : i + 1024])) for i in range(0, len(parts), 1024)]
-    out.copy_(parts[0])
+    def _room(self, tensor: torch.Tensor, most: int) -> torch.Tensor:
+        """Return [3, elements of a chunk] in the arithmetic type: room for what is computed.
+
+        Kept from call to call on a CPU, where fresh pages cost more than the sums; elsewhere the allocator keeps it.
+        """
+        dtype = torch.float64 if CONVERTED.get(tensor.dtype, tensor.dtype) is torch.float64 else torch.float32
+        size = min(most, tensor.numel())
+        if not tensor.is_cpu:
+            return torch.empty((3, size), dtype=dtype, device=tensor.device)
+        room = self._scratch.get(dtype)
+        if room is None or room.shape[1] < size:
+            room = self._scratch[dtype] = torch.empty((3, size), dtype=dtype)
+        return room
 
 
 def _chunks(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
@@ -80,83 +113,120 @@ def _chunks(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
             yield piece.to(dtype, memory_format=torch.contiguous_format, copy=True).view(-1)
 
 
-def _chunk_stats(chunk: torch.Tensor, zero_eps: float, checksum: bool) -> torch.Tensor:
-    """Return [12] int64 words of the statistics of one contiguous chunk."""
-    body = chunk.numel() - chunk.numel() % BLOCK
-    parts = []
-    if body:
-        parts.append(_block_stats(chunk[:body].view(-1, BLOCK), zero_eps))
-    if body < chunk.numel():
-        parts.append(_block_stats(chunk[body:].view(1, -1), zero_eps))
-    stats = _merged(torch.cat(parts))
-    if checksum:
-        width = chunk.element_size()
-        bits = chunk.view(_BITS[width])
-        total = bits.sum(dtype=torch.int64)
-        if width < 8:
-            # Patterns are unsigned, torch's integers are not: each negative one lacks 2^bits. Sums wrap modulo 2^64.
-            total = total + (bits < 0).sum() * (1 << 8 * width)
-        stats[11] = total
-    return stats
+def _checksum(chunk: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the bit patterns, modulo 2^64, as one int64 word."""
+    width = chunk.element_size()
+    bits = chunk.view(_BITS[width])
+    total = bits.sum(dtype=torch.int64)
+    if width < 8:
+        # Patterns are unsigned, torch's integers are not: each negative one lacks 2^bits. Sums wrap modulo 2^64.
+        total = total + (bits < 0).sum() * (1 << 8 * width)
+    return total
 
 
-def _block_stats(x: torch.Tensor, zero_eps: float) -> torch.Tensor:
-    """Return [blocks, 12] int64 words of the statistics of each block of x: [blocks, size]."""
-    if x.dtype not in (torch.float32, torch.float64):
-        x = x.float()
-    size = x.shape[1]
-    is_finite = x.isfinite()
-    # On a CPU looking costs no wait, and nearly every block is finite throughout.
-    is_clean = x.is_cpu and bool(is_finite.all())
-    out = torch.zeros((x.shape[0], 12), dtype=torch.int64, device=x.device)
-    real = out.view(torch.float64)
+@dataclass(slots=True)
+class Sums:
+    """Sums over some blocks: every field but the last two [blocks], on the tensor's device."""
+
+    num: torch.Tensor
+    """int64: finite elements."""
+    low: torch.Tensor
+    high: torch.Tensor
+    center: torch.Tensor
+    unit: torch.Tensor | None
+    """Deviations below are in this unit, a power of two; None: 1."""
+    d1: torch.Tensor
+    d2: torch.Tensor
+    d3: torch.Tensor
+    d4: torch.Tensor
+    """Sums of powers of the deviations from `center`."""
+    counts: list[torch.Tensor]
+    """0-dim int64, all blocks together: zeros, and where some may be, NaN, +inf, -inf."""
+    checksum: torch.Tensor | None = None
+
+
+def _sum_blocks(x: torch.Tensor, zero_eps: float, scratch: torch.Tensor) -> Sums:
+    """Return the sums of each block of x: [blocks, size] floats. Looks at values only where looking is no wait."""
+    rows, size = x.shape
+    room, d, dd = scratch[:, : rows * size].view(3, rows, size)
+    if x.dtype != scratch.dtype:
+        x = room.copy_(x)
+    total = x.sum(dim=1)
+    # On a CPU looking costs no wait, and nearly every block is finite throughout, which its sum shows.
+    is_clean = x.is_cpu and bool(total.isfinite().all())
     if is_clean:
-        low, high = x.aminmax(dim=1)
-        n = torch.full((x.shape[0],), size, dtype=torch.int64, device=x.device)
-        total = x.sum(dim=1)
+        num = torch.full((rows,), size, dtype=torch.int64, device=x.device)
+        low, high = x.amin(dim=1), x.amax(dim=1)
+        center = torch.clamp(total / size, low, high)
     else:
-        n = is_finite.sum(dim=1)
+        is_finite = x.isfinite()
+        num = is_finite.sum(dim=1)
+        some = num > 0
         low = torch.where(is_finite, x, torch.inf).amin(dim=1)
         high = torch.where(is_finite, x, -torch.inf).amax(dim=1)
         total = torch.where(is_finite, x, 0.0).sum(dim=1)
-        out[:, 7] = x.isnan().sum(dim=1)
-        out[:, 8] = (x == torch.inf).sum(dim=1)
-        out[:, 9] = (x == -torch.inf).sum(dim=1)
-    zero = x == 0.0 if zero_eps == 0.0 else x.abs() <= _at_most(zero_eps, x.dtype)
-    out[:, 10] = zero.sum(dim=1)
-    out[:, 0] = n
-    real[:, 5], real[:, 6] = low, high
-
-    # The centre need only be near the mean, and inside the block's range where a sum overflowed.
-    some = n > 0
-    low, high = torch.where(some, low, 0.0), torch.where(some, high, 0.0)
-    center = torch.clamp((total / n.clamp(min=1)).nan_to_num(), low, high)
-    wide_center = center.double()
-    reach = torch.maximum(high.double() - wide_center, wide_center - low.double())
-    limit = 126 if x.dtype == torch.float32 else 1000
-    exponent = torch.frexp(reach)[1].clamp(-limit, limit)
-    unit = torch.ldexp(torch.ones_like(reach), exponent)
-    scale = (1.0 / unit).to(x.dtype)[:, None]
-
-    d = x * scale
-    d -= center[:, None] * scale
+        # Near the mean is near enough; inside the block's range also where the sum overflowed.
+        near = torch.clamp((total / num.clamp(min=1)).nan_to_num(), low, high)
+        center = torch.where(some, near, 0.0)
+    if zero_eps == 0.0 and is_clean:
+        # A sign is 0 or of size 1, and a sum of so few of them is exact in fp32: three times faster than comparing.
+        signs = torch.sign(x, out=dd).view(-1)
+        counts = [x.numel() - torch.dot(signs, signs).long()]
+    else:
+        zero = x == 0.0 if zero_eps == 0.0 else x.abs() <= _at_most(zero_eps, x.dtype)
+        counts = [zero.sum()]
     if not is_clean:
-        d = torch.where(is_finite, d, 0.0)
-    d1 = d.sum(dim=1).double()
-    dd = d * d
-    d2 = dd.sum(dim=1).double()
-    d3 = d.mul_(dd).sum(dim=1).double()
-    d4 = dd.mul_(dd).sum(dim=1).double()
-    e = d1 / n.clamp(min=1)
-    m2 = (d2 - e * d1).clamp(min=0.0)
-    m3 = d3 - 3.0 * e * d2 + 2.0 * e * e * d1
-    m4 = (d4 - 4.0 * e * d3 + 6.0 * e * e * d2 - 3.0 * e * e * e * d1).clamp(min=0.0)
-    real[:, 1] = torch.clamp(wide_center + e * unit, low.double(), high.double())
-    varied = reach > 0
-    real[:, 2] = torch.where(varied, m2 * unit * unit, 0.0)
-    real[:, 3] = torch.where(varied, m3 * unit * unit * unit, 0.0)
-    real[:, 4] = torch.where(varied, m4 * unit * unit * unit * unit, 0.0)
-    return out
+        counts += [x.isnan().sum(), (x == torch.inf).sum(), (x == -torch.inf).sum()]
+
+    wide = center.double()
+    reach = torch.maximum(high.double() - wide, wide - low.double())
+    unit: torch.Tensor | None = None
+    if is_clean and bool(((reach == 0.0) | (reach >= 2.0**-16)).all()) and bool((reach <= 2.0**16).all()):
+        torch.sub(x, center[:, None], out=d)
+    else:
+        limit = 126 if x.dtype == torch.float32 else 1000
+        exponent = torch.frexp(torch.where(num > 0, reach, 0.0))[1].clamp(-limit, limit)
+        unit = torch.ldexp(torch.ones_like(reach), exponent)
+        scale = (1.0 / unit).to(x.dtype)[:, None]
+        torch.mul(x, scale, out=d)
+        d -= center[:, None] * scale
+        if not is_clean:
+            d.masked_fill_(~is_finite, 0.0)
+    torch.mul(d, d, out=dd)
+    d1, d2 = d.sum(dim=1), dd.sum(dim=1)
+    d3, d4 = d.mul_(dd).sum(dim=1), dd.mul_(dd).sum(dim=1)
+    return Sums(num, low, high, center, unit, d1, d2, d3, d4, counts)
+
+
+def _joined(sums: list[Sums]) -> torch.Tensor:
+    """Return [12] int64 words: the statistics of all blocks in `sums`."""
+    num = torch.cat([s.num for s in sums])
+    stats = torch.zeros((len(num), 12), dtype=torch.int64, device=num.device)
+    real = stats.view(torch.float64)
+    low, high, center = (torch.cat(v).double() for v in zip(*((s.low, s.high, s.center) for s in sums), strict=True))
+    d1, d2, d3, d4 = (torch.cat(v).double() for v in zip(*((s.d1, s.d2, s.d3, s.d4) for s in sums), strict=True))
+    unit = torch.cat([torch.ones_like(s.center, dtype=torch.float64) if s.unit is None else s.unit for s in sums])
+    e = d1 / num.clamp(min=1)
+    square = unit * unit
+    stats[:, 0] = num
+    real[:, 1] = torch.where(num > 0, torch.clamp(center + e * unit, low, high), 0.0)
+    is_varied = high > low
+    for word, power in (
+        (2, (d2 - e * d1).clamp(min=0.0) * square),
+        (3, (d3 - 3.0 * e * d2 + 2.0 * e * e * d1) * unit * square),
+        (4, (d4 - 4.0 * e * d3 + 6.0 * e * e * d2 - 3.0 * e * e * e * d1).clamp(min=0.0) * unit * unit * square),
+    ):
+        real[:, word] = torch.where(is_varied, power, 0.0)
+    real[:, 5], real[:, 6] = low, high
+    whole = _merged(stats).clone()
+    for word, position in ((10, 0), (7, 1), (8, 2), (9, 3)):
+        found = [s.counts[position] for s in sums if position < len(s.counts)]
+        if found:
+            whole[word] = torch.stack(found).sum()
+    checksums = [s.checksum for s in sums if s.checksum is not None]
+    if checksums:
+        whole[11] = torch.stack(checksums).sum()
+    return whole
 
 
 def _merged(stats: torch.Tensor) -> torch.Tensor:
