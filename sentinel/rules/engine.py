@@ -1,0 +1,205 @@
+"""Engine: a rule pack at work. One closed step in, its anomalies out; whole arrays, no record by record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from sentinel.anomaly import Anomaly
+from sentinel.detect import SeriesDetector, known_detectors
+from sentinel.errors import RuleError
+from sentinel.rules.loader import build_detector
+from sentinel.rules.row_watch import RowWatch, raw_statistic
+from sentinel.rules.scalar_watch import ScalarWatch
+from sentinel.rules.schema import Pack, Rule
+from sentinel.rules.tensor_watch import StepRows, TensorWatch
+from sentinel.rules.watch import Plan, Watch
+
+if TYPE_CHECKING:
+    from sentinel.ingest.merge import Layout, StepView
+
+SNAPSHOT_VERSION = 1
+MAX_LAYOUTS = 8
+"""Layouts whose plans are kept: a run has one, or two for a while when it changes shape."""
+
+
+class Engine:
+    """Judges the steps of one run, in order. Pure: no clock, no I/O; the same steps give the same anomalies.
+
+    Nothing is capped here: `judge` returns all records of a step, in no particular order; the caller orders, then caps.
+    """
+
+    def __init__(self, pack: Pack, *, run: str = "", detectors: Mapping[str, type[Any]] | None = None) -> None:
+        self.pack = pack
+        self.run = run
+        """For people; anomalies carry the run of their view."""
+        self._detectors = detectors if detectors is not None else known_detectors()
+        self._watches = self._build(pack)
+        self._plans: list[tuple[Layout, dict[int, Plan]]] = []
+        self._attempt: int | None = None
+        self.num_steps = 0
+        """Steps judged."""
+        self.num_rows_judged = 0
+        """Rows judged, all steps: must equal the rows that ranks sent."""
+        self.settled: tuple[str, ...] = ()
+        """Ids of the onsets whose series settled at a new level in the last step judged."""
+
+    @property
+    def escalating(self) -> frozenset[str]:
+        """Names of the rules that ask for more monitoring."""
+        return frozenset(rule.name for rule in self.pack.rules if "escalate" in rule.actions)
+
+    @property
+    def num_points_judged(self) -> dict[str, int]:
+        """Rule -> points it scored so far: rows, tensors x statistics, or scalars."""
+        points = dict.fromkeys((rule.name for rule in self.pack.rules), 0)
+        for watch in self._watches:
+            points[watch.rule.name] += watch.num_points
+        return points
+
+    def judge(self, view: StepView) -> list[Anomaly]:
+        """Return the anomalies of one closed step: onsets, and ends of episodes; unordered and uncapped."""
+        found: list[Anomaly] = []
+        for watch in self._watches:
+            watch.settled = []
+        if self._attempt is not None and view.attempt != self._attempt:
+            for watch in self._watches:
+                found.extend(watch.stop(view))
+        self._attempt = view.attempt
+        plans = self._plans_for(view.layout)
+        columns = _Columns(view)
+        rows = StepRows(view)
+        # A statistic over what is invalid (NaN in, NaN out) is no news: the counts say it.
+        with np.errstate(all="ignore"):
+            for at, watch in enumerate(self._watches):
+                if isinstance(watch, TensorWatch):
+                    plan = plans[at]
+                    if len(plan.index):
+                        column = columns.raw(watch.statistic) if watch.raw else columns.clean(watch.statistic)
+                        found.extend(watch.judge(view, plan, column, columns.present, rows))
+                elif isinstance(watch, RowWatch):
+                    found.extend(watch.judge(view, plans[at]))
+                elif isinstance(watch, ScalarWatch):
+                    found.extend(watch.judge(view))
+        self.num_steps += 1
+        self.num_rows_judged += view.num_rows
+        self.settled = tuple(one for watch in self._watches for one in watch.settled)
+        return found
+
+    def reload(self, pack: Pack) -> None:
+        """Judge by `pack` from the next step on. Rules whose detector, args and statistic stay keep their state."""
+        old = {watch.identity: watch for watch in self._watches}
+        watches = self._build(pack)
+        for watch in watches:
+            if watch.identity in old:
+                watch.take_over(old[watch.identity])
+        self.pack, self._watches, self._plans = pack, watches, []
+
+    def snapshot(self) -> bytes:
+        """Return the whole state; an engine of the same pack that restores it goes on exactly as this one would."""
+        return msgspec.msgpack.encode(
+            {
+                "version": SNAPSHOT_VERSION,
+                "attempt": self._attempt,
+                "num_steps": self.num_steps,
+                "num_rows_judged": self.num_rows_judged,
+                "settled": list(self.settled),
+                "watches": {watch.identity: watch.to_dict() for watch in self._watches},
+            }
+        )
+
+    def restore(self, snapshot: bytes) -> None:
+        """Go on where `snapshot` was taken; rules it does not know begin anew."""
+        data = msgspec.msgpack.decode(snapshot)
+        if data.get("version") != SNAPSHOT_VERSION:
+            raise RuleError(f"engine snapshot of version {data.get('version')}, expected {SNAPSHOT_VERSION}; replay the run")
+        self._attempt = data["attempt"]
+        self.num_steps, self.num_rows_judged = data["num_steps"], data["num_rows_judged"]
+        self.settled = tuple(data["settled"])
+        for watch in self._watches:
+            if watch.identity in data["watches"]:
+                watch.take_dict(data["watches"][watch.identity])
+        self._plans = []
+
+    def _build(self, pack: Pack) -> list[Watch]:
+        watches: list[Watch] = []
+        for rule in pack.rules:
+            if rule.detector not in self._detectors:
+                raise RuleError(f'rule "{rule.name}": unknown detector "{rule.detector}"')
+            detector: SeriesDetector = build_detector(rule, self._detectors)
+            watches.extend(_watches_of(rule, detector))
+        return watches
+
+    def _plans_for(self, layout: Layout) -> dict[int, Plan]:
+        for known, plans in self._plans:
+            if known is layout:
+                return plans
+        plans = {
+            at: watch.plan(layout) for at, watch in enumerate(self._watches) if isinstance(watch, TensorWatch | RowWatch)
+        }
+        self._plans = [*self._plans[-(MAX_LAYOUTS - 1) :], (layout, plans)]
+        return plans
+
+
+def _watches_of(rule: Rule, detector: SeriesDetector) -> list[Watch]:
+    """Return the watches of one rule: rows for detectors without a past, series for the others, scalars."""
+    watches: list[Watch] = []
+    kinds = frozenset(kind for kind in rule.match.kind if kind != "scalar")
+    if kinds:
+        statistics = rule.statistics(tuple(detector.statistics))
+        if not detector.state(1):
+            only_counts = getattr(detector, "raw_values", False) and getattr(detector, "threshold", None) is None
+            first = statistics[:1] if only_counts and not getattr(detector, "compat", "") else statistics
+            watches.extend(RowWatch(rule, detector, statistic, kinds) for statistic in first)
+        else:
+            for statistic in statistics:
+                fitted = detector.for_statistic(statistic) if hasattr(detector, "for_statistic") else detector
+                watches.append(TensorWatch(rule, fitted, statistic, kinds))
+    if "scalar" in rule.match.kind and (rule.match.kind == ("scalar",) or getattr(detector, "raw_values", False)):
+        fitted = detector.for_statistic("value") if hasattr(detector, "for_statistic") else detector
+        watches.append(ScalarWatch(rule, fitted))
+    return watches
+
+
+class _Columns:
+    """The statistics of one step, each formed once, when the first watch asks for it."""
+
+    def __init__(self, view: StepView) -> None:
+        self._view = view
+        self._clean: dict[str, np.ndarray] = {}
+        self._raw: dict[str, np.ndarray] = {}
+        self._bad: np.ndarray | None = None
+
+    @property
+    def present(self) -> np.ndarray:
+        """[tensors] whether the step has the tensor."""
+        return self._view.present
+
+    def clean(self, statistic: str) -> np.ndarray:
+        """Return the statistic, NaN for tensors with any non-finite element: what is left of them is no sample."""
+        if statistic not in self._clean:
+            values = np.asarray(self._view.moments.statistic(statistic), dtype=np.float64)
+            if len(self._view.bad_rows):
+                values = values.copy()
+                bad = self._view.row_logical[self._view.bad_rows]
+                values[bad[bad >= 0]] = np.nan
+            if statistic == "norm" and len(self._view.parts) < len(self._view.places):
+                values = values * self._missing_share()
+            self._clean[statistic] = values
+        return self._clean[statistic]
+
+    def raw(self, statistic: str) -> np.ndarray:
+        """Return the statistic as torch would give it, NaN and infinities in it."""
+        if statistic not in self._raw:
+            self._raw[statistic] = raw_statistic(self._view.stats, statistic)
+        return self._raw[statistic]
+
+    def _missing_share(self) -> np.ndarray:
+        """Return by tensor what a norm must be multiplied by for the ranks that a step closed without, parts being alike."""
+        here = {part.rank for part in self._view.parts}
+        shares = [len(here.intersection(tensor.ranks)) / len(tensor.ranks) for tensor in self._view.tensors]
+        with np.errstate(divide="ignore"):
+            return np.asarray(1.0 / np.sqrt(np.array(shares)))

@@ -1,0 +1,142 @@
+"""RowWatch: a rule without a past on each rank's own rows, so that the rank is named."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sentinel.anomaly import Anomaly, Severity
+from sentinel.detect import SeriesDetector
+from sentinel.moments import Moments
+from sentinel.record import NONE_ID
+from sentinel.rules import wording
+from sentinel.rules.facts import GRADIENT_KINDS, is_loss_scaling, tensor_anomaly
+from sentinel.rules.schema import Rule
+from sentinel.rules.watch import Plan, Watch
+
+if TYPE_CHECKING:
+    from sentinel.ingest.merge import Layout, StepView
+
+
+class RowWatch(Watch):
+    """Each rank's own rows, by a rule that needs no past: non-finite values, absolute limits."""
+
+    def __init__(self, rule: Rule, detector: SeriesDetector, statistic: str, kinds: frozenset[str]) -> None:
+        super().__init__(rule, detector, statistic, "row")
+        self.kinds = kinds
+        self.counts_only = getattr(detector, "threshold", None) is None and not getattr(detector, "compat", "")
+        """The counts of the row decide; no statistic is formed."""
+        self._sid_of: dict[str, int] = {}
+
+    def plan(self, layout: Layout) -> Plan:
+        """Return series numbers by tensor, -1 where the rule does not look."""
+        sids = np.full(len(layout.tensors), -1, dtype=np.int64)
+        for tensor in layout.tensors:
+            if tensor.kind in self.kinds and self.rule.match.takes_name(tensor.name):
+                sids[tensor.index] = self._sid_of.setdefault(tensor.key, len(self._sid_of))
+        return Plan(np.flatnonzero(sids >= 0), sids, bool((sids >= 0).all()))
+
+    def series_keys(self) -> object:
+        """Return the tensor keys in order of number."""
+        return list(self._sid_of)
+
+    def take_series_keys(self, keys: Any) -> None:
+        """Take the tensor keys back."""
+        self._sid_of = {key: sid for sid, key in enumerate(keys)}
+
+    def judge(self, view: StepView, plan: Plan) -> list[Anomaly]:
+        """Return the records of one step."""
+        bad = self._bad_rows(view, plan)
+        if bad.size and self.rule.match.rank:
+            bad = bad[np.isin(view.row_rank[bad], self.rule.match.rank)]
+        found: list[Anomaly] = []
+        if bad.size:
+            rows = view.rows[bad]
+            micro = np.where(rows["micro_step"] >= 0, rows["micro_step"], rows["bad_micro_step"]).astype(np.int64)
+            series, rank = plan.slots[view.row_logical[bad]], view.row_rank[bad].astype(np.int64)
+            key = (series << 36) | (rank << 16) | ((micro + 1) & 0xFFFF)
+            key, first = np.unique(key, return_index=True)
+            at = self.episodes.locate(key)
+            known = at >= 0
+            self.episodes.continue_at(at[known], view.step)
+            new = np.flatnonzero(~known) if self.rule.episode_quiet_steps else np.arange(len(key))
+            onsets = [self._anomaly(view, int(bad[first[i]]), int(micro[first[i]])) for i in new]
+            found.extend(onsets)
+            fresh = [i for i, at_new in enumerate(new) if not known[at_new]]
+            if fresh:
+                keys = key[new[fresh]]
+                self.episodes.open(keys, view.step, np.ones(len(keys), dtype=bool), [onsets[i] for i in fresh])
+        if len(self.episodes):
+            found.extend(self.quiet(view))
+        return found
+
+    def _bad_rows(self, view: StepView, plan: Plan) -> np.ndarray:
+        if self.counts_only:
+            self.num_points += view.num_rows
+            bad: np.ndarray = view.bad_rows
+        else:
+            if not view.num_rows:
+                return np.zeros(0, dtype=np.int64)
+            rows = np.arange(view.num_rows)
+            values = raw_statistic(view.rows, self.statistic)
+            scores = self.detector.score(values, {})
+            self.num_points += len(values)
+            bad = rows[scores.score >= 1.0]
+        if bad.size:
+            logical = view.row_logical[bad]
+            bad = bad[(logical >= 0) & (plan.slots[logical] >= 0)]
+        return bad
+
+    def _anomaly(self, view: StepView, at: int, micro: int) -> Anomaly:
+        row, rank = view.rows[at], int(view.row_rank[at])
+        tensor = view.tensors[int(view.row_logical[at])]
+        num_nan, num_inf = int(row["num_nan"]), int(row["num_pos_inf"]) + int(row["num_neg_inf"])
+        micro_step = micro if micro >= 0 else None
+        is_bad = bool(num_nan or num_inf)
+        call = int(row["bad_call_id"]) if is_bad and row["bad_call_id"] != NONE_ID else int(row["call_id"])
+        call_id = call if call != NONE_ID else None
+        severity = self.rule.severity
+        baseline, score = math.nan, math.nan
+        if is_bad and (self.counts_only or math.isnan(self._raw(row)) or math.isinf(self._raw(row))):
+            statistic = "nans" if num_nan else "infs"
+            value = float(num_nan or num_inf)
+            total = int(row["count"]) + num_nan + num_inf
+            text = wording.nonfinite(
+                tensor.kind, tensor.name, num_nan, num_inf, total, rank, micro_step, view.is_skipped
+            )
+            if tensor.kind in GRADIENT_KINDS and is_loss_scaling(view):
+                severity = min(severity, Severity.WARNING, key=lambda s: s.level)
+        else:
+            statistic, value = self.statistic, self._raw(row)
+            baseline = float(getattr(self.detector, "threshold", None) or math.nan)
+            score = abs(value) / baseline if baseline > 0 else math.nan
+            text = f"{wording.subject(tensor.kind, tensor.name, statistic)} is {wording.number(value)} on rank {rank}"
+            text += f", past the limit {wording.number(baseline)}"
+            # An absolute limit is the user's own word, yet a lone finite excursion pages nobody (DESIGN.md, section 6).
+            severity = Severity.INFO
+        key = f"{tensor.key}/{'nonfinite' if statistic in ('nans', 'infs') else statistic}"
+        return tensor_anomaly(
+            view, self.rule, tensor, statistic, severity, rank, micro_step, call_id, value, baseline, score, text, key
+        )
+
+    def _raw(self, row: np.void) -> float:
+        return float(raw_statistic(np.array([row]), self.statistic)[0])
+
+
+def raw_statistic(rows: np.ndarray, statistic: str) -> np.ndarray:
+    """Return the statistic of each row as torch would give it: NaN where it holds a NaN, +-inf for infinities."""
+    values = np.array(Moments.from_rows(rows).statistic(statistic), dtype=np.float64)
+    if statistic in ("nans", "infs", "zeros"):
+        return values
+    up, down = rows["num_pos_inf"] > 0, rows["num_neg_inf"] > 0
+    signed = statistic in ("mean", "min", "max", "skew")
+    if statistic != "min":
+        values[up] = np.inf
+    if statistic != "max":
+        values[down] = -np.inf if signed else np.inf
+    if statistic in ("mean", "skew", "std", "var", "kurtosis"):
+        values[up & down] = np.nan
+    values[rows["num_nan"] > 0] = np.nan
+    return values

@@ -1,0 +1,236 @@
+"""Watches: one rule on one statistic, over all the series it matches; state, episodes and corroboration live here."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from sentinel.anomaly import Anomaly, anomaly_id
+from sentinel.detect import Scores, SeriesDetector, State, grow
+from sentinel.rules import wording
+from sentinel.rules.episodes import Ended, Episodes
+from sentinel.rules.schema import Rule
+
+if TYPE_CHECKING:
+    from sentinel.ingest.merge import StepView
+
+LASTING_STEPS = 3
+"""Points in a row that corroborate a lone excursion (DESIGN.md, section 6)."""
+AGREEING_TENSORS = 3
+"""Tensors of one rule and step that corroborate each other (DESIGN.md, section 6)."""
+BACKGROUND_RATE = 0.02
+"""Weight of the newest step in a rule's usual number of lone excursions a step; chosen."""
+
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What one watch looks at in one layout."""
+
+    index: np.ndarray
+    """[watched] indices into the layout's tensors."""
+    slots: np.ndarray
+    """[watched] places in the watch's state."""
+    all_slots: bool
+    """The watched tensors are the state's series, in order: no gathering needed."""
+
+
+class Watch:
+    """One rule on one statistic. Subclasses say what its series are."""
+
+    def __init__(self, rule: Rule, detector: SeriesDetector, statistic: str, mode: str) -> None:
+        self.rule, self.detector, self.statistic, self.mode = rule, detector, statistic, mode
+        self.state: State = {}
+        self.num_series = 0
+        self.episodes = Episodes()
+        self.background = 0.0
+        """Lone excursions that a step of this watch usually has."""
+        self.num_points = 0
+        """Points judged so far."""
+        self.settled: list[str] = []
+        """Ids of the onsets that settled in this step."""
+
+    @property
+    def identity(self) -> str:
+        """What must be equal for the state to be kept over a reload: rule name, detector, args, statistic."""
+        parts = [self.rule.name, self.rule.detector, self.statistic, self.mode]
+        text = msgspec.json.encode([*parts, self.rule.args], order="sorted")
+        return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+    # -- series ------------------------------------------------------------------------------------------------------
+
+    def _grow(self, num_series: int) -> None:
+        if num_series > self.num_series:
+            self.state = grow(self.detector, self.state, num_series)
+            self.num_series = num_series
+
+    def _gather(self, slots: np.ndarray | None) -> State:
+        return self.state if slots is None else {name: array[slots] for name, array in self.state.items()}
+
+    def _scatter(self, part: State, slots: np.ndarray | None) -> None:
+        if slots is not None:
+            for name, array in part.items():
+                self.state[name][slots] = array
+
+    # -- judging -----------------------------------------------------------------------------------------------------
+
+    def _run(self, values: np.ndarray, slots: np.ndarray | None) -> tuple[Scores, np.ndarray, np.ndarray | None]:
+        """Score, then learn; return scores (read for the anomalous), the anomalous points, and the settled ones."""
+        part = self._gather(slots)
+        scores = self.detector.score(values, part)
+        anomalous = scores.score >= 1.0
+        if anomalous.any():
+            _ = scores.baseline
+        self.detector.learn(values, part, anomalous)
+        self._scatter(part, slots)
+        self.num_points += len(values)
+        settled = part.get("settled")
+        return scores, anomalous, settled if settled is not None and settled.any() else None
+
+    def _agree(self, num_tensors: int) -> bool:
+        """Whether so many tensors in one step are more than what chance brings this rule; learns what is usual.
+
+        A Poisson count with mean b exceeds b + 6 sqrt(b) + 2 less than once in a million steps, for any b.
+        """
+        need = max(AGREEING_TENSORS, math.ceil(self.background + 6.0 * math.sqrt(self.background) + 2.0))
+        self.background += BACKGROUND_RATE * (min(num_tensors, need) - self.background)
+        return num_tensors >= need
+
+    def quiet(self, view: StepView) -> list[Anomaly]:
+        """Return the end records of episodes that are over."""
+        quiet_steps = self.rule.episode_quiet_steps
+        if quiet_steps == 0:
+            self.episodes.end_quiet(view.step, 1)
+            return []
+        return [self._end(one, view) for one in self.episodes.end_quiet(view.step, quiet_steps)]
+
+    def stop(self, view: StepView) -> list[Anomaly]:
+        """Return the end records of all open episodes: a new attempt began."""
+        ended = self.episodes.end_all()
+        return [self._end(one, view) for one in ended] if self.rule.episode_quiet_steps else []
+
+    def _end(self, ended: Ended, view: StepView, goes_on_as: str = "") -> Anomaly:
+        onset = ended.onset
+        if ended.settled:
+            self.settled.append(onset.id)
+        return msgspec.structs.replace(
+            onset,
+            id=anomaly_id(view.run, view.attempt, view.step, onset.micro_step, onset.rank, onset.id, onset.rule, "end"),
+            attempt=view.attempt,
+            step=view.step,
+            time=view.time,
+            event="end",
+            count=ended.count,
+            onset_id=onset.id,
+            message=wording.ending(onset, ended.count, ended.settled, goes_on_as),
+        )
+
+    # -- snapshots ---------------------------------------------------------------------------------------------------
+
+    def series_keys(self) -> object:
+        """Return what says which series each slot is."""
+        raise NotImplementedError
+
+    def take_series_keys(self, keys: Any) -> None:
+        """Take back what `series_keys` gave."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, object]:
+        """Return everything that changes, for a snapshot."""
+        return {
+            "keys": self.series_keys(),
+            "state": {n: [a.dtype.str, list(a.shape), np.ascontiguousarray(a).tobytes()] for n, a in self.state.items()},
+            "num_series": self.num_series,
+            "episodes": self.episodes.to_dict(),
+            "background": self.background,
+            "num_points": self.num_points,
+        }
+
+    def take_dict(self, data: Mapping[str, Any]) -> None:
+        """Take back what `to_dict` gave."""
+        self.state = {
+            name: np.frombuffer(raw, dtype=np.dtype(dtype)).reshape(shape).copy()
+            for name, (dtype, shape, raw) in data["state"].items()
+        }
+        self.num_series = data["num_series"]
+        self.episodes = Episodes.from_dict(data["episodes"])
+        self.background = data["background"]
+        self.num_points = data["num_points"]
+        self.take_series_keys(data["keys"])
+
+    def take_over(self, old: Watch) -> None:
+        """Go on where `old`, a watch of the same identity, stands."""
+        self.take_dict(old.to_dict())
+
+
+class Points:
+    """The anomalous points of one watch and step; makes their anomalies on demand."""
+
+    def __init__(self, slots: np.ndarray) -> None:
+        self.slots = slots
+
+    def anomaly(self, i: int, full: bool, why: str) -> tuple[Anomaly, bool]:
+        """Return the onset record of point `i`, and whether it has the rule's full severity."""
+        raise NotImplementedError
+
+
+class SeriesWatch(Watch):
+    """A watch whose series have baselines: corroboration, level shifts, episodes by series."""
+
+    def _emit(
+        self,
+        view: StepView,
+        slots: np.ndarray,
+        points: Points,
+        settled_slots: np.ndarray,
+        agree: np.ndarray,
+    ) -> list[Anomaly]:
+        """Turn one step's anomalous points into onset and end records.
+
+        slots: [seen] the series seen; points: those that were anomalous; agree: [points] corroborated by others.
+        """
+        found: list[Anomaly] = []
+        open_keys = self.episodes
+        if len(open_keys):
+            seen = np.zeros(self.num_series, dtype=bool)
+            seen[slots] = True
+            seen[points.slots] = False
+            open_keys.interrupt(np.flatnonzero(seen[open_keys.key]))
+        if points.slots.size:
+            at = open_keys.locate(points.slots)
+            known = at >= 0
+            open_keys.continue_at(at[known], view.step)
+            streak = np.ones(len(at), dtype=np.int64)
+            streak[known] = open_keys.streak[at[known]]
+            lasting = streak >= LASTING_STEPS
+            # Read before anything opens: opening moves the positions that `at` holds.
+            was_raised = np.where(known, open_keys.raised[at] if len(open_keys) else False, False)
+            fresh: list[tuple[int, bool, Anomaly]] = []
+            for i in range(len(at)):
+                full = bool(agree[i] or lasting[i])
+                if known[i] and self.rule.episode_quiet_steps and (was_raised[i] or not full):
+                    continue
+                why = "" if not full else "others show it too" if agree[i] else f"for {streak[i]} points in a row"
+                anomaly, is_raised = points.anomaly(i, full, why)
+                if known[i] and self.rule.episode_quiet_steps:
+                    if anomaly.severity is open_keys.onset[int(points.slots[i])].severity:
+                        open_keys.raised[at[i]] = True
+                        continue
+                    found.append(anomaly)
+                    found.append(self._end(open_keys.raise_to(int(points.slots[i]), anomaly), view, anomaly.id))
+                elif known[i]:
+                    found.append(anomaly)
+                else:
+                    found.append(anomaly)
+                    fresh.append((int(points.slots[i]), is_raised, anomaly))
+            if fresh:
+                keys = np.array([key for key, _, _ in fresh], dtype=np.int64)
+                open_keys.open(keys, view.step, np.array([up for _, up, _ in fresh]), [a for _, _, a in fresh])
+        if settled_slots.size:
+            ended = self.episodes.end_settled(settled_slots)
+            found.extend(self._end(one, view) for one in ended)
+        return found
