@@ -17,7 +17,6 @@ from sentinel.cli.child import Child
 from sentinel.cli.companion import Companion
 from sentinel.cli.main import FOUND, say
 from sentinel.cli.places import run_name, runs_directory
-from sentinel.errors import ConfigError
 from sentinel.store.disk import refuse_foreign
 
 POLL_S = 0.05
@@ -82,7 +81,7 @@ def run(
 
     arguments = [str(run_dir), "--owned", "--listen", listen]
     for pack in packs:
-        arguments += ["--rules", str(Path(pack).absolute())]
+        arguments += ["--rules", str(Path(pack).absolute()) if Path(pack).exists() else pack]
     if config:
         arguments += ["--config", str(Path(config).absolute())]
     if state_dir:
@@ -167,11 +166,8 @@ def _check(packs: Sequence[str], config: str | None, listen: str) -> None:
     from sentinel.daemon.packs import RulePacks
 
     HttpConfig.parse(listen)
-    for path in (*packs, *([config] if config else [])):
-        if not Path(path).exists():
-            raise ConfigError(f"{path}: expected a file, found none")
     load_config(Path(config) if config else None)
-    RulePacks([Path(pack) for pack in packs]).load()
+    RulePacks(packs).load()
 
 
 def _worst(report: dict[str, Any]) -> int:

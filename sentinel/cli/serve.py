@@ -1,0 +1,109 @@
+"""`sentinel serve DIR`: the daemon, in the foreground."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from sentinel.cli.places import runs_directory
+from sentinel.errors import ConfigError
+
+
+@click.command()
+@click.argument("directory", required=False)
+@click.option(
+    "--state-dir", metavar="DIR", help="Journal, tokens and address: a local disk. Default: DIRECTORY/.daemon."
+)
+@click.option(
+    "--rules", "packs", multiple=True, metavar="PATH", help="Rule pack: a file, a directory, or a built-in name."
+)
+@click.option("--config", metavar="FILE", help="Configuration: judging, notify and control sections.")
+@click.option("--listen", default="127.0.0.1:9464", show_default=True, metavar="HOST:PORT", help="Port 0: a free one.")
+@click.option("--no-http", is_flag=True, help="Listen nowhere.")
+@click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="Further name that a Host header may carry.")
+@click.option("--open-reads", is_flag=True, help="Answer reads without a token on any address, not only on loopback.")
+@click.option(
+    "--late-after",
+    type=int,
+    metavar="STEPS",
+    help="A rank this many steps behind the newest is late: its step closes without it. "
+    "0 leaves only the time limit. Default: 2.",
+)
+@click.option(
+    "--late-after-s",
+    type=float,
+    metavar="SECONDS",
+    help="A rank that keeps the others waiting for so long is late. 0: none. Default: 30.",
+)
+@click.option(
+    "--drain-s", default=10.0, show_default=True, metavar="SECONDS", help="Longest time to end in after SIGTERM."
+)
+@click.option("--owned", is_flag=True, hidden=True, help="The daemon of `sentinel run`.")
+@click.option("-v", "--verbose", is_flag=True, help="Say more.")
+def serve(
+    directory: str | None,
+    state_dir: str | None,
+    packs: tuple[str, ...],
+    config: str | None,
+    listen: str,
+    no_http: bool,
+    hosts: tuple[str, ...],
+    open_reads: bool,
+    late_after: int | None,
+    late_after_s: float | None,
+    drain_s: float,
+    owned: bool,
+    verbose: bool,
+) -> int:
+    """Judge DIRECTORY as it is written: one run, or a directory of runs in which new ones may appear.
+
+    Default: $SENTINEL_DIR, else ./sentinel_runs. SIGHUP reads the rules again; SIGTERM and SIGINT judge what is left and
+    end with 0.
+    """
+    import msgspec
+
+    from sentinel.daemon.app import Daemon, ServeOptions
+    from sentinel.daemon.config import load_config
+    from sentinel.daemon.http import HttpConfig
+
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    where = Path(directory).absolute() if directory else runs_directory()
+    if not where.is_dir():
+        raise ConfigError(
+            f"{where}: expected a run or a directory of runs, found none; training makes it, or mkdir -m 700"
+        )
+    settings = load_config(Path(config) if config else None)
+    judging = settings.judging
+    if late_after is not None:
+        judging = msgspec.structs.replace(judging, late_after_steps=late_after)
+    if late_after_s is not None:
+        judging = msgspec.structs.replace(judging, late_after_s=late_after_s)
+    # `replace` does not validate; building it anew does.
+    judging = type(judging)(**msgspec.structs.asdict(judging))
+    http = None if no_http else HttpConfig.parse(listen, has_open_reads=open_reads, allowed_hosts=hosts)
+    watchdog = (
+        os.environ.get("WATCHDOG_USEC", "0")
+        if os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        else "0"
+    )
+    options = ServeOptions(
+        directory=where,
+        state_dir=Path(state_dir) if state_dir else None,
+        packs=packs,
+        config=msgspec.structs.replace(settings, judging=judging),
+        http=http,
+        is_owned=owned,
+        parent=os.getppid() if owned else 0,
+        notify_socket=os.environ.get("NOTIFY_SOCKET", ""),
+        watchdog_us=int(watchdog) if watchdog.isdigit() else 0,
+        drain_s=drain_s,
+    )
+    return Daemon(options, os.environ, sys.stderr).run()

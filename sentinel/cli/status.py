@@ -1,0 +1,96 @@
+"""`sentinel status`: where each run stands, read from its journal; the daemon may run or not."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from sentinel.anomaly import Incident, Severity
+from sentinel.cli.main import CLEAN, FOUND, say
+from sentinel.cli.places import find_run, runs_directory
+from sentinel.store.journal import Journal
+from sentinel.store.whereabouts import RunPaths, runs_in
+
+
+@click.command()
+@click.argument("where", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a run.")
+def status(where: str | None, as_json: bool) -> int:
+    """Say where each run stands. WHERE: a run, its name, or a directory of runs. Default: $SENTINEL_DIR.
+
+    Exit 1 when an incident that is a warning or worse is open.
+    """
+    home = runs_directory() if where is None else Path(where)
+    runs = runs_in(home) or ([] if where is None else runs_in(find_run(where)))
+    if not runs:
+        say(f"{home}: no runs there")
+    is_clean = True
+    for run in runs:
+        state = run_status(run)
+        open_incidents = [one for one in state["incidents"] if one["state"] == "open"]
+        is_clean = is_clean and not any(Severity(one["severity"]).level for one in open_incidents)
+        if as_json:
+            click.echo(json.dumps(state))
+            continue
+        daemon = f"judged by process {state['daemon']}" if state["daemon"] else "no daemon"
+        step = "nothing judged" if state["step"] is None else f"attempt {state['attempt']}, step {state['step']} judged"
+        click.echo(f"{state['run']}: {step}; {daemon}; {state['num_anomalies']} anomalies")
+        for one in open_incidents:
+            click.echo(
+                f"  {one['severity']:8} {one['title']} ({one['id']}), first cause: {one['root_name'] or 'unknown'}"
+            )
+    return CLEAN if is_clean else FOUND
+
+
+def run_status(run_dir: Path) -> dict[str, Any]:
+    """Return what the journal knows of a run, JSON; null where it knows nothing."""
+    paths = RunPaths.of(run_dir)
+    state: dict[str, Any] = {
+        "run": paths.name,
+        "directory": str(paths.run_dir),
+        "daemon": _daemon(paths.lock_directory / "lock"),
+        "attempt": None,
+        "step": None,
+        "num_decisions": 0,
+        "num_judged": 0,
+        "num_anomalies": 0,
+        "incidents": [],
+    }
+    if not paths.journal.exists():
+        return state
+    journal = Journal(paths.journal, read_only=True)
+    try:
+        state["num_decisions"], state["num_judged"] = journal.last_seq, journal.judged
+        state["num_anomalies"] = journal.count("anomalies")
+        position = journal.recall("position")
+        if position:
+            state["attempt"], state["step"] = json.loads(position)
+        incidents = [msgspec.json.decode(body, type=Incident) for body in journal.newest_incidents(100)]
+        state["incidents"] = [
+            {name: value for name, value in msgspec.to_builtins(one).items() if name not in ("members", "first_causes")}
+            for one in incidents
+        ]
+    finally:
+        journal.close()
+    return state
+
+
+def _daemon(lock: Path) -> str | None:
+    """Return who holds the lock, or None where nobody does."""
+    try:
+        fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return os.pread(fd, 256, 0).decode("ascii", "replace").strip() or "unknown"
+    finally:
+        os.close(fd)
+    return None

@@ -1,0 +1,110 @@
+"""Where a run keeps what: its spool, its files, its lock and its journal, which may lie on another disk."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from sentinel.errors import StoreError
+
+
+def is_run(directory: Path) -> bool:
+    """Return whether a directory is one run, rather than a directory of runs."""
+    return (directory / "spool").is_dir() or (directory / "attempts").is_dir()
+
+
+def runs_in(directory: Path) -> list[Path]:
+    """Return the runs that a directory is or holds, by name."""
+    if is_run(directory):
+        return [directory]
+    try:
+        entries = sorted(directory.iterdir())
+    except OSError:
+        return []
+    return [one for one in entries if not one.name.startswith(".") and not one.is_symlink() and is_run(one)]
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The places of one run. state: the directory of its journal."""
+
+    run_dir: Path
+    state: Path
+
+    @classmethod
+    def of(cls, run_dir: Path, state_dir: Path | None = None) -> RunPaths:
+        """Return the places of a run.
+
+        state_dir: what --state-dir says; None: where the journal was kept before, by default `<run>/.daemon`.
+        StoreError when the run has a journal somewhere else: judging it twice would write every anomaly twice.
+        """
+        run_dir = run_dir.absolute()
+        own = run_dir / ".daemon"
+        asked = None if state_dir is None else state_dir.absolute() / "runs" / run_dir.name
+        former = _former(own)
+        if asked is None:
+            return cls(run_dir, former or own)
+        if former is not None and former != asked and former.exists():
+            raise StoreError(
+                f"{run_dir}: was judged with its journal in {former}, got --state-dir {state_dir}; give the former one, or "
+                f"move the journal there and remove {own / 'state.json'}"
+            )
+        if former is None and (own / "journal.sqlite").exists():
+            raise StoreError(
+                f"{run_dir}: was judged with its journal in {own}, got --state-dir {state_dir}; leave --state-dir out, or "
+                "move the journal there"
+            )
+        return cls(run_dir, asked)
+
+    @property
+    def name(self) -> str:
+        """The run's name: that of its directory."""
+        return self.run_dir.name
+
+    @property
+    def journal(self) -> Path:
+        """The journal's file."""
+        return self.state / "journal.sqlite"
+
+    @property
+    def lock_directory(self) -> Path:
+        """Where the lock lies: in the run itself, so that daemons with different state directories meet."""
+        return self.run_dir / ".daemon"
+
+    @property
+    def anomalies(self) -> Path:
+        """The directory of anomaly files."""
+        return self.run_dir / "anomalies"
+
+    @property
+    def incidents(self) -> Path:
+        """The file of incident revisions."""
+        return self.run_dir / "incidents.jsonl"
+
+    def remember(self) -> None:
+        """Leave a note in the run that says where its journal is, when that is elsewhere."""
+        own = self.lock_directory
+        if self.state == own:
+            return
+        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(own / "state.json", json.dumps({"state": str(self.state)}) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file, 0600, so that readers see the former one or the new one and nothing between."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write(text)
+    part.replace(path)
+
+
+def _former(own: Path) -> Path | None:
+    try:
+        return Path(json.loads((own / "state.json").read_text("utf-8"))["state"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{own / 'state.json'}: expected a note of where the journal is, got: {error}") from error

@@ -1,0 +1,139 @@
+"""The group of verbs: exit codes, help, and nothing loaded that is not needed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sentinel.cli.main import VERBS, run_cli
+from sentinel.cli.places import find_run, run_name, runs_directory
+from sentinel.cli.run import make_report, report_lines
+from sentinel.errors import ConfigError
+from sentinel.version import VERSION
+
+
+def test_version_and_help_list_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(["--version"]) == 0
+    assert VERSION in capsys.readouterr().out
+    assert run_cli(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(verb in text for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS))
+def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli([verb, "--help"]) == 0
+    assert "Usage: sentinel" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["srve"], ["serve", "--nonsense"], ["run"], ["serve", "/no/such/directory"]])
+def test_bad_usage_is_2_and_said_on_stderr(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err
+
+
+def test_the_nearest_verb_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    run_cli(["srve"])
+
+    assert 'did you mean "serve"?' in capsys.readouterr().err
+
+
+def test_help_loads_neither_daemon_nor_torch() -> None:
+    script = (
+        "import sys\nfrom sentinel.cli.main import run_cli\nrun_cli(['--help'])\n"
+        "heavy = {'torch', 'numpy', 'starlette', 'uvicorn', 'requests', 'yaml'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+
+    assert result.returncode == 0, result.stderr
+
+
+def test_runs_are_found_by_name_path_and_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SENTINEL_DIR", str(tmp_path))
+    for name in ("a", "b"):
+        (tmp_path / name / "spool").mkdir(parents=True)
+    import os
+
+    os.utime(tmp_path / "a" / "spool", (2e9, 2e9))
+
+    assert runs_directory() == tmp_path
+    assert find_run("b") == tmp_path / "b"
+    assert find_run(str(tmp_path / "b")) == tmp_path / "b"
+    assert find_run(None) == tmp_path / "a"
+    with pytest.raises(ConfigError, match="known: a, b"):
+        find_run("c")
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "x" * 200, "a b"])
+def test_run_names_are_safe(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SENTINEL_RUN", name or "/")
+
+    with pytest.raises(ConfigError, match="run name"):
+        run_name()
+
+
+def test_a_run_without_a_name_is_called_after_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SENTINEL_RUN", raising=False)
+
+    assert run_name() != run_name()
+    assert run_name("given") == "given"
+
+
+def incident(name: str, revision: int, severity: str, state: str = "open") -> dict[str, object]:
+    return {
+        "id": name, "revision": revision, "run": "r", "attempt": 0, "state": state, "opened_step": 3, "last_step": 9,
+        "severity": severity, "title": f"title of {name}", "root": None, "root_name": "blocks.2 (activation) rank 1",
+        "verdict": "hardware",
+    }  # fmt: skip
+
+
+def test_the_report_says_the_newest_of_each_incident(tmp_path: Path) -> None:
+    (tmp_path / "anomalies").mkdir()
+    (tmp_path / "anomalies" / "000001.jsonl").write_text("{}\n{}\n{}\n")
+    revisions = [incident("i1", 1, "warning"), incident("i2", 1, "info"), incident("i1", 2, "critical", "resolved")]
+    (tmp_path / "incidents.jsonl").write_text("".join(json.dumps(one) + "\n" for one in revisions))
+
+    report = make_report(tmp_path, 0, True)
+    lines = report_lines(report)
+
+    assert report["num_anomalies"] == 3
+    assert [(one["id"], one["revision"]) for one in report["incidents"]] == [("i1", 2), ("i2", 1)]
+    assert "3 anomalies, 2 incidents" in lines[0]
+    assert "CRITICAL title of i1 [resolved, i1]" in lines[1]
+    assert "first cause: blocks.2 (activation) rank 1; suspected: hardware" in lines[2]
+
+
+def test_a_clean_run_has_a_clean_report(tmp_path: Path) -> None:
+    assert report_lines(make_report(tmp_path, 0, True)) == [f"run {tmp_path.name}: 0 anomalies, 0 incidents"]
+
+
+def test_check_config_tells_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad, rules = tmp_path / "good.yaml", tmp_path / "bad.yaml", tmp_path / "rules.yaml"
+    good.write_text("judging: {late_after_steps: 3}\n")
+    bad.write_text("judging: {late_after_steps: -1}\nnotify: {}\n")
+    rules.write_text("rules:\n  - name: x\n    detector: AnomalyNam\n")
+
+    assert run_cli(["check-config", str(good)]) == 0
+    assert run_cli(["check-config", str(bad)]) == 1
+    assert "judging.late_after_steps must be at least 0, got -1" in capsys.readouterr().out
+    assert run_cli(["check-config", str(rules)]) == 1
+    assert 'did you mean "AnomalyNan"?' in capsys.readouterr().out
+
+
+def test_doctor_finds_a_directory_that_others_may_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    (run / "spool").mkdir(parents=True)
+    run.chmod(0o700)
+
+    assert run_cli(["doctor", str(tmp_path), "--json"]) == 0
+    run.chmod(0o777)
+    assert run_cli(["doctor", str(tmp_path)]) == 1
+    assert "chmod go-w" in capsys.readouterr().out

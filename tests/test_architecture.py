@@ -1,0 +1,155 @@
+"""The import arrows of DESIGN.md, section 2, read from the source: which stage may know of which."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "sentinel"
+NOUNS = {"record", "moments", "messages", "place", "anomaly", "command", "errors", "version"}
+STAGES = {
+    "native", "collect", "wire", "ingest", "detect", "rules", "order", "report", "control", "store", "daemon", "web", "cli",
+}  # fmt: skip
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "nouns": {"native"},  # moments are folded by the extension, which imports nothing of ours
+    "native": set(),
+    "wire": {"native"},  # the writer thread folds micro-steps
+    "collect": {"wire", "native"},
+    "ingest": {"wire", "native"},
+    "detect": {"native"},
+    "rules": {"detect", "native"},
+    "order": set(),
+    "report": set(),
+    "control": {"wire"},
+    "store": set(),
+    "web": set(),
+    "daemon": STAGES - {"collect", "cli"},
+    "cli": STAGES,
+    "testing": STAGES - {"collect", "cli", "daemon"},
+    "root": STAGES,
+}
+"""Stage -> stages that it may import, beside the nouns and itself."""
+
+
+def stage_of(module: str) -> str:
+    parts = module.split(".")
+    if len(parts) == 1:
+        return "root"
+    if parts[1] in NOUNS:
+        return "nouns"
+    return parts[1]
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path, *, with_types: bool = False) -> list[tuple[int, str, bool]]:
+    """Return (line, module, is_lazy) of each import in a file; those for type checkers alone only when asked."""
+    found: list[tuple[int, str, bool]] = []
+
+    def visit(node: ast.AST, is_lazy: bool) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not with_types:
+            for other in node.orelse:
+                visit(other, is_lazy)
+            return
+        if isinstance(node, ast.Import):
+            found.extend((node.lineno, alias.name, is_lazy) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}:{node.lineno}: expected an absolute import"
+            if node.module == "sentinel":
+                found.extend((node.lineno, f"sentinel.{alias.name}", is_lazy) for alias in node.names)
+            else:
+                found.append((node.lineno, node.module, is_lazy))
+        inner = is_lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for child in ast.iter_child_nodes(node):
+            visit(child, inner)
+
+    visit(ast.parse(path.read_text("utf-8")), False)
+    return found
+
+
+FILES = sorted(path for path in ROOT.rglob("*.py"))
+
+
+def test_import_arrows() -> None:
+    wrong = []
+    for path in FILES:
+        stage = stage_of(module_of(path))
+        for line, module, _ in imports_of(path):
+            if module.partition(".")[0] != "sentinel":
+                continue
+            other = stage_of(module)
+            if other in ("nouns", stage) or other in MAY_IMPORT.get(stage, set()):
+                continue
+            if other == "root" and module == "sentinel":
+                continue
+            wrong.append(f"{path.relative_to(ROOT.parent)}:{line}: {stage} must not import {module}")
+
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_collect_imports_torch() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT.parent)}:{line}"
+        for path in FILES
+        for line, module, _ in imports_of(path, with_types=True)
+        if module.partition(".")[0] in ("torch", "triton") and stage_of(module_of(path)) not in ("collect",)
+    ]
+
+    assert not wrong, wrong
+
+
+def test_the_command_line_imports_collect_lazily() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT.parent)}:{line}"
+        for path in FILES
+        for line, module, is_lazy in imports_of(path)
+        if stage_of(module_of(path)) == "cli" and stage_of(module) == "collect" and not is_lazy
+    ]
+
+    assert not wrong, wrong
+
+
+def test_the_environment_is_read_in_two_places() -> None:
+    readers = []
+    for path in FILES:
+        stage = stage_of(module_of(path))
+        if stage == "cli" or path.relative_to(ROOT) == Path("collect/environment.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.environb"):
+                readers.append(f"{path.relative_to(ROOT.parent)}:{node.lineno}")
+
+    assert not readers, readers
+
+
+def test_no_drawers() -> None:
+    drawers = {"utils", "util", "helpers", "common", "misc"}
+
+    assert not [path for path in FILES if path.stem in drawers]
+
+
+@pytest.mark.parametrize("module", ["sentinel", "sentinel.daemon.app", "sentinel.cli.main", "sentinel.cli.serve"])
+def test_daemon_needs_no_torch(module: str) -> None:
+    # An import hook that refuses torch stands for a machine without it.
+    script = (
+        "import sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('torch', 'triton'):\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        f"import {module}\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+
+    assert result.returncode == 0, result.stderr
