@@ -20,14 +20,13 @@ import msgspec
 from sentinel.anomaly import Anomaly, Incident, Severity, incident_id
 from sentinel.errors import ConfigError
 from sentinel.order.causal import Origin, Phase, is_nonfinite, leading_causes, origin, phase_of, sort_key
+from sentinel.order.wording import born_words, is_liveness, place_words, root_words, title_words
 
 MAX_SERIES = 4096
 """Most series that an incident remembers, to know its own again (chosen); past it the newest are not remembered."""
 
 MAX_FIRST_CAUSES = 64
 """Most first causes that an incident lists (chosen); a NaN on each of a thousand replicas needs no thousand names."""
-
-_LIVENESS = frozenset({"StaleRank", "SlowRank", "RankSkew"})
 
 
 class IncidentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -169,7 +168,7 @@ class IncidentTracker:
         liveness: dict[str, list[Anomaly]] = {}
         bad, finite = [], []
         for anomaly in onsets:
-            if _is_liveness(anomaly):
+            if is_liveness(anomaly):
                 liveness.setdefault(anomaly.rule, []).append(anomaly)
             elif is_nonfinite(anomaly):
                 bad.append(anomaly)
@@ -241,7 +240,7 @@ class IncidentTracker:
             one = min(exploding, key=_age)
             self._join(one, bad)
             one.nature = "nonfinite"
-            words = _born_words(causes[0], born)
+            words = born_words(causes[0], born)
             one.incident = msgspec.structs.replace(
                 one.incident, title=f"{one.incident.title}; then {words}", segment=born.segment, module=born.module
             )
@@ -295,9 +294,9 @@ class IncidentTracker:
             opened_step=root.step,
             last_step=root.step,
             severity=root.severity,
-            title=_title(nature, root, born),
+            title=title_words(root, born),
             root=root.id,
-            root_name=_root_words(root, born),
+            root_name=root_words(root, born),
             segment=born.segment,
             module=born.module if nature == "nonfinite" else "",
             evidence=_evidence(nature, root, causes, group),
@@ -329,7 +328,7 @@ class IncidentTracker:
             one.causes = causes[:MAX_FIRST_CAUSES]
             one.num_unnamed += len(causes) - len(one.causes)
             if one.causes[0].id != now.root and one.causes[0].id in {a.id for a in early}:
-                _revise(one, evidence=f"an earlier sign came late: {_place_words(one.causes[0])}")
+                _revise(one, evidence=f"an earlier sign came late: {place_words(one.causes[0])}")
         self._touched.setdefault(now.id, []).extend(a.id for a in group)
         ranks = {rank for a in group for rank in (a.ranks if a.rank is None else (a.rank,))}
         severity = max((now.severity, *(a.severity for a in group)), key=lambda s: s.level)
@@ -413,10 +412,6 @@ def _series(anomaly: Anomaly) -> str:
     return f"{anomaly.kind}/{anomaly.tag_name}"
 
 
-def _is_liveness(anomaly: Anomaly) -> bool:
-    return anomaly.kind == "health" or anomaly.detector in _LIVENESS
-
-
 def _says_settled(end: Anomaly) -> bool:
     return "settled" in end.message or "level shift" in end.message
 
@@ -445,10 +440,10 @@ def _refine(one: _Open, cause: Anomaly, born: Origin) -> None:
     one.incident = msgspec.structs.replace(
         one.incident,
         module=born.module,
-        root_name=f"{_root_words(one.root, one.origin)}, refined at step {cause.step}",
-        title=_title(one.nature, one.root, one.origin),
+        root_name=f"{root_words(one.root, one.origin)}, refined at step {cause.step}",
+        title=title_words(one.root, one.origin),
     )
-    _revise(one, evidence=f"refined at step {cause.step} by module monitoring: {_born_words(cause, born)}")
+    _revise(one, evidence=f"refined at step {cause.step} by module monitoring: {born_words(cause, born)}")
 
 
 def _revise(one: _Open, *, state: str | None = None, evidence: str | None = None) -> None:
@@ -456,71 +451,6 @@ def _revise(one: _Open, *, state: str | None = None, evidence: str | None = None
         one.incident = msgspec.structs.replace(one.incident, state=state)
     if evidence is not None:
         one.incident = msgspec.structs.replace(one.incident, evidence=(*one.incident.evidence, evidence))
-
-
-_VALUE_WORDS = {"nan": "NaN", "inf": "inf", "-inf": "-inf"}
-
-
-def _value_word(anomaly: Anomaly) -> str:
-    if anomaly.value_text:
-        return _VALUE_WORDS.get(anomaly.value_text, anomaly.value_text)
-    return "inf" if anomaly.statistic == "infs" else "NaN"
-
-
-def _number(value: float | None) -> str:
-    return "nothing" if value is None else f"{value:.4g}"
-
-
-def _where_words(rank: int | None, micro_step: int | None, step: int) -> str:
-    words = [] if rank is None else [f"rank {rank}"]
-    if micro_step is not None:
-        words.append(f"micro_step {micro_step}")
-    words.append(f"step {step}")
-    return ("on " if rank is not None else "at ") + ", ".join(words)
-
-
-def _born_words(anomaly: Anomaly, born: Origin) -> str:
-    """`NaN born in blocks.2.mlp.fc1 (forward) on rank 3, micro_step 1, step 41`"""
-    what = _value_word(anomaly)
-    phase = phase_of(anomaly.kind, anomaly.tag_name)
-    if phase in (Phase.WGRAD, Phase.WGRAD_UNREDUCED):
-        place = f"in the gradient of {anomaly.tag_name}"
-    elif phase is Phase.PARAM:
-        place = f"in the weight {anomaly.tag_name}"
-    elif phase is Phase.OPTIMIZER:
-        place = f"in {anomaly.kind} of {anomaly.tag_name}"
-    elif anomaly.kind == "scalar":
-        place = f"in {anomaly.tag_name}"
-    elif not born.module and born.segment and born.name == born.segment:
-        place = f"in segment {born.segment} ({born.phase})"
-    else:
-        place = f"in {born.name} ({born.phase})"
-    return f"{what} born {place} {_where_words(born.rank, born.micro_step, anomaly.step)}"
-
-
-def _place_words(anomaly: Anomaly) -> str:
-    value = _value_word(anomaly) if is_nonfinite(anomaly) else f"{anomaly.statistic} {_number(anomaly.value)}"
-    return f"{anomaly.kind} of {anomaly.tag_name}: {value} {_where_words(anomaly.rank, anomaly.micro_step, anomaly.step)}"
-
-
-def _root_words(root: Anomaly, born: Origin) -> str:
-    words = [born.name, f"({root.kind})"]
-    if born.rank is not None:
-        words.append(f"rank {born.rank}")
-    if born.micro_step is not None:
-        words.append(f"micro_step {born.micro_step}")
-    return " ".join(words)
-
-
-def _title(nature: str, root: Anomaly, born: Origin) -> str:
-    if nature == "liveness":
-        return root.message or f"{root.rule}: {_where_words(root.rank, None, root.step)}"
-    if is_nonfinite(root):
-        return _born_words(root, born)
-    what = root.tag_name if root.kind == "scalar" else f"{root.statistic} of {root.tag_name} ({root.kind})"
-    value = "" if root.value is None else f" {_number(root.value)}"
-    against = "" if root.baseline is None else f" against {_number(root.baseline)}"
-    return f"{root.rule}: {what}{value}{against} {_where_words(root.rank, root.micro_step, root.step)}"
 
 
 def _evidence(nature: str, root: Anomaly, causes: list[Anomaly], group: list[Anomaly]) -> tuple[str, ...]:

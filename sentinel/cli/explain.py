@@ -1,0 +1,98 @@
+"""`sentinel explain`: the story of one incident in plain words."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import click
+import msgspec
+
+from sentinel.cli.main import CLEAN
+from sentinel.cli.places import find_run, runs_directory
+from sentinel.errors import ConfigError, StoreError
+from sentinel.order.explain import Story, Told, story_of, tell
+from sentinel.order.topk import find_incident, incident_revisions
+from sentinel.report.alert import Alert
+from sentinel.store.whereabouts import RunPaths, runs_in
+
+
+@click.command()
+@click.argument("incident")
+@click.option("-d", "--dir", "directory", help="A run, its name, or a directory of runs. Default: $SENTINEL_DIR.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
+def explain(incident: str, directory: str | None, as_json: bool) -> int:
+    """Tell the story of an incident: what came first and where, what was known, what followed, who was told.
+
+    INCIDENT is an id, the beginning of one, or `latest`.
+    """
+    run_dir = run_with_incident(incident, directory)
+    story: Story = story_of(run_dir, incident, alerts_of(run_dir))
+    click.echo(json.dumps(story.as_object(), allow_nan=False) if as_json else tell(story))
+    return CLEAN
+
+
+def run_with_incident(incident: str, directory: str | None) -> Path:
+    """Return the run that an incident belongs to; ConfigError when none, or several, have it."""
+    home = runs_directory() if directory is None else Path(directory)
+    if not home.is_dir() and directory is not None:
+        home = find_run(directory)
+    if (home / "incidents.jsonl").is_file():
+        return home
+    having = {}
+    known: list[str] = []
+    for run_dir in runs_in(home):
+        revisions = incident_revisions(run_dir)
+        known += sorted({one.id for one in revisions})
+        try:
+            having[run_dir] = (max(one.time for one in revisions), find_incident(revisions, incident)) if revisions else None
+        except ConfigError:
+            continue
+    found = {run_dir: which for run_dir, which in having.items() if which is not None}
+    if not found:
+        names = f"; known: {', '.join(known[:8])}" if known else "; none is recorded there"
+        raise ConfigError(f'"{incident}": no incident of a run in {home} has an id that begins so{names}')
+    if incident == "latest":
+        return max(found, key=lambda run_dir: found[run_dir])
+    if len(found) > 1:
+        runs = ", ".join(sorted(run_dir.name for run_dir in found)[:8])
+        raise ConfigError(f'"{incident}": {len(found)} runs have such an incident: {runs}; name one with -d RUN')
+    return next(iter(found))
+
+
+def alerts_of(run_dir: Path) -> list[tuple[str, Told]]:
+    """Return (incident id, alert) for all that the run's outbox ever queued, oldest first; none without a journal."""
+    try:
+        journal = RunPaths.of(run_dir).journal
+    except StoreError:
+        return []
+    if not journal.is_file():
+        return []
+    try:
+        database = sqlite3.connect(f"{journal.resolve().as_uri()}?mode=ro", uri=True, timeout=5.0)
+    except sqlite3.Error:
+        return []
+    try:
+        rows = database.execute(
+            "SELECT body, outcome FROM outbox WHERE topic LIKE 'alert:%' ORDER BY position"
+        ).fetchall()
+    except sqlite3.Error:
+        return []
+    finally:
+        database.close()
+    result = []
+    for body, outcome in rows:
+        try:
+            alert = Alert.read(body)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+        told = Told(
+            sink=alert.sink,
+            change=alert.change,
+            revision=alert.incident.revision,
+            is_page=alert.is_page,
+            outcome=outcome,
+        )
+        result.append((alert.incident.id, told))
+    return result

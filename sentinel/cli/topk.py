@@ -1,0 +1,159 @@
+"""`sentinel topk`: the anomalies that came first, as a table and as `anomaly_analyse.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sentinel.anomaly import Anomaly, Severity
+from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, say
+from sentinel.order.topk import ORDERS, RESULT_NAME, TopK
+from sentinel.order.topk import topk as find_topk
+from sentinel.order.wording import born_words
+
+
+def steps_of(ctx: click.Context, param: click.Parameter, value: str | None) -> frozenset[int] | None:
+    """Return the steps that `1,2,40-45` names."""
+    if value is None:
+        return None
+    steps: set[int] = set()
+    for word in value.split(","):
+        first, dash, last = word.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            raise click.BadParameter(f'expected steps like 1,2 or 40-45, got "{word}"', ctx, param)
+        steps.update(range(int(first), int(last if dash else first) + 1))
+    return frozenset(steps)
+
+
+@click.command()
+@click.option("-d", "--dir", "directory", required=True, help="A run, a directory of *.jsonl, or msProbe's output.")
+@click.option("-o", "--out", help=f"Directory for {RESULT_NAME}; made if need be. Default: DIR.")
+@click.option("-k", "--top", "k", type=click.IntRange(min=1), default=8, show_default=True, help="How many to name.")
+@click.option("-s", "--steps", callback=steps_of, help="Only these steps: 1,2 or 40-45. Default: all.")
+@click.option("--incident", help="Only the members of this incident: its id, a prefix of it, or `latest`.")
+@click.option(
+    "--min-severity",
+    type=click.Choice([severity.value for severity in Severity]),
+    default="info",
+    show_default=True,
+    help="Leave out what is milder.",
+)
+@click.option(
+    "--order", type=click.Choice(list(ORDERS)), default="causal", show_default=True, help="msprobe: its own sort key."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+def topk(
+    directory: str,
+    out: str | None,
+    k: int,
+    steps: frozenset[int] | None,
+    incident: str | None,
+    min_severity: str,
+    order: str,
+    as_json: bool,
+) -> int:
+    """Name the anomalies that came first, whatever the order of files.
+
+    Writes them to anomaly_analyse.json, under msProbe's keys. Exit 1 when there are any, 0 when there are none.
+    """
+    found = find_topk(directory, k, steps, incident, order=order, min_severity=Severity(min_severity))
+    for path in found.torn:
+        say(f"{path}: the last record is half written; it was left out")
+    if found.num_malformed:
+        say(f"{found.num_malformed} lines could not be read, the first at {found.malformed[0]}")
+    if not found.num_files:
+        say(f"{directory}: no anomaly files there")
+    home = Path(directory)
+    target = Path(out) if out else home if home.is_dir() else home.parent
+    try:
+        write_analysis(target / RESULT_NAME, found)
+    except OSError as error:
+        say(f"{target}: cannot write {RESULT_NAME}: {error.strerror}; give a directory with -o OUT")
+        return BAD_USAGE
+    if as_json:
+        click.echo(json.dumps(as_object(found), allow_nan=False))
+    else:
+        show(found)
+    return FOUND if found.entries else CLEAN
+
+
+def write_analysis(path: Path, found: TopK) -> None:
+    """Write the result whole or not at all. OSError where that cannot be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        scratch.write_text(json.dumps(found.analysis(), indent=1, allow_nan=False) + "\n")
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def as_object(found: TopK) -> dict[str, Any]:
+    """Return the result for `--json`."""
+    worst = found.worst
+    return {
+        "anomalies": [entry.record for entry in found.entries],
+        "worst": None if worst is None else worst.record,
+        "worst_in_words": None if worst is None else born_words(worst.anomaly),
+        "num_anomalies": found.num_anomalies,
+        "num_files": found.num_files,
+        "torn": list(found.torn),
+        "num_malformed": found.num_malformed,
+    }
+
+
+COLUMNS = ("#", "step", "micro", "rank", "stage", "kind", "name", "statistic", "value", "rule", "severity")
+
+
+def row_of(number: int, anomaly: Anomaly) -> tuple[str, ...]:
+    """Return an anomaly as the cells of the table."""
+    value = anomaly.value_text or ("" if anomaly.value is None else f"{anomaly.value:.5g}")
+    stage = f"{anomaly.pp_stage}" if anomaly.vpp_stage == 0 else f"{anomaly.pp_stage}.{anomaly.vpp_stage}"
+    micro = "" if anomaly.micro_step is None else str(anomaly.micro_step)
+    rank = "all" if anomaly.rank is None else str(anomaly.rank)
+    where = (str(anomaly.step), micro, rank, stage, anomaly.kind, anomaly.tag_name)
+    return (str(number), *where, anomaly.statistic, value, anomaly.rule, anomaly.severity.value)
+
+
+def show(found: TopK) -> None:
+    """Print the table: aligned text into a pipe, with colours on a terminal; what it means goes to stderr."""
+    rows = [row_of(number, entry.anomaly) for number, entry in enumerate(found.entries, 1)]
+    if rows and sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+        _show_rich(rows)
+    elif rows:
+        show_plain(rows)
+    files = f"{found.num_files} file" + ("" if found.num_files == 1 else "s")
+    shown = f"{found.num_anomalies} anomalies in {files}; the {len(rows)} earliest are shown"
+    say(shown if rows else f"no anomalies in {files}")
+    if found.worst is not None:
+        say(f"first critical: {born_words(found.worst.anomaly)}")
+
+
+def show_plain(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under their heads, aligned, without colours or frames."""
+    table = [COLUMNS, *rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(COLUMNS))]
+    for row in table:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _show_rich(rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"critical": "bold red", "warning": "yellow", "info": ""}
+    table = Table()
+    for column in COLUMNS:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        # A tensor's name may hold square brackets: Text is not read as markup.
+        table.add_row(*(Text(cell, style=colours.get(row[-1], "")) for cell in row))
+    Console().print(table)

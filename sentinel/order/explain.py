@@ -1,0 +1,213 @@
+"""The story of one incident: what came first, what the black box knew, what escalation added, what followed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sentinel.anomaly import Anomaly, Incident
+from sentinel.command import EnableMonitoring
+from sentinel.order.causal import BlastRadius, blast_radius, sort_key
+from sentinel.order.topk import anomaly_files, find_incident, incident_members, incident_revisions, topk
+from sentinel.order.wording import place_words
+
+MAX_CAUSES_SHOWN = 8
+MAX_COUNTS_SHOWN = 12
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """One alert about an incident, as the outbox knows it."""
+
+    sink: str
+    change: str
+    """`opened`, `raised`, `refined`, `resolved`, ..."""
+    revision: int
+    is_page: bool
+    outcome: str
+    """Empty: it still waits."""
+
+
+class Story(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is known of one incident."""
+
+    incident: Incident
+    """Its newest revision, with every member's id."""
+    num_revisions: int
+    root: Anomaly | None
+    """None: its record is no longer there."""
+    first_causes: tuple[Anomaly, ...]
+    borders: tuple[Anomaly, ...]
+    """Borders of the black box that were bad at the root's step, in causal order."""
+    inside: tuple[Anomaly, ...]
+    """What module monitoring saw of it after the root's step."""
+    commands: tuple[EnableMonitoring, ...]
+    followed: BlastRadius
+    """Its members but for the first causes."""
+    num_missing: int
+    """Members whose record is not in the anomaly files."""
+    alerts: tuple[Told, ...] = ()
+
+    def as_object(self) -> dict[str, Any]:
+        """Return the story as JSON-able data, its text under `text`."""
+        result: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
+        return result | {"text": tell(self)}
+
+
+def story_of(run_dir: Path, wanted: str, alerts: Sequence[tuple[str, Told]] = ()) -> Story:
+    """Return the story of the incident that an id, a prefix or `latest` means. ConfigError when there is none.
+
+    alerts: (incident id, alert), of all incidents, as far as they are known.
+    """
+    revisions = incident_revisions(run_dir)
+    found = find_incident(revisions, wanted)
+    own = sorted((one for one in revisions if one.id == found), key=lambda one: one.revision)
+    ids = incident_members(revisions, found)
+    members: list[Anomaly] = []
+    if ids and anomaly_files(run_dir):
+        members = [entry.anomaly for entry in topk(run_dir, max(1, len(ids)), incident=found).entries]
+    members.sort(key=sort_key)
+    incident = msgspec.structs.replace(own[-1], members=tuple(sorted(ids)))
+    by_id = {one.id: one for one in members}
+    root = by_id.get(incident.root or "")
+    causes = sorted((by_id[one] for one in incident.first_causes if one in by_id), key=sort_key)
+    step = incident.opened_step
+    commands = [
+        one
+        for one in _commands(run_dir)
+        if step < one.at_step and one.at_step <= incident.last_step + (one.for_steps or 0) + 1
+    ]
+    return Story(
+        incident=incident,
+        num_revisions=len(own),
+        root=root,
+        first_causes=tuple(causes),
+        borders=tuple(one for one in members if one.border and one.step == step),
+        inside=tuple(one for one in members if not one.border and one.step > step and _is_of_module(one)),
+        commands=tuple(commands),
+        followed=blast_radius(members, causes or members[:1]),
+        num_missing=len(ids) - len(by_id),
+        alerts=tuple(told for about, told in alerts if about == found),
+    )
+
+
+def _is_of_module(anomaly: Anomaly) -> bool:
+    return anomaly.kind in ("activation", "activation_in", "dgrad", "dgrad_in")
+
+
+def _commands(run_dir: Path) -> list[EnableMonitoring]:
+    result = []
+    for path in sorted((run_dir / "control").glob("*.json")):
+        try:
+            result.append(msgspec.json.decode(path.read_bytes(), type=EnableMonitoring))
+        except (msgspec.DecodeError, UnicodeDecodeError, OSError):
+            continue
+    return result
+
+
+def tell(story: Story) -> str:
+    """Return the story in plain words, without a last line feed."""
+    return "\n".join(
+        line
+        for section in (_head(story), _first(story), _black_box(story), _escalation(story), _followed(story), _told(story))
+        for line in section
+    )
+
+
+def _head(story: Story) -> list[str]:
+    one = story.incident
+    steps = f"step {one.opened_step}" if one.opened_step == one.last_step else f"steps {one.opened_step} to {one.last_step}"
+    state = f"{one.state} into {one.merged_into}" if one.merged_into else one.state
+    facts = [f"incident {one.id}", one.severity.value, state, f"run {one.run}, attempt {one.attempt}", steps]
+    facts.append(_count(one.num_members, "anomaly", "anomalies"))
+    facts.append(f"verdict: {one.verdict}")
+    return [one.title, "; ".join(facts)]
+
+
+def _first(story: Story) -> list[str]:
+    lines = ["", "What came first"]
+    for cause in story.first_causes[:MAX_CAUSES_SHOWN]:
+        call = "" if cause.call_id is None else f", call {cause.call_id}"
+        lines.append(f"  {place_words(cause)} (pp_stage {cause.pp_stage}{call}; rule {cause.rule})")
+    hidden = len(story.incident.first_causes) - min(len(story.first_causes), MAX_CAUSES_SHOWN)
+    if not story.first_causes:
+        lines.append(f"  {story.incident.root_name or 'unknown'} (its record is no longer there)")
+    elif hidden > 0:
+        lines.append(f"  and {hidden} more that nothing else explains")
+    if story.first_causes and story.incident.root_name:
+        lines.append(f"  so it came from {story.incident.root_name}")
+    return lines
+
+
+def _black_box(story: Story) -> list[str]:
+    facts = [line for line in story.incident.evidence if "refined at step" not in line]
+    if not facts and not story.borders:
+        return []
+    lines = ["", "What was known at once"]
+    lines += [f"  {fact}" for fact in facts]
+    if story.borders:
+        names = list(dict.fromkeys(f"{one.kind} of {one.tag_name}" for one in story.borders))
+        shown = ", ".join(names[:6]) + (f", and {len(names) - 6} more" if len(names) > 6 else "")
+        lines.append(f"  borders of the black box gone bad, in order: {shown}")
+    return lines
+
+
+def _escalation(story: Story) -> list[str]:
+    refined = [line for line in story.incident.evidence if "refined at step" in line]
+    if not story.commands and not refined:
+        return []
+    lines = ["", "What escalation added"]
+    for one in story.commands:
+        span = "until told" if one.for_steps is None else f"for {one.for_steps} steps"
+        ranks = "all ranks" if not one.ranks else "rank" + ("s " if len(one.ranks) > 1 else " ") + _list(one.ranks)
+        why = f" ({one.reason})" if one.reason else ""
+        lines.append(f"  from step {one.at_step}: {', '.join(one.kinds)} on {ranks}, {span}{why}")
+    if story.inside:
+        num = _count(len(story.inside), "anomaly", "anomalies")
+        lines.append(f"  seen from inside: {num}, the first {place_words(story.inside[0])}")
+    lines += [f"  {line}" for line in refined]
+    return lines
+
+
+def _followed(story: Story) -> list[str]:
+    radius = story.followed
+    lines = ["", "What followed"]
+    if not radius.num_anomalies:
+        lines.append("  nothing else")
+    else:
+        lines.append(f"  {_count(radius.num_anomalies, 'anomaly', 'anomalies')}")
+        lines.append(f"  by kind: {_counts(radius.by_kind)}")
+        lines.append(f"  by pp_stage: {_counts(radius.by_stage)}")
+        if radius.by_rank:
+            lines.append(f"  by rank: {_counts(radius.by_rank)}")
+        lines.append(f"  by step: {_counts(radius.by_step)}")
+    if story.num_missing:
+        lines.append(f"  {_count(story.num_missing, 'record', 'records')} of it no longer in the anomaly files")
+    return lines
+
+
+def _told(story: Story) -> list[str]:
+    if not story.alerts:
+        return []
+    lines = ["", "Who was told"]
+    for one in story.alerts:
+        page = ", a page" if one.is_page else ""
+        lines.append(f"  {one.sink}: {one.change} (revision {one.revision}{page}): {one.outcome or 'waiting'}")
+    return lines
+
+
+def _count(num: int, one: str, many: str) -> str:
+    return f"{num} {one if num == 1 else many}"
+
+
+def _list(values: Sequence[int]) -> str:
+    shown = ", ".join(map(str, values[:MAX_COUNTS_SHOWN]))
+    return shown + (f", ... ({len(values)})" if len(values) > MAX_COUNTS_SHOWN else "")
+
+
+def _counts(counts: dict[Any, int]) -> str:
+    shown = ", ".join(f"{key}: {num}" for key, num in list(counts.items())[:MAX_COUNTS_SHOWN])
+    left = list(counts.values())[MAX_COUNTS_SHOWN:]
+    return shown + (f", {len(left)} more: {sum(left)}" if left else "")
