@@ -30,6 +30,7 @@
 #define WIDTH F32_W
 #define LOAD2 F32_LOAD2_bf16
 #define WIDEN(x) ((double)widen_bf16(x))
+#define KEYED
 #define EXPONENT_LIMIT 126
 #include "block.h"
 
@@ -40,6 +41,7 @@
 #define WIDTH F32_W
 #define LOAD2 F32_LOAD2_f16
 #define WIDEN(x) ((double)widen_f16(x))
+#define KEYED
 #define EXPONENT_LIMIT 126
 #include "block.h"
 

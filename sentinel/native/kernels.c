@@ -44,8 +44,6 @@ static const int element_bytes[NUM_DTYPES] = {4, 8, 2, 2};
 
 typedef float f32_t;
 typedef double f64_t;
-typedef int32_t f32_count_t;
-typedef int64_t f64_count_t;
 
 typedef struct {
     int64_t count;
@@ -110,6 +108,7 @@ static inline float widen_f16(uint16_t x)
     return f;
 }
 
+/* The largest number of the type that is not above x >= 0 (the half types: its bits), so that |v| <= x stays exact. */
 static inline float f32_at_most(double x)
 {
     float f = (float)x;
@@ -119,10 +118,26 @@ static inline float f32_at_most(double x)
 
 static inline double f64_at_most(double x) { return x; }
 
+static inline uint16_t bf16_at_most(double x)
+{
+    const float f = f32_at_most(x);
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    return (uint16_t)(bits >> 16);
+}
+
+static inline uint16_t f16_at_most(double x)
+{
+    uint16_t bits = 0;
+    for (int bit = 1 << 14; bit && x > 0.0; bit >>= 1)
+        if ((bits | bit) <= 0x7c00 && (double)widen_f16((uint16_t)(bits | bit)) <= x) bits |= (uint16_t)bit;
+    return bits;
+}
+
 /* Moments about the true mean from sums of powers about `center`, in units of 2^exponent. */
 static void recenter(Stats *out, int n, double center, double d1, double d2, double d3, double d4, int exponent)
 {
-    const double e = d1 / n, unit = power_of_two(exponent);
+    const double e = d1 / n, unit = power_of_two(exponent), square = unit * unit;
     double m2 = d2 - e * d1, m4 = d4 - 4.0 * e * d3 + 6.0 * e * e * d2 - 3.0 * e * e * e * d1;
     const double m3 = d3 - 3.0 * e * d2 + 2.0 * e * e * d1;
     if (m2 < 0.0) m2 = 0.0;
@@ -130,9 +145,9 @@ static void recenter(Stats *out, int n, double center, double d1, double d2, dou
     out->mean = center + e * unit;
     if (out->mean < out->min) out->mean = out->min;
     if (out->mean > out->max) out->mean = out->max;
-    out->m2 = m2 * unit * unit;
-    out->m3 = m3 * unit * unit * unit;
-    out->m4 = m4 * unit * unit * unit * unit;
+    out->m2 = m2 * square;
+    out->m3 = m3 * unit * square;
+    out->m4 = m4 * unit * unit * square;
 }
 
 static void merge(Stats *a, const Stats *b)
@@ -148,7 +163,7 @@ static void merge(Stats *a, const Stats *b)
             a->max = b->max;
         } else {
             const double na = (double)a->count, nb = (double)b->count, n = na + nb;
-            const double fa = na / n, fb = nb / n, d = b->mean - a->mean, dd = d * d, nn = na * fb;
+            const double share = 1.0 / n, fa = na * share, fb = nb * share, d = b->mean - a->mean, dd = d * d, nn = na * fb;
             a->m4 += b->m4 + dd * dd * nn * (fa * fa - fa * fb + fb * fb)
                    + 6.0 * dd * (fa * fa * b->m2 + fb * fb * a->m2) + 4.0 * d * (fa * b->m3 - fb * a->m3);
             a->m3 += b->m3 + dd * d * nn * (fa - fb) + 3.0 * d * (fa * b->m2 - fb * a->m2);

@@ -5,6 +5,7 @@ typedef __m256i LANES(f32_counts);
 #define F64_W 4
 typedef __m256d LANES(f64);
 typedef __m256i LANES(f64_counts);
+typedef __m256i LANES(i16);
 
 #define AVX2 static inline TARGET
 AVX2 __m256 LANES(f32_set)(float x) { return _mm256_set1_ps(x); }
@@ -30,6 +31,64 @@ AVX2 __m256i LANES(f64_count)(__m256i n, __m256d x, __m256d eps)
 {
     const __m256d size = _mm256_andnot_pd(_mm256_set1_pd(-0.0), x);
     return _mm256_sub_epi64(n, _mm256_castpd_si256(_mm256_cmp_pd(size, eps, _CMP_LE_OQ)));
+}
+AVX2 float LANES(f32_sum)(__m256 a)
+{
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+AVX2 double LANES(f64_sum)(__m256d a)
+{
+    const __m128d x = _mm_add_pd(_mm256_castpd256_pd128(a), _mm256_extractf128_pd(a, 1));
+    return _mm_cvtsd_f64(_mm_add_sd(x, _mm_unpackhi_pd(x, x)));
+}
+AVX2 float LANES(f32_lowest)(__m256 a)
+{
+    __m128 x = _mm_min_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_min_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_min_ss(x, _mm_movehdup_ps(x)));
+}
+AVX2 double LANES(f64_lowest)(__m256d a)
+{
+    const __m128d x = _mm_min_pd(_mm256_castpd256_pd128(a), _mm256_extractf128_pd(a, 1));
+    return _mm_cvtsd_f64(_mm_min_sd(x, _mm_unpackhi_pd(x, x)));
+}
+AVX2 float LANES(f32_highest)(__m256 a)
+{
+    __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+}
+AVX2 double LANES(f64_highest)(__m256d a)
+{
+    const __m128d x = _mm_max_pd(_mm256_castpd256_pd128(a), _mm256_extractf128_pd(a, 1));
+    return _mm_cvtsd_f64(_mm_max_sd(x, _mm_unpackhi_pd(x, x)));
+}
+AVX2 int64_t LANES(f64_total)(__m256i n)
+{
+    const __m128i x = _mm_add_epi64(_mm256_castsi256_si128(n), _mm256_extracti128_si256(n, 1));
+    int64_t halves[2];
+    memcpy(halves, &x, sizeof halves);
+    return halves[0] + halves[1];
+}
+AVX2 int64_t LANES(f32_total)(__m256i n)
+{
+    const __m256i low = _mm256_and_si256(n, _mm256_set1_epi64x(0xffffffff));
+    return LANES(f64_total)(_mm256_add_epi64(low, _mm256_srli_epi64(n, 32)));
+}
+AVX2 __m256i LANES(i16_load)(const uint16_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
+AVX2 __m256i LANES(i16_set)(int16_t x) { return _mm256_set1_epi16(x); }
+AVX2 __m256i LANES(i16_min)(__m256i a, __m256i b) { return _mm256_min_epi16(a, b); }
+AVX2 __m256i LANES(i16_max)(__m256i a, __m256i b) { return _mm256_max_epi16(a, b); }
+AVX2 __m256i LANES(i16_key)(__m256i w)
+{
+    return _mm256_xor_si256(w, _mm256_srli_epi16(_mm256_srai_epi16(w, 15), 1));
+}
+AVX2 __m256i LANES(i16_count)(__m256i n, __m256i w, __m256i eps)
+{
+    const __m256i size = _mm256_and_si256(w, _mm256_set1_epi16(0x7fff));
+    return _mm256_add_epi16(_mm256_add_epi16(n, _mm256_set1_epi16(1)), _mm256_cmpgt_epi16(size, eps));
 }
 #undef AVX2
 

@@ -5,6 +5,7 @@ typedef __m512i LANES(f32_counts);
 #define F64_W 8
 typedef __m512d LANES(f64);
 typedef __m512i LANES(f64_counts);
+typedef __m512i LANES(i16);
 
 #define AVX512 static inline TARGET
 AVX512 __m512 LANES(f32_set)(float x) { return _mm512_set1_ps(x); }
@@ -30,6 +31,27 @@ AVX512 __m512i LANES(f64_count)(__m512i n, __m512d x, __m512d eps)
 {
     const __mmask8 is_zero = _mm512_cmp_pd_mask(_mm512_abs_pd(x), eps, _CMP_LE_OQ);
     return _mm512_mask_add_epi64(n, is_zero, n, _mm512_set1_epi64(1));
+}
+AVX512 float LANES(f32_sum)(__m512 a) { return _mm512_reduce_add_ps(a); }
+AVX512 float LANES(f32_lowest)(__m512 a) { return _mm512_reduce_min_ps(a); }
+AVX512 float LANES(f32_highest)(__m512 a) { return _mm512_reduce_max_ps(a); }
+AVX512 int64_t LANES(f32_total)(__m512i n) { return _mm512_reduce_add_epi32(n); }
+AVX512 double LANES(f64_sum)(__m512d a) { return _mm512_reduce_add_pd(a); }
+AVX512 double LANES(f64_lowest)(__m512d a) { return _mm512_reduce_min_pd(a); }
+AVX512 double LANES(f64_highest)(__m512d a) { return _mm512_reduce_max_pd(a); }
+AVX512 int64_t LANES(f64_total)(__m512i n) { return _mm512_reduce_add_epi64(n); }
+AVX512 __m512i LANES(i16_load)(const uint16_t *p) { return _mm512_loadu_si512((const void *)p); }
+AVX512 __m512i LANES(i16_set)(int16_t x) { return _mm512_set1_epi16(x); }
+AVX512 __m512i LANES(i16_min)(__m512i a, __m512i b) { return _mm512_min_epi16(a, b); }
+AVX512 __m512i LANES(i16_max)(__m512i a, __m512i b) { return _mm512_max_epi16(a, b); }
+AVX512 __m512i LANES(i16_key)(__m512i w)
+{
+    return _mm512_ternarylogic_epi32(w, _mm512_srai_epi16(w, 15), _mm512_set1_epi16(0x7fff), 0x78); /* w ^ (sign & 7fff) */
+}
+AVX512 __m512i LANES(i16_count)(__m512i n, __m512i w, __m512i eps)
+{
+    const __mmask32 is_zero = _mm512_cmple_epi16_mask(_mm512_and_si512(w, _mm512_set1_epi16(0x7fff)), eps);
+    return _mm512_mask_add_epi16(n, is_zero, n, _mm512_set1_epi16(1));
 }
 #undef AVX512
 

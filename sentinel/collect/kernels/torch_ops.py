@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,8 +16,8 @@ from sentinel.errors import SentinelError
 BLOCK = 2048
 """Elements that share a centre and a scale."""
 
-CHUNK = {"cpu": 1 << 18}
-"""Elements read at a time, by device: on a CPU so many that temporaries stay in its cache."""
+CHUNK = {"cpu": 1 << 20}
+"""Elements read at a time, by device: on a CPU 4 MiB of fp32, which its outer cache holds (measured 2^15 to 2^20)."""
 
 LARGEST_CHUNK = 1 << 21
 """Elements read at a time elsewhere: 16 MiB in float64, and no temporary is larger."""
@@ -33,7 +34,7 @@ class TorchKernel:
     def __init__(self, device: str = "cpu", on_cpu: NativeKernel | None = None) -> None:
         self.name = f"torch ({device})"
         self._on_cpu = on_cpu
-        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self._scratch: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
 
     def measure(
         self,
@@ -85,18 +86,20 @@ class TorchKernel:
         else:
             out.copy_(_nothing(tensor.device))
 
-    def _room(self, tensor: torch.Tensor, most: int) -> torch.Tensor:
-        """Return [3, elements of a chunk] in the arithmetic type: room for what is computed.
+    def _room(self, tensor: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
+        """Return three vectors as long as a chunk, in the arithmetic type: room for what is computed.
 
         Kept from call to call on a CPU, where fresh pages cost more than the sums; elsewhere the allocator keeps it.
         """
         dtype = torch.float64 if CONVERTED.get(tensor.dtype, tensor.dtype) is torch.float64 else torch.float32
         size = min(most, tensor.numel())
         if not tensor.is_cpu:
-            return torch.empty((3, size), dtype=dtype, device=tensor.device)
+            return tuple(torch.empty(size, dtype=dtype, device=tensor.device) for _ in range(3))
         room = self._scratch.get(dtype)
-        if room is None or room.shape[1] < size:
-            room = self._scratch[dtype] = torch.empty((3, size), dtype=dtype)
+        if room is None or len(room[0]) < size:
+            # Vectors at like offsets of their pages would fight for the same cache lines: four times slower.
+            room = tuple(torch.empty(size + 2048, dtype=dtype)[at : at + size] for at in (0, 336, 672))
+            self._scratch[dtype] = room
         return room
 
 
@@ -145,15 +148,15 @@ class Sums:
     checksum: torch.Tensor | None = None
 
 
-def _sum_blocks(x: torch.Tensor, zero_eps: float, scratch: torch.Tensor) -> Sums:
+def _sum_blocks(x: torch.Tensor, zero_eps: float, scratch: tuple[torch.Tensor, ...]) -> Sums:
     """Return the sums of each block of x: [blocks, size] floats. Looks at values only where looking is no wait."""
     rows, size = x.shape
-    room, d, dd = scratch[:, : rows * size].view(3, rows, size)
-    if x.dtype != scratch.dtype:
+    room, d, dd = (flat[: rows * size].view(rows, size) for flat in scratch)
+    if x.dtype != room.dtype:
         x = room.copy_(x)
     total = x.sum(dim=1)
     # On a CPU looking costs no wait, and nearly every block is finite throughout, which its sum shows.
-    is_clean = x.is_cpu and bool(total.isfinite().all())
+    is_clean = x.is_cpu and math.isfinite(total.sum().item())
     if is_clean:
         num = torch.full((rows,), size, dtype=torch.int64, device=x.device)
         low, high = x.amin(dim=1), x.amax(dim=1)
@@ -181,7 +184,9 @@ def _sum_blocks(x: torch.Tensor, zero_eps: float, scratch: torch.Tensor) -> Sums
     wide = center.double()
     reach = torch.maximum(high.double() - wide, wide - low.double())
     unit: torch.Tensor | None = None
-    if is_clean and bool(((reach == 0.0) | (reach >= 2.0**-16)).all()) and bool((reach <= 2.0**16).all()):
+    # Ordinary sizes need no scaling: their fourth powers are far from the ends of the range.
+    smallest, largest = (bound.item() for bound in reach.aminmax()) if is_clean else (0.0, 0.0)
+    if smallest >= 2.0**-16 and largest <= 2.0**16:
         torch.sub(x, center[:, None], out=d)
     else:
         limit = 126 if x.dtype == torch.float32 else 1000
