@@ -98,9 +98,10 @@ class Layout:
                 sharded = sharded + parameter.grad.to_local().square().sum()
             elif parameter.grad is not None:
                 whole = whole + parameter.grad.square().sum()
+        # Whole ones are the same on each tensor-parallel rank unless one went bad: then all must learn of it.
+        total = sharded + whole / self.tp
         if self.tp > 1:
-            dist.all_reduce(sharded, group=self.mesh.get_group("tp"))
-        total = sharded + whole
+            dist.all_reduce(total, group=self.mesh.get_group("tp"))
         dist.all_reduce(total, group=self.mesh.get_group("pp"))
         return total.sqrt()
 

@@ -1,0 +1,250 @@
+"""Is the planted origin named first? NaN in every module x {forward, backward} x micro-batch of the demo's model.
+
+One run of real processes: cell k strikes at step k + FIRST_STEP, the trainer skips the bad step, so every cell meets a
+healthy model. Afterwards the judged run is read as a user would read it: the anomalies of one step, in causal order.
+
+    python benchmarks/origin_sweep.py                    # all layouts, monitoring on and off; prints a table
+    python benchmarks/origin_sweep.py --layout pp2dp2 --monitoring off --every 10 --json
+
+With monitoring on the first cause must name the module; off, segment, rank and micro-batch. A fault that touches nothing
+but a parameter's gradient (an embedding's, in backward) must name the parameter; its ranks were already reduced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import msgspec
+
+from sentinel.anomaly import Anomaly
+from sentinel.order.causal import leading_causes, origin
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "gpt"
+FIRST_STEP = 2
+NUM_LAYERS, NUM_MICRO_STEPS = 4, 4
+ALL_KINDS = ["param", "wgrad", "activation", "activation_in", "dgrad", "dgrad_in"]
+EXCHANGING = {"forward": (".attn.proj", ".mlp.fc2"), "backward": (".attn.qkv", ".mlp.fc1")}
+"""Modules that exchange data within a tensor-parallel group, before what they hand on can be seen."""
+INNER = ("", ".ln1", ".attn", ".attn.qkv", ".attn.proj", ".ln2", ".mlp", ".mlp.fc1", ".mlp.gelu", ".mlp.fc2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the four ranks are laid out."""
+
+    name: str
+    arguments: tuple[str, ...]
+    num_stages: int
+    dp: int
+    tp: int = 1
+
+    def stage_of(self, module: str) -> int:
+        """Return the pipeline rank that holds `module`."""
+        if module in ("tok", "pos"):
+            return 0
+        if module in ("norm", "head"):
+            return 1
+        layer = int(module.split(".")[1])
+        return layer * self.num_stages // NUM_LAYERS % 2
+
+    def rank_of(self, module: str, dp_rank: int, tp_rank: int) -> int:
+        """Return the global rank that holds this copy of `module`."""
+        return (self.stage_of(module) * self.dp + dp_rank) * self.tp + tp_rank
+
+
+LAYOUTS = {
+    one.name: one
+    for one in (
+        Layout("pp2dp2", (), 2, 2),
+        Layout("interleaved", ("--schedule", "interleaved1f1b"), 4, 2),
+        Layout("gpipe", ("--schedule", "gpipe"), 2, 2),
+        Layout("pp2tp2", ("--tp", "2"), 2, 1, 2),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One planted fault."""
+
+    step: int
+    module: str
+    phase: str
+    micro_step: int
+    dp_rank: int
+    tp_rank: int
+
+    @property
+    def segment(self) -> str:
+        """The segment of the black box that holds the module."""
+        if self.module in ("tok", "pos"):
+            return "stem"
+        return "head" if self.module in ("norm", "head") else ".".join(self.module.split(".")[:2])
+
+    @property
+    def touches_parameter_only(self) -> bool:
+        """Nothing but a parameter's gradient goes bad."""
+        return self.phase == "backward" and self.module in ("tok", "pos")
+
+
+def cells(layout: Layout, every: int) -> list[Cell]:
+    """Return every `every`-th cell. Replicas take turns."""
+    modules = ["tok", "pos", *(f"blocks.{n}{inner}" for n in range(NUM_LAYERS) for inner in INNER), "norm", "head"]
+    coordinates = [
+        (module, phase, micro_step)
+        for module in modules
+        for phase in ("forward", "backward")
+        for micro_step in range(NUM_MICRO_STEPS)
+    ]
+    return [
+        Cell(FIRST_STEP + at, *one, dp_rank=at % layout.dp, tp_rank=at % layout.tp)
+        for at, one in enumerate(coordinates[::every])
+    ]
+
+
+def train(layout: Layout, planted: list[Cell], folder: Path, *, is_monitored: bool, extra: list[str]) -> Path:
+    """Run the trainer with a daemon beside it; return the run's directory."""
+    faults = [
+        {
+            "module": cell.module, "phase": cell.phase, "micro_step": cell.micro_step, "steps": [cell.step],
+            "dp_rank": cell.dp_rank, "tp_rank": cell.tp_rank,
+        }
+        for cell in planted
+    ]  # fmt: skip
+    (folder / "faults.json").write_text(json.dumps(faults))
+    # Escalation would switch monitoring on by itself: here the two promises are looked at one at a time.
+    config = {"kinds": ALL_KINDS if is_monitored else ALL_KINDS[:2], "allow_commands": []}
+    (folder / "monitor.yaml").write_text(json.dumps(config))
+    (folder / "pack.yaml").write_text("rules:\n  - {name: non-finite, episode_quiet_steps: 0}\n")
+    command = [
+        sys.executable, "-m", "sentinel.cli", "run", "--dir", str(folder), "--name", "run", "--quiet",
+        "--rules", str(folder / "pack.yaml"), "--drain-s", "120", "--",
+        sys.executable, str(EXAMPLE / "launch.py"), "-n", "4", "--", str(EXAMPLE / "train.py"), *layout.arguments,
+        "--steps", str(planted[-1].step + 3), "--print-every", "100000", "--micro-batches", str(NUM_MICRO_STEPS),
+        "--layers", str(NUM_LAYERS), "--faults", str(folder / "faults.json"),
+        "--sentinel-config", str(folder / "monitor.yaml"), *extra,
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("SENTINEL_DISABLE", None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise SystemExit(f"the run ended with exit code {done.returncode}\n{done.stderr[-4000:]}")
+    return folder / "run"
+
+
+def read(run_dir: Path) -> dict[int, list[Anomaly]]:
+    """Return the onsets of each step."""
+    decode = msgspec.json.Decoder(Anomaly).decode
+    by_step = defaultdict(list)
+    for path in sorted((run_dir / "anomalies").glob("*.jsonl")):
+        for line in path.read_bytes().splitlines():
+            anomaly = decode(line)
+            if anomaly.event == "onset":
+                by_step[anomaly.step].append(anomaly)
+    return by_step
+
+
+def verdict(layout: Layout, cell: Cell, found: list[Anomaly], *, is_monitored: bool) -> str:
+    """Return an empty string when the first cause names what was planted, else what it named."""
+    roots = leading_causes(found)
+    if not roots:
+        return "nothing was found"
+    first = origin(found[roots[0]], found)
+    rank = layout.rank_of(cell.module, cell.dp_rank, cell.tp_rank)
+    if layout.tp > 1 and cell.module.endswith(EXCHANGING[cell.phase]) and first.rank is not None:
+        # The module itself sums over its tensor-parallel group: all its ranks show the same, at the same moment.
+        rank = rank - rank % layout.tp + first.rank % layout.tp
+    if cell.touches_parameter_only:
+        is_right = first.module == cell.module and first.kind == "wgrad"
+    elif is_monitored:
+        is_right = (first.module, first.rank, first.micro_step) == (cell.module, rank, cell.micro_step)
+    else:
+        is_right = (first.segment, first.rank, first.micro_step) == (cell.segment, rank, cell.micro_step)
+    if is_right:
+        return ""
+    return (
+        f"{first.kind} of {first.name} (module {first.module or '?'}, segment {first.segment or '?'}), "
+        f"rank {first.rank}, micro-step {first.micro_step}; expected rank {rank}"
+    )
+
+
+def first_by_call_id(found: list[Anomaly]) -> Anomaly:
+    """Return what sorting by call_id alone would put first: the order that only one rank's own clock knows."""
+    return min(found, key=lambda one: (one.call_id is None, one.call_id or 0, one.rank or 0))
+
+
+def sweep(layout: Layout, *, is_monitored: bool, every: int, extra: list[str], keep: Path | None) -> dict[str, object]:
+    """Run one layout and return its figures."""
+    planted = cells(layout, every)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="origin-sweep-") as temporary:
+        folder = keep or Path(temporary)
+        folder.mkdir(exist_ok=True)
+        by_step = read(train(layout, planted, folder, is_monitored=is_monitored, extra=extra))
+    wrong, by_call_id_wrong, kinds = [], 0, Counter()
+    for cell in planted:
+        found = by_step.get(cell.step, [])
+        said = verdict(layout, cell, found, is_monitored=is_monitored)
+        kinds[cell.phase, not said] += 1
+        if said:
+            wrong.append({**dataclasses.asdict(cell), "said": said})
+        naive = first_by_call_id(found) if found else None
+        rank = layout.rank_of(cell.module, cell.dp_rank, cell.tp_rank)
+        by_call_id_wrong += naive is None or (naive.rank is not None and naive.rank != rank)
+    strays = sorted(set(by_step) - {cell.step for cell in planted})
+    return {
+        "layout": layout.name,
+        "monitoring": "on" if is_monitored else "off",
+        "cells": len(planted),
+        "forward_right": kinds["forward", True],
+        "backward_right": kinds["backward", True],
+        "right": len(planted) - len(wrong),
+        "wrong": wrong,
+        "call_id_alone_names_another_rank": by_call_id_wrong,
+        "steps_with_anomalies_but_nothing_planted": [
+            step for step in strays if any(one.value_text or one.statistic == "nans" for one in by_step[step])
+        ],
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Plant a NaN everywhere in turn; is the origin named first?")
+    parser.add_argument("--layout", choices=sorted(LAYOUTS), action="append", help="default: all")
+    parser.add_argument("--monitoring", choices=("on", "off", "both"), default="both")
+    parser.add_argument("--every", type=int, default=1, help="take every N-th cell; default 1: all")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--keep", type=Path, help="leave the run's files in this folder (one layout, one monitoring)")
+    parser.add_argument("trainer", nargs="*", help="further arguments of the trainer, behind --")
+    options = parser.parse_args()
+    results = [
+        sweep(LAYOUTS[name], is_monitored=monitored == "on", every=options.every, extra=options.trainer, keep=options.keep)
+        for name in options.layout or LAYOUTS
+        for monitored in (("on", "off") if options.monitoring == "both" else (options.monitoring,))
+    ]
+    if options.json:
+        print(json.dumps(results, indent=2))
+    else:
+        print("layout       monitoring  cells  right  forward  backward  call_id alone on another rank  seconds")
+        for one in results:
+            print(
+                f"{one['layout']:<12} {one['monitoring']:<10} {one['cells']:>6} {one['right']:>6} {one['forward_right']:>8} "
+                f"{one['backward_right']:>9} {one['call_id_alone_names_another_rank']:>30} {one['seconds']:>8}"
+            )
+            for cell in one["wrong"]:
+                print(f"    {cell}")
+    return 0 if all(one["right"] == one["cells"] for one in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Real ranks for the tests: the example trainer as processes of its own, bounded in time, and what they left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sentinel.anomaly import Anomaly, Incident
+from sentinel.messages import Descriptor, EndStep, Health
+from sentinel.record import ROW_DTYPE
+from sentinel.wire.frame import FrameType, decode_message
+from sentinel.wire.spool import SpoolReader
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "gpt"
+EVERYTHING = {"kinds": ["param", "wgrad", "activation", "activation_in", "dgrad", "dgrad_in"]}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that is over."""
+
+    run_dir: Path
+    stdout: str
+    stderr: str
+
+
+def train(
+    folder: Path,
+    *arguments: str,
+    num_ranks: int = 4,
+    is_judged: bool = True,
+    config: dict[str, Any] | None = None,
+    faults: Sequence[dict[str, Any]] = (),
+    pack: str = "",
+    environment: dict[str, str] | None = None,
+    timeout_s: float = 150.0,
+) -> Ended:
+    """Train the example's GPT with `num_ranks` processes; with a daemon beside it unless told not to.
+
+    config: of the monitor; pack: YAML of rules, merged over the default pack. Fails on any exit code but 0.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    command = [sys.executable, str(EXAMPLE / "launch.py"), "-n", str(num_ranks), "--", str(EXAMPLE / "train.py"), *arguments]
+    if config is not None:
+        (folder / "monitor.yaml").write_text(json.dumps(config))
+        command += ["--sentinel-config", str(folder / "monitor.yaml")]
+    if faults:
+        (folder / "faults.json").write_text(json.dumps(list(faults)))
+        command += ["--faults", str(folder / "faults.json")]
+    if is_judged:
+        watched = [sys.executable, "-m", "sentinel.cli", "run", "--dir", str(folder), "--name", "run", "--drain-s", "60"]
+        if pack:
+            (folder / "pack.yaml").write_text(pack)
+            watched += ["--rules", str(folder / "pack.yaml")]
+        command = [*watched, "--", *command]
+    return run_command(folder, command, environment, timeout_s)
+
+
+def run_command(folder: Path, command: Sequence[str], environment: dict[str, str] | None, timeout_s: float) -> Ended:
+    """Run a command in a session of its own; past the time its whole session is ended, and the test fails."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("SENTINEL_")}
+    process = subprocess.Popen(
+        command,
+        env={**clean, "PYTHONPATH": str(ROOT), "SENTINEL_DIR": str(folder), "SENTINEL_RUN": "run", **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            stdout, stderr = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            stdout, stderr = process.communicate()
+        raise AssertionError(f"{command[-1]}: not over after {timeout_s:g} s\n{stdout[-2000:]}\n{stderr[-4000:]}") from None
+    assert process.returncode == 0, f"exit code {process.returncode}\n{stdout[-2000:]}\n{stderr[-4000:]}"
+    return Ended(folder / "run", stdout, stderr)
+
+
+class Spoken:
+    """Everything one rank wrote into its spool."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self.descriptor: Descriptor | None = None
+        self.ends: dict[int, EndStep] = {}
+        self.health: list[Health] = []
+        self.rows: dict[int, list[np.ndarray]] = defaultdict(list)
+        for folder in sorted((run_dir / "spool").glob(f"r{rank:05d}-*")):
+            reader = SpoolReader(folder)
+            while frames := reader.poll(final=True):
+                for frame in frames:
+                    if frame.header.type == FrameType.ROWS:
+                        self.rows[frame.header.step].append(np.frombuffer(frame.payload, ROW_DTYPE))
+                        continue
+                    message = decode_message(frame)
+                    if isinstance(message, Descriptor):
+                        self.descriptor = message
+                    elif isinstance(message, EndStep):
+                        self.ends[message.step] = message
+                    elif isinstance(message, Health):
+                        self.health.append(message)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all steps."""
+        return sum(len(rows) for parts in self.rows.values() for rows in parts)
+
+    def of(self, step: int, kind: str) -> dict[str, np.void]:
+        """Return local name -> row of one step and kind."""
+        assert self.descriptor is not None
+        names = {tensor.id: tensor.name for tensor in self.descriptor.tensors if tensor.kind == kind}
+        return {names[int(row["tensor"])]: row for part in self.rows[step] for row in part if int(row["tensor"]) in names}
+
+
+def anomalies(run_dir: Path) -> list[Anomaly]:
+    """Return every anomaly of a run, in the order written."""
+    decode = msgspec.json.Decoder(Anomaly).decode
+    files = sorted((run_dir / "anomalies").glob("*.jsonl"))
+    return [decode(line) for file in files for line in file.read_bytes().splitlines()]
+
+
+def incidents(run_dir: Path) -> list[Incident]:
+    """Return the newest revision of every incident of a run."""
+    path = run_dir / "incidents.jsonl"
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return list({one.id: one for one in (msgspec.json.decode(line, type=Incident) for line in lines)}.values())

@@ -1,0 +1,38 @@
+"""NaN planted in every n-th (module, phase, micro-batch); the whole sweep is benchmarks/origin_sweep.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from .ranks import ROOT
+
+
+def sweep(layout: str, monitoring: str, every: int, *trainer: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [
+            sys.executable, str(ROOT / "benchmarks" / "origin_sweep.py"), "--json",
+            "--layout", layout, "--monitoring", monitoring, "--every", str(every), "--", *trainer,
+        ],
+        capture_output=True, text=True, timeout=200, check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.stdout, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout)[0]
+    return found
+
+
+@pytest.mark.parametrize("monitoring", ["on", "off"])
+@pytest.mark.parametrize(("layout", "every"), [("pp2dp2", 11), ("interleaved", 23), ("gpipe", 37), ("pp2tp2", 13)])
+def test_planted_origin_comes_first(layout: str, every: int, monitoring: str) -> None:
+    found = sweep(layout, monitoring, every)
+
+    assert found["cells"] >= 352 // every
+    assert found["wrong"] == []
+    assert found["steps_with_anomalies_but_nothing_planted"] == []
+    if layout == "pp2tp2":
+        # The order of each rank's own calls says nothing across ranks: sorted by it, a victim comes first.
+        assert found["call_id_alone_names_another_rank"] > 0
