@@ -179,6 +179,7 @@ class Escalator:
         self._last_why_not = ""
         self._proposals: dict[str, tuple[Proposal, int]] = {}
         """Id of a command -> what it follows from, and how often it was issued anew."""
+        self._again: list[tuple[Proposal, int]] = []
 
     @property
     def latency_s(self) -> float:
@@ -215,8 +216,10 @@ class Escalator:
     def follow(
         self, changed: Sequence[CommandStatus], *, newest_step: int, step_time_s: float | None, now: float
     ) -> list[EnableMonitoring]:
-        """Take note of what became of commands (`CommandDesk.tick`); return those issued anew, having come too late."""
-        issued = []
+        """Take note of what became of commands (`CommandDesk.tick`); return those issued anew, having come too late.
+
+        StoreError when one could not be written; the next call tries again.
+        """
         for status in changed:
             if status.state in ("ended", "withdrawn", "expired", "refused"):
                 self._quiet_until = max(self._quiet_until, now + self.config.cooldown_s)
@@ -224,9 +227,15 @@ class Escalator:
             if status.state == "withdrawn" and proposal is not None and status.is_late:
                 self._latency_s = min(self._latency_s * 2.0, MAX_LATENCY_S)
                 if num_reissues < MAX_REISSUES:
-                    issued.append(self._issue(proposal, newest_step, step_time_s, now, num_reissues + 1))
+                    self._again.append((proposal, num_reissues + 1))
             if status.is_final:
                 self._proposals.pop(status.command.id, None)
+        issued = []
+        while self._again:
+            # Taken off the list when it is written: a full disk only delays it.
+            proposal, num_reissues = self._again[0]
+            issued.append(self._issue(proposal, newest_step, step_time_s, now, num_reissues))
+            del self._again[0]
         return issued
 
     def _why_not(self, proposal: Proposal, newest_step: int, now: float) -> str:

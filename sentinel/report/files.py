@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -110,6 +110,7 @@ class AppendLog:
         self._num_begun = 0
         self._fd = -1
         self._open_index = 0
+        self._reader: tuple[int, BinaryIO] | None = None
 
     @property
     def position(self) -> LogPosition:
@@ -186,8 +187,12 @@ class AppendLog:
         num_found, is_torn, missing = 0, False, None
         for line in tail:
             whole = line + b"\n"
-            index, offset = self._whereabouts()
+            index, offset = self._position.index, self._position.offset
             there = self._read(index, offset, len(whole))
+            if not there:
+                # Files may have been cut at another size than today's: the disk says where the next line begins.
+                index, offset = self._whereabouts()
+                there = self._read(index, offset, len(whole))
             if there == whole:
                 self._position = LogPosition(
                     num_lines=self._position.num_lines + 1, index=index, offset=offset + len(whole)
@@ -201,6 +206,7 @@ class AppendLog:
                 self._num_begun = len(there)
             break
         set_aside = None if is_torn else self._set_aside()
+        self._close_reader()
         before = self._position.num_lines
         if missing is not None:
             self.append([missing])
@@ -250,7 +256,6 @@ class AppendLog:
         return LogPosition(num_lines=at.num_lines, index=at.index + 1, offset=0)
 
     def _whereabouts(self) -> tuple[int, int]:
-        # Where the next line begins on disk: files may have been cut at another size than today's.
         index, offset = self._position.index, self._position.offset
         if not self.is_single and offset and self._size(index) == offset and self.file(index + 1).exists():
             return index + 1, 0
@@ -275,12 +280,21 @@ class AppendLog:
             return 0
 
     def _read(self, index: int, offset: int, num_bytes: int) -> bytes:
-        try:
-            with self.file(index).open("rb") as file:
-                file.seek(offset)
-                return file.read(num_bytes)
-        except FileNotFoundError:
-            return b""
+        if self._reader is None or self._reader[0] != index:
+            self._close_reader()
+            try:
+                self._reader = (index, self.file(index).open("rb"))
+            except FileNotFoundError:
+                return b""
+        file = self._reader[1]
+        if file.tell() != offset:
+            file.seek(offset)
+        return file.read(num_bytes)
+
+    def _close_reader(self) -> None:
+        if self._reader is not None:
+            self._reader[1].close()
+        self._reader = None
 
     def _open(self, index: int) -> None:
         if self._fd >= 0 and self._open_index == index:

@@ -9,7 +9,6 @@ import pytest
 from sentinel.anomaly import Incident, Severity
 from sentinel.errors import ConfigError
 from sentinel.report.alert import RouteConfig, alerts_for
-from sentinel.report.pipeline import RetryPolicy
 from sentinel.report.sinks.alertmanager import AlertmanagerConfig, AlertmanagerSink
 from sentinel.report.sinks.console import ConsoleConfig, ConsoleSink
 from sentinel.report.sinks.delivery import SENT, Delivery, judge_answer, retry_after
@@ -305,5 +304,3 @@ def test_all_sinks_are_built_from_yaml(tmp_path):
     assert [route.min_severity for _, route in notify.routes()] == [
         Severity.CRITICAL, Severity.WARNING, Severity.WARNING, Severity.INFO,
     ]  # fmt: skip
-    assert notify.rates() == {"slack": 1.0, "alertmanager": 10.0, "webhook": 10.0, "console": 10.0}
-    assert notify.policy() == RetryPolicy()

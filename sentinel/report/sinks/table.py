@@ -9,7 +9,6 @@ import msgspec
 
 from sentinel.errors import ConfigError
 from sentinel.report.alert import RouteConfig
-from sentinel.report.pipeline import RetryPolicy
 from sentinel.report.sinks.alertmanager import AlertmanagerConfig, AlertmanagerSink
 from sentinel.report.sinks.console import ConsoleConfig, ConsoleSink
 from sentinel.report.sinks.delivery import HttpPoster, Sink
@@ -69,19 +68,6 @@ class NotifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def routes(self) -> list[tuple[str, RouteConfig]]:
         """Return (name, route) of every sink: what `report.alert.alerts_for` takes."""
         return [(sink.name, sink.route) for sink in self.sinks]
-
-    def rates(self) -> dict[str, float]:
-        """Return sink's name -> most requests a second: what `report.pipeline.Notifier` takes."""
-        return {sink.name: getattr(sink, "rate_per_s", 10.0) for sink in self.sinks}
-
-    def policy(self) -> RetryPolicy:
-        """Return how hard sinks are tried."""
-        return RetryPolicy(
-            retry_s=self.retry_s,
-            max_retry_s=self.max_retry_s,
-            give_up_after_s=self.give_up_after_s,
-            max_pending=self.max_pending,
-        )
 
 
 def build_sink(config: SinkConfig, notify: NotifyConfig, environ: Mapping[str, str], stream: TextIO) -> Sink:
