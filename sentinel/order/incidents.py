@@ -461,9 +461,9 @@ def _evidence(nature: str, root: Anomaly, causes: list[Anomaly], group: list[Ano
     facts = [f"first bad: {root.kind} of {root.tag_name}{border}"]
     phase = phase_of(root.kind, root.tag_name)
     if phase in (Phase.FORWARD, Phase.BACKWARD):
-        said = "before it in forward" if phase is Phase.FORWARD else "in forward, and before it in backward,"
-        facts.append(f"everything measured {said} in the same micro_step was clean" if root.micro_step is not None else
-                     f"everything measured {said} in the same step was clean")  # fmt: skip
+        said = "before it in forward" if phase is Phase.FORWARD else "in forward, nor before it in backward"
+        span = "step" if root.micro_step is None else "micro_step"
+        facts.append(f"nothing non-finite was measured {said}, in that {span} of its replica")
     others = sorted({a.rank for a in causes if a.rank is not None and a.rank != root.rank})
     if others:
         shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")

@@ -1,0 +1,68 @@
+"""`sentinel topk`: exit codes, table, files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sentinel.cli.main import run_cli
+
+GOLDEN = Path(__file__).parent.parent / "order" / "golden"
+
+
+@pytest.fixture
+def run(tmp_path):
+    target = tmp_path / "run" / "anomaly_detected" / "rank0"
+    target.mkdir(parents=True)
+    shutil.copy(GOLDEN / "msprobe_anomaly.json", target / "anomaly.json")
+    return tmp_path / "run"
+
+
+def test_table_of_step_5(run, capsys):
+    code = run_cli(["topk", "-d", str(run), "-s", "5", "-k", "3"])
+
+    out, err = capsys.readouterr()
+    assert code == 1
+    assert out == (GOLDEN / "topk_step_5.txt").read_text()
+    assert "first critical: NaN born in encoder.layers.0.linear1 (forward) on rank 0, micro_step 0, step 5" in err
+
+
+def test_result_file_has_msprobes_own_answer(run, tmp_path, capsys):
+    code = run_cli(["topk", "-d", str(run), "-o", str(tmp_path / "out"), "-s", "5", "--order", "msprobe"])
+
+    written = json.loads((tmp_path / "out" / "anomaly_analyse.json").read_text())
+    expected = json.loads((GOLDEN / "msprobe_analyse_step_5.json").read_text())
+    assert code == 1
+    assert list(written) == list(expected)
+    assert not (run / "anomaly_analyse.json").exists()
+
+
+def test_json_is_strict_and_whole(run, capsys):
+    run_cli(["topk", "-d", str(run), "--json", "-k", "1", "--min-severity", "critical"])
+
+    data = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"bare {word}"))
+    assert data["anomalies"] == [data["worst"]]
+    assert data["worst"]["value_text"] == "nan"
+
+
+def test_exit_codes(run, tmp_path, capsys):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+
+    assert run_cli(["topk", "-d", str(run)]) == 1
+    assert run_cli(["topk", "-d", str(run), "-s", "99"]) == 0
+    assert run_cli(["topk", "-d", str(empty)]) == 0
+    assert "no anomaly files there" in capsys.readouterr().err
+    for wrong in (["-d", str(tmp_path / "nowhere")], ["-d", str(run), "-k", "0"], ["-d", str(run), "-s", "x"], []):
+        assert run_cli(["topk", *wrong]) == 2
+    assert "expected a directory of anomalies, found none" in capsys.readouterr().err
+
+
+def test_steps_may_be_ranges(run, capsys):
+    run_cli(["topk", "-d", str(run), "-s", "1-2,5", "-k", "1000", "--json"])
+
+    steps = {record["step"] for record in json.loads(capsys.readouterr().out)["anomalies"]}
+    assert steps == {1, 2, 5}

@@ -1,0 +1,317 @@
+"""Top-k: the k earliest, from any files in any order, msProbe's too."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sentinel.anomaly import Anomaly, Incident, Severity, anomaly_id
+from sentinel.errors import ConfigError
+from sentinel.order import topk as module
+from sentinel.order.causal import leading_causes, origin, sort_key
+from sentinel.order.msprobe import MsprobeRecord, from_msprobe, module_of, msprobe_sort_key
+from sentinel.order.topk import anomaly_files, topk
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def anomaly(number, step, **fields):
+    """One of a thousand."""
+    fields = {
+        "rank": number % 4, "micro_step": number % 2, "call_id": number % 97, "kind": "activation", "statistic": "norm",
+        "rule": "turbulence", "severity": Severity.INFO, "value": number / 7, "site_pos": number % 13,
+    } | fields  # fmt: skip
+    name = fields.pop("tag_name", f"blocks.{number % 13}")
+    return Anomaly(
+        id=anomaly_id("r", 0, step, number, fields["rank"], f"{name}/{fields['statistic']}", fields["rule"]),
+        run="r", attempt=0, step=step, pp_stage=0, vpp_stage=0, tag_name=name, detector="AnomalyTurbulence",
+        message="high", **fields,
+    )  # fmt: skip
+
+
+def thousand(seed=0):
+    rng = random.Random(seed)
+    return [
+        anomaly(
+            number,
+            rng.randrange(50),
+            kind=rng.choice(["activation", "dgrad", "wgrad", "param"]),
+            severity=rng.choice(list(Severity)) if rng.random() < 0.05 else Severity.INFO,
+        )
+        for number in range(1000)
+    ]
+
+
+def write(path, anomalies, tail=b""):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(msgspec.json.encode(a) + b"\n" for a in anomalies) + tail)
+
+
+def ids(found):
+    return [entry.anomaly.id for entry in found.entries]
+
+
+def test_topk_independent_of_file_order(tmp_path):
+    some = thousand()
+    rng = random.Random(1)
+    results = []
+    for attempt in range(6):
+        mixed = rng.sample(some, len(some))
+        run = tmp_path / f"run{attempt}"
+        num_files = attempt + 1
+        for index in range(num_files):
+            write(run / "anomalies" / f"{rng.randrange(10**6):06d}{index}.jsonl", mixed[index::num_files])
+        results.append(topk(run, 20))
+
+    expected = [a.id for a in sorted(some, key=sort_key)[:20]]
+    assert all(ids(found) == expected for found in results)
+    assert {found.num_anomalies for found in results} == {1000}
+    assert len({found.worst.anomaly.id for found in results}) == 1
+    assert results[0].entries[0].anomaly == min(some, key=sort_key)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_topk_independent_of_how_the_work_is_shared(tmp_path, monkeypatch, processes):
+    monkeypatch.setattr(module, "_RANGE_BYTES", 20_000)
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 700)
+    some = thousand(2)
+    write(tmp_path / "anomalies" / "000001.jsonl", some[:700])
+    write(tmp_path / "anomalies" / "000002.jsonl", some[700:])
+
+    found = topk(tmp_path, 50, processes=processes)
+
+    assert ids(found) == [a.id for a in sorted(some, key=sort_key)[:50]]
+    assert found.num_anomalies == 1000
+    critical = [a for a in some if a.severity is Severity.CRITICAL]
+    assert found.worst.anomaly == min(critical, key=sort_key)
+
+
+def test_steps_severity_and_incident_restrict(tmp_path):
+    some = thousand(3)
+    write(tmp_path / "anomalies" / "000001.jsonl", some)
+    members = [some[i].id for i in (5, 500, 900)]
+    revision = Incident(
+        id="iabc", revision=1, run="r", attempt=0, state="open", opened_step=0, last_step=9, severity=Severity.INFO,
+        title="t", root=None, members=tuple(members[:2]),
+    )  # fmt: skip
+    merged = msgspec.structs.replace(revision, id="idef", members=(members[2],), state="merged", merged_into="iabc")
+    write(tmp_path / "incidents.jsonl", [revision, merged], tail=b'{"torn')
+
+    in_steps = topk(tmp_path, 1000, steps={7, 8})
+    severe = topk(tmp_path, 1000, min_severity=Severity.WARNING)
+    of_incident = topk(tmp_path, incident="ia")
+
+    assert ids(in_steps) == [a.id for a in sorted(some, key=sort_key) if a.step in (7, 8)]
+    assert ids(severe) == [a.id for a in sorted(some, key=sort_key) if a.severity is not Severity.INFO]
+    assert sorted(ids(of_incident)) == sorted(members)
+    assert ids(topk(tmp_path / "anomalies", incident="ia")) == ids(of_incident)
+    with pytest.raises(ConfigError, match=r'"ix": no incident has an id that begins so; known: iabc, idef'):
+        topk(tmp_path, incident="ix")
+    with pytest.raises(ConfigError, match=r'"i": several incident'):
+        topk(tmp_path, incident="i")
+
+
+def test_a_torn_last_line_is_skipped_and_said(tmp_path):
+    some = thousand(4)[:10]
+    path = tmp_path / "anomalies" / "000001.jsonl"
+    write(path, some, tail=b'{"id":"x","step":0,"tag_na')
+
+    found = topk(tmp_path, 100)
+
+    assert found.num_anomalies == 10
+    assert found.torn == (str(path),)
+    assert found.num_malformed == 0
+
+
+def test_a_last_line_without_a_line_feed_counts_when_it_is_whole(tmp_path):
+    some = thousand(4)[:10]
+    write(tmp_path / "a.jsonl", some[:9], tail=msgspec.json.encode(some[9]))
+
+    assert topk(tmp_path, 100).num_anomalies == 10
+
+
+def test_lines_that_cannot_be_read_are_counted_and_placed(tmp_path):
+    some = thousand(5)[:4]
+    path = tmp_path / "a.jsonl"
+    head = b"".join(msgspec.json.encode(a) + b"\n" for a in some[:2])
+    path.write_bytes(head + b"what is this\n\n   \n" + b"".join(msgspec.json.encode(a) + b"\n" for a in some[2:]))
+
+    found = topk(tmp_path, 100)
+
+    assert (found.num_anomalies, found.num_malformed) == (4, 1)
+    assert found.malformed == (f"{path}:{len(head)}",)
+
+
+def test_blank_lines_do_not_shift_what_is_read(tmp_path):
+    some = thousand(6)[:50]
+    (tmp_path / "a.jsonl").write_bytes(b"\n\n".join(msgspec.json.encode(a) for a in some) + b"\n \n")
+
+    assert ids(topk(tmp_path, 50)) == [a.id for a in sorted(some, key=sort_key)]
+
+
+def test_ends_of_episodes_are_no_anomalies(tmp_path):
+    onset = anomaly(1, 5)
+    end = msgspec.structs.replace(onset, id="e", step=1, event="end", onset_id=onset.id)
+    note = msgspec.structs.replace(onset, id="t", step=0, event="truncated")
+    write(tmp_path / "a.jsonl", [end, note, onset])
+
+    found = topk(tmp_path)
+
+    assert (ids(found), found.num_anomalies) == ([onset.id], 1)
+
+
+def test_the_same_record_in_two_files_is_one(tmp_path):
+    write(tmp_path / "a.jsonl", [anomaly(1, 5), anomaly(2, 5)])
+    shutil.copy(tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+
+    assert len(topk(tmp_path).entries) == 2
+
+
+def test_several_rules_on_one_tensor_are_all_kept(tmp_path):
+    some = [
+        anomaly(1, 5, rule=rule, statistic=statistic) for rule in ("nan", "high") for statistic in ("min", "max", "norm")
+    ]
+    write(tmp_path / "a.jsonl", some)
+
+    analysis = topk(tmp_path).analysis()
+
+    assert len(analysis) == 6
+    assert {record["id"] for record in analysis.values()} == {a.id for a in some}
+    assert next(iter(analysis)) == "blocks.1_step_5_call_1"
+
+
+def test_strict_json_always(tmp_path):
+    """A bare NaN that somebody else wrote becomes null beside `value_text`, and what we write has none."""
+    strict = anomaly(1, 5, value=None, value_text="nan")
+    loose = msgspec.to_builtins(anomaly(2, 4)) | {"value": float("-inf"), "baseline": float("nan")}
+    write(tmp_path / "a.jsonl", [strict], tail=json.dumps(loose).encode() + b"\n")
+
+    found = topk(tmp_path)
+
+    text = json.dumps(found.analysis(), allow_nan=False)
+    records = json.loads(text, parse_constant=lambda word: pytest.fail(f"bare {word}"))
+    first = next(iter(records.values()))
+    assert (first["value"], first["value_text"], first["baseline"]) == (None, "-inf", None)
+    assert found.num_malformed == 0
+
+
+def test_no_such_directory_and_a_directory_of_runs_are_said(tmp_path):
+    with pytest.raises(ConfigError, match="expected a directory of anomalies, found none"):
+        topk(tmp_path / "nowhere")
+    write(tmp_path / "one" / "anomalies" / "000001.jsonl", [])
+    with pytest.raises(ConfigError, match="expected one run, found 1: one; name one"):
+        topk(tmp_path)
+    with pytest.raises(ConfigError, match="k must be at least 1, got 0"):
+        topk(tmp_path / "one", 0)
+    assert topk(tmp_path / "one").entries == ()
+
+
+# msProbe's files. `golden/msprobe_anomaly.json` is a real one, shortened: steps 0 to 4, and the forward of step 5.
+
+
+def msprobe_records(path):
+    return [from_msprobe(msgspec.convert(record, MsprobeRecord)) for record in json.loads(path.read_text()).values()]
+
+
+@pytest.fixture
+def msprobe_run(tmp_path):
+    target = tmp_path / "anomaly_detected" / "rank0"
+    target.mkdir(parents=True)
+    shutil.copy(GOLDEN / "msprobe_anomaly.json", target / "anomaly.json")
+    return tmp_path
+
+
+ORIGIN = "0:encoder.layers.0.linear1.output:0/rank0/actv"
+
+
+def test_msprobe_order_gives_its_own_answer(msprobe_run):
+    """Its top 8 of step 5, as the real tool wrote them: the origin comes last."""
+    expected = json.loads((GOLDEN / "msprobe_analyse_step_5.json").read_text())
+
+    analysis = topk(msprobe_run, 8, steps={5}, order="msprobe").analysis()
+
+    assert list(analysis) == list(expected)
+    for key, record in expected.items():
+        assert {name: analysis[key][name] for name in record} == record
+    assert next(reversed(analysis.values()))["tag_name"] == ORIGIN
+
+
+def test_msprobe_origin_is_found_first(msprobe_run):
+    """It lies at place 436 of 1050 in its own order, and last of 8 in its step; the leading cause of all is it."""
+    some = msprobe_records(msprobe_run / "anomaly_detected" / "rank0" / "anomaly.json")
+    place = [a.tag_name for a in sorted(some, key=msprobe_sort_key)].index(ORIGIN) + 1
+
+    found = topk(msprobe_run)
+
+    assert place > 400
+    assert found.worst.anomaly.tag_name == ORIGIN
+    assert found.worst.anomaly.step == 5
+    assert topk(msprobe_run, 1, min_severity=Severity.CRITICAL).entries[0].anomaly.tag_name == ORIGIN
+    assert some[leading_causes(some)[0]].tag_name == ORIGIN
+    assert module_of(origin(found.worst.anomaly).name) == "encoder.layers.0.linear1"
+
+
+def test_msprobe_files_are_read_in_pieces_whatever_their_size(msprobe_run, monkeypatch):
+    whole = topk(msprobe_run, 2000)
+    for size in (300, 5000, 1 << 20):
+        monkeypatch.setattr(module, "_CHUNK_BYTES", size)
+
+        assert ids(topk(msprobe_run, 2000)) == ids(whole)
+        assert topk(msprobe_run, 3).num_anomalies == whole.num_anomalies
+
+
+@pytest.mark.parametrize("layout", [{"indent": 4}, {"indent": None}, {"indent": 1, "separators": (" ,", ":")}])
+def test_msprobe_files_laid_out_otherwise_are_read_too(msprobe_run, layout):
+    path = msprobe_run / "anomaly_detected" / "rank0" / "anomaly.json"
+    expected = ids(topk(msprobe_run, 20))
+    path.write_text(json.dumps(json.loads(path.read_text()), **layout))
+
+    assert ids(topk(msprobe_run, 20)) == expected
+
+
+@pytest.mark.parametrize("cut", [10, 1000, 100_000])
+def test_a_cut_msprobe_file_gives_what_is_whole(msprobe_run, cut):
+    path = msprobe_run / "anomaly_detected" / "rank0" / "anomaly.json"
+    whole = topk(msprobe_run, 3).num_anomalies
+    path.write_bytes(path.read_bytes()[:-cut])
+
+    found = topk(msprobe_run, 3)
+
+    assert found.torn == (str(path),)
+    assert 0 < found.num_anomalies < whole
+
+
+def test_ours_and_msprobes_mix(msprobe_run):
+    write(msprobe_run / "anomalies" / "000001.jsonl", [anomaly(1, -1)])
+
+    found = topk(msprobe_run)
+
+    assert found.num_files == 2
+    assert found.entries[0].anomaly.step == -1
+    assert [path.suffix for path in anomaly_files(msprobe_run)] == [".jsonl", ".json"]
+
+
+@pytest.mark.parametrize(
+    ("tag", "kind", "name"),
+    [
+        ("0:fc1.weight/rank0/post_grad", "wgrad", "fc1.weight"),
+        ("0:fc1.weight/rank12/acc_grad", "wgrad_unreduced", "fc1.weight"),
+        ("1:layers.0.input_1:0/rank0/actv", "activation_in", "layers.0"),
+        ("0:.output:0/rank0/actv_grad", "dgrad", "model"),
+        ("0:.input:0/rank0/actv_grad", "dgrad_in", "model"),
+        ("0:fc2.weight/rank0/exp_avg_sq", "exp_avg_sq", "fc2.weight"),
+    ],
+)
+def test_msprobe_tags(tag, kind, name):
+    record = from_msprobe(MsprobeRecord(step=1, tag_name=tag, message=""))
+
+    assert (record.kind, module_of(tag), record.tag_name) == (kind, name, tag)
+
+
+def test_other_names_are_no_msprobe_tags():
+    assert module_of("train/loss") == "train/loss"
