@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+from typing import Any
 
 import numpy as np
 import torch
@@ -131,14 +132,15 @@ class DeviceStats:
         self.is_used = False
         self._stats = torch.empty((capacity, WORDS), dtype=torch.int64, device=device)
         self._pinned = _pin(capacity)
-        self._streams: dict[int, torch.Stream] = {}
-        self._copy_stream: torch.Stream | None = None
-        self._arrived: torch.Event | None = None
+        self._module = torch.get_device_module(device)
+        self._streams: dict[int, Any] = {}
+        self._copy_stream: Any = None
+        self._arrived: Any = None
 
     def grow(self, capacity: int) -> None:
         """Make room for more rows; those written on another stream than the current one must not be in flight."""
         stats = torch.empty((capacity, WORDS), dtype=torch.int64, device=self.device)
-        current = torch.accelerator.current_stream(self.device)
+        current = self._module.current_stream(self.device)
         for stream in self._streams.values():
             if stream != current:
                 current.wait_stream(stream)
@@ -150,7 +152,7 @@ class DeviceStats:
 
     def rows(self, first_row: int, num_rows: int) -> torch.Tensor:
         """Return [num_rows, 12] int64 to be written on the current stream."""
-        stream = torch.accelerator.current_stream(self.device)
+        stream = self._module.current_stream(self.device)
         self._streams[stream.stream_id] = stream
         self.is_row[first_row : first_row + num_rows] = True
         self.is_used = True
@@ -161,12 +163,11 @@ class DeviceStats:
         if not self.is_used:
             return
         if self._copy_stream is None:
-            self._copy_stream = torch.Stream(self.device)
-            self._arrived = torch.Event(self.device)
-        assert self._arrived is not None
+            self._copy_stream = self._module.Stream(self.device)
+            self._arrived = self._module.Event()
         for stream in self._streams.values():
             self._copy_stream.wait_stream(stream)
-        with self._copy_stream:
+        with self._module.stream(self._copy_stream):
             self._pinned[:num_rows].copy_(self._stats[:num_rows], non_blocking=True)
             self._arrived.record(self._copy_stream)
 

@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,7 @@ from sentinel.wire.handover import Handover, StepBatch
 
 log = logging.getLogger("sentinel")
 
+_living: weakref.WeakSet[Monitor] = weakref.WeakSet()
 ACTIVITIES = ("init", "train", "eval", "checkpoint")
 
 
@@ -119,6 +121,7 @@ class Monitor:
             position=self._position, on_command=self._command_arrived, on_refused=self._command_refused,
         )  # fmt: skip
         atexit.register(self._at_exit)
+        _living.add(self)
         # A process made by multiprocessing's fork never runs atexit.
         self._finalizer = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
         log.info(
@@ -531,9 +534,6 @@ class Monitor:
     def _close(self, reason: str) -> None:
         if not self.is_alive:
             return
-        if os.getpid() != self._pid:  # A forked data-loader worker: nothing here is its own.
-            self.is_alive = False
-            return
         try:
             if self._begun:
                 self._end_step(is_partial=not self.boundary.is_over)
@@ -547,6 +547,16 @@ class Monitor:
         self._handover.close(reason, timeout_s=5.0, health=self.recording.take_health())
         atexit.unregister(self._at_exit)
         self._finalizer.cancel()
+
+
+def _disarm_child() -> None:
+    # A forked data-loader worker or trainer helper: the spool, the steps and the hooks belong to the parent.
+    for monitor in list(_living):
+        monitor.is_alive = False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_disarm_child)
 
 
 def _resolver(rows: Any, scalars: Mapping[str, Any]) -> Callable[[], Mapping[str, float]]:

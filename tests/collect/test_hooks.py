@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -579,3 +580,26 @@ def test_attach_to_nonsense(run: Path) -> None:
         sentinel.attach("model")
     with pytest.raises(ConfigError, match="optimizer must have a step method"):
         sentinel.attach(TinyModel(), "adam")
+
+
+def test_forked_child_is_disarmed(run: Path) -> None:
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = sentinel.attach(model, optimizer)
+    loss_of(model, 0).backward()
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)  # As a data-loader worker does: OpenMP's threads did not survive the fork.
+        loss_of(model, 1)
+        monitor.log(loss=2.0)
+        monitor.detach()
+        os._exit(int(monitor.is_alive))
+    _, status = os.waitpid(child, 0)
+    optimizer.step()
+    monitor.detach()
+
+    said = Said(run)
+
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert [(end.step, end.num_micro_steps) for end in said.ends] == [(0, 1)]
+    assert len(said.byes) == 1

@@ -246,9 +246,10 @@ def _merged(stats: torch.Tensor) -> torch.Tensor:
     out = stats.sum(dim=0)
     weight = count.double()
     n = out[0].clamp(min=1).double()
-    # About one of the means, so that a large common one costs no digits.
-    origin = mean[weight.argmax()]
-    whole = origin + (weight / n * (mean - origin)).sum()
+    # Twice, so that a large common mean costs no digits (and no indexing: an index from the device is a wait).
+    share = weight / n
+    whole = (share * mean).sum()
+    whole = whole + (share * (mean - whole)).sum()
     d = torch.where(count > 0, mean - whole, 0.0)
     dd = d * d
     wide = out.view(torch.float64)
