@@ -29,7 +29,7 @@ check: lint types test demo
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt $(wildcard setup.py)
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard sentinel/native/*.[ch])
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it with PYTHON=..." >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_FLAGS) torch==2.13.0

@@ -89,6 +89,8 @@ class Stage:
         slack_file, config = private / "slack-url", private / "daemon.yaml"
         slack_file.write_text(f"{self.receiver.url}/slack")
         config.write_text(
+            # Two faults in a few seconds: the second must not wait until the first escalation has cooled down.
+            "control: {cooldown_s: 1.0}\n"
             "notify:\n  sinks:\n"
             f"    - {{type: slack, url_file: '{slack_file}'}}\n"
             f"    - {{type: alertmanager, urls: ['{self.receiver.url}/alertmanager']}}\n"
@@ -132,7 +134,7 @@ class Stage:
             if time.monotonic() > deadline:
                 raise ConfigError(f"the trainer took more than {TRAINING_LIMIT_S:g} s; see {log.name}")
             self._tell(next(news))
-            self.daemon.watch()
+            self._watch_daemon()
             time.sleep(0.05)
         reader.join(2)
         if self._trainer.returncode:
@@ -149,7 +151,11 @@ class Stage:
             if message.to == "webhook"
             for alert in message.body["alerts"]
         ]
-        outcome = judge(self.plan, read_anomalies(self.run_dir), read_incidents(self.run_dir), told)
+        num_judged, num_dropped = (self._gauge(f"sentinel_{name}_total") for name in ("steps_judged", "rows_dropped"))
+        outcome = judge(
+            self.plan, read_anomalies(self.run_dir), read_incidents(self.run_dir), told,
+            num_judged=int(sum(num_judged)), num_dropped=int(sum(num_dropped)),
+        )  # fmt: skip
         steps = [step for step in (outcome.black_box_step, outcome.escalated_step) if step is not None]
         return Scene(
             plan=self.plan, outcome=outcome, topk={step: self._topk(outcome, step) for step in steps},
@@ -169,19 +175,18 @@ class Stage:
 
     def _topk(self, outcome: Outcome, step: int) -> list[dict[str, Any]]:
         """Return what `sentinel topk` says of one step of the incident."""
-        out = self.run_dir / "demo" / f"topk-{step}.json"
+        out = self.run_dir / "demo" / f"topk-{step}"
         command = [
             sys.executable, "-m", "sentinel.cli", "topk", "-d", str(self.run_dir), "-k", "5", "-s", str(step), "--json",
+            "-o", str(out),
         ]  # fmt: skip
         if outcome.incident is not None:
             command += ["--incident", outcome.incident.id]
         answer = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-        out.write_text(answer.stdout)
         try:
-            found = json.loads(answer.stdout)
+            return list(json.loads(answer.stdout)["anomalies"])
         except ValueError as error:
             raise ConfigError(f"sentinel topk gave no JSON: {answer.stderr.strip()[-500:]}") from error
-        return found if isinstance(found, list) else list(found.get("anomalies", []))
 
     def close(self) -> None:
         """End what was started."""
@@ -199,26 +204,33 @@ class Stage:
     def _await_page(self) -> None:
         where = self.run_dir / ".daemon" / "http.json"
         deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and not self.daemon.problem:
-            self.daemon.watch()
+        while time.monotonic() < deadline:
+            self._watch_daemon()
             try:
                 self.url = str(json.loads(where.read_bytes())["url"]).rstrip("/")
                 return
             except (OSError, ValueError, KeyError):
                 time.sleep(0.05)
-        log = self.run_dir / ".daemon" / "daemon.log"
-        raise ConfigError(f"the daemon did not come up: {self.daemon.problem or 'no page after 20 s'}; see {log}")
+        raise ConfigError(f"the daemon did not come up within 20 s; see {self.run_dir / '.daemon' / 'daemon.log'}")
+
+    def _watch_daemon(self) -> None:
+        self.daemon.watch()
+        if self.daemon.problem:
+            raise ConfigError(self.daemon.problem)
 
     def _await_verdicts(self) -> None:
         wanted = self.plan.num_steps - 1
         deadline = time.monotonic() + DRAIN_LIMIT_S
         while time.monotonic() < deadline:
-            judged = re.search(r"^sentinel_judged_step\{[^}]*\} (\S+)", self._scrape(), re.MULTILINE)
-            pending = re.findall(r"^sentinel_notifications_pending\{[^}]*\} (\S+)", self._scrape(), re.MULTILINE)
-            if judged and float(judged[1]) >= wanted and not any(map(float, pending)):
+            self._watch_daemon()
+            judged = self._gauge("sentinel_judged_step")
+            if judged and judged[0] >= wanted and not any(self._gauge("sentinel_notifications_pending")):
                 return
             time.sleep(0.2)
         self.say(f"not every step was judged within {DRAIN_LIMIT_S:g} s of the trainer's end")
+
+    def _gauge(self, name: str) -> list[float]:
+        return [float(value) for value in re.findall(rf"^{name}\{{[^}}]*\}} (\S+)", self._scrape(), re.MULTILINE)]
 
     def _scrape(self) -> str:
         try:

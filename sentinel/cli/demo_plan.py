@@ -14,10 +14,10 @@ from sentinel.order.causal import Origin, is_nonfinite, leading_causes, origin
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The truth: only the trainer and this file know it, the daemon never does."""
 
-    num_steps: int = 270
+    num_steps: int = 290
     batch_step: int = 160
     """Step whose batch is corrupted, on every replica."""
-    nan_steps: tuple[int, ...] = (200, 210, 220, 230, 240)
+    nan_steps: tuple[int, ...] = (230, 240, 250, 260, 270)
     """Steps at which the planted module puts a NaN into its output."""
     module: str = "blocks.1.mlp.fc1"
     segment: str = "blocks.1"
@@ -65,9 +65,18 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(
-    plan: Plan, anomalies: Sequence[Anomaly], incidents: Iterable[Incident], told: Iterable[Incident]
+    plan: Plan,
+    anomalies: Sequence[Anomaly],
+    incidents: Iterable[Incident],
+    told: Iterable[Incident],
+    *,
+    num_judged: int,
+    num_dropped: int,
 ) -> Outcome:
-    """Return what was found. incidents: all revisions, as written; told: incidents that receivers heard of."""
+    """Return what was found. incidents: all revisions, as written; told: incidents that receivers heard of.
+
+    num_judged: steps; num_dropped: rows. Silence counts for something only where everything was looked at.
+    """
     onsets = [one for one in anomalies if one.event == "onset"]
     newest = {one.id: one for one in incidents}
     told = list(told)
@@ -78,6 +87,11 @@ def judge(
     escalated = _root(onsets, escalated_step)
     incident = _incident_of(newest.values(), onsets, first_step)
     claims = (
+        Claim(
+            text=f"all {plan.num_steps} steps were judged, no row lost",
+            holds=num_judged == plan.num_steps and not num_dropped,
+            found=f"{num_judged} steps, {num_dropped} rows lost",
+        ),
         Claim(
             text=f"{plan.batch_step} healthy steps: nobody was told of anything",
             holds=not early,
