@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from sentinel.ingest.steps import Decision
 
 MERGED_AXES = ("dp", "tp", "cp", "ep")
+WEIGHT_KINDS = frozenset({"param", "wgrad", "exp_avg", "exp_avg_sq"})
+"""Data-parallel ranks hold copies of these; of all else each holds its own part of the batch."""
 KEPT_APART = ("unknown", "partial", "owned")
 """Placements that nobody may merge over: each rank keeps its own series, told apart by its coordinate."""
 
@@ -50,6 +52,17 @@ class LogicalTensor(msgspec.Struct, frozen=True, kw_only=True):
     num_elements: int = 0
 
 
+class Replicas(msgspec.Struct, frozen=True):
+    """Copies of one tensor, or of one shard of it, that must be bit-identical."""
+
+    index: int
+    """Of the logical tensor."""
+    shard: tuple[tuple[str, int], ...]
+    """Coordinates of the shard; empty: each holds the whole tensor."""
+    holders: tuple[tuple[int, int], ...]
+    """(rank, id of the tensor on that rank), ranks rising; at least two."""
+
+
 class Scalar(msgspec.Struct, frozen=True):
     """A logged scalar of one step."""
 
@@ -67,22 +80,23 @@ class Layout:
         self.names: Names = make_names(self.descriptors)
         self.tensors: list[LogicalTensor] = []
         self._to_logical: dict[int, npt.NDArray[np.int32]] = {}
-        self._counts: dict[int, npt.NDArray[np.bool_]] = {}
-        self.replicas: dict[int, list[tuple[int, int]]] = {}
-        """Logical index -> (rank, local tensor id) of every copy that must be bit-identical, where there are several."""
+        self._to_copy: dict[int, npt.NDArray[np.int32]] = {}
+        self.replicas: list[Replicas] = []
+        """Copies that must be bit-identical, where there are several."""
+        self.num_copies = 0
+        """Distinct shards, copies taken as one."""
         self._build()
 
     def _build(self) -> None:
         keys: dict[tuple[str, str, tuple[tuple[str, int], ...]], int] = {}
         drafts: list[dict[str, object]] = []
         ranks: list[list[int]] = []
-        first_replica: dict[tuple[int, tuple[tuple[str, int], ...]], int] = {}
-        copies: dict[tuple[int, tuple[tuple[str, int], ...]], list[tuple[int, int]]] = {}
+        copies: dict[tuple[int, tuple[tuple[str, int], ...]], tuple[list[tuple[int, int]], int]] = {}
         for rank, descriptor in self.descriptors.items():
             chunks = {chunk.vpp_stage: chunk for chunk in descriptor.chunks}
             size = max((tensor.id for tensor in descriptor.tensors), default=-1) + 1
             to_logical = np.full(size, -1, np.int32)
-            counts = np.zeros(size, np.bool_)
+            to_copy = np.full(size, -1, np.int32)
             for tensor in descriptor.tensors:
                 chunk = chunks.get(tensor.chunk, ChunkInfo(vpp_stage=tensor.chunk, depth=0))
                 apart, sharded = self._coordinates(tensor, descriptor.place)
@@ -93,24 +107,27 @@ class Layout:
                     ranks.append([])
                 ranks[at].append(rank)
                 to_logical[tensor.id] = at
-                # Ranks come in rising order: the first holder of a shard speaks for its replicas.
-                counts[tensor.id] = first_replica.setdefault((at, sharded), rank) == rank
-                copies.setdefault((at, sharded), []).append((rank, tensor.id))
-            self._to_logical[rank], self._counts[rank] = to_logical, counts
+                copy = copies.setdefault((at, sharded), ([], len(copies)))
+                copy[0].append((rank, tensor.id))
+                to_copy[tensor.id] = copy[1]
+            self._to_logical[rank], self._to_copy[rank] = to_logical, to_copy
+        self.num_copies = len(copies)
         self.tensors = [
             msgspec.convert({**draft, "ranks": tuple(held)}, LogicalTensor)
             for draft, held in zip(drafts, ranks, strict=True)
         ]
-        for (at, _), holders in copies.items():
-            if len(holders) > 1 and self.tensors[at].kind in ("param", "wgrad", "exp_avg", "exp_avg_sq"):
-                self.replicas.setdefault(at, holders)
+        self.replicas = [
+            Replicas(at, shard, tuple(holders))
+            for (at, shard), (holders, _) in copies.items()
+            if len(holders) > 1 and self.tensors[at].kind in WEIGHT_KINDS
+        ]
 
     @staticmethod
     def _coordinates(
         tensor: TensorInfo, place: Place
     ) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
         """(coordinates kept apart, coordinates of the shard): what is in neither is a replica."""
-        is_data = tensor.kind not in ("param", "wgrad", "exp_avg", "exp_avg_sq")
+        is_data = tensor.kind not in WEIGHT_KINDS
         apart, sharded = [], []
         for axis in MERGED_AXES:
             if place.size(axis) <= 1:
@@ -161,19 +178,19 @@ class Layout:
 
     def logical_of(self, rank: int, tensor_ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
         """Return the logical index of each local id; -1 for ids that the descriptor does not know."""
-        table = self._to_logical[rank]
-        found = np.full(len(tensor_ids), -1, np.int32)
-        known = tensor_ids < len(table)
-        found[known] = table[tensor_ids[known]]
-        return found
+        return _look_up(self._to_logical.get(rank), tensor_ids)
 
-    def counted_of(self, rank: int, tensor_ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
-        """Return which local ids speak for the logical tensor: replicas other than the lowest rank's do not."""
-        table = self._counts[rank]
-        found = np.zeros(len(tensor_ids), np.bool_)
-        known = tensor_ids < len(table)
-        found[known] = table[tensor_ids[known]]
-        return found
+    def copies_of(self, rank: int, tensor_ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
+        """Return the number of the shard that each local id is a copy of; -1 for ids that the descriptor does not know."""
+        return _look_up(self._to_copy.get(rank), tensor_ids)
+
+
+def _look_up(table: npt.NDArray[np.int32] | None, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
+    found = np.full(len(ids), -1, np.int32)
+    if table is not None:
+        known = ids < len(table)
+        found[known] = table[ids[known]]
+    return found
 
 
 class RankStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,10 +263,17 @@ class StepView:
 
     @cached_property
     def _counted(self) -> npt.NDArray[np.bool_]:
+        """[num_rows] whether a row counts for its logical tensor: of copies, those of the lowest rank that is there."""
         if not self.parts:
             return np.empty(0, np.bool_)
-        counted = np.concatenate([self.layout.counted_of(part.rank, part.rows["tensor"]) for part in self.parts])
-        return counted & (self.row_logical >= 0)
+        copies = np.concatenate([self.layout.copies_of(part.rank, part.rows["tensor"]) for part in self.parts])
+        known = copies >= 0
+        if not known.all():
+            copies = np.where(known, copies, self.layout.num_copies)
+        speaker = np.empty(self.layout.num_copies + 1, np.int32)
+        # Ranks rise along the rows: written backwards, the lowest is the last to be written.
+        speaker[copies[::-1]] = self.row_rank[::-1]
+        return known & (speaker[copies] == self.row_rank)
 
     @cached_property
     def stats(self) -> npt.NDArray[np.void]:
@@ -292,6 +316,21 @@ class StepView:
                 for name, value in part.end_step.scalars.items():
                     found.setdefault(name, {})[part.rank] = value
         return {name: Scalar(float(np.mean(list(by.values()))), by) for name, by in sorted(found.items())}
+
+    def checksums(self) -> list[tuple[Replicas, dict[int, int]]]:
+        """Return, for each set of copies of which several came with a checksum, rank -> checksum; equal when all is well."""
+        checksums = self.rows["checksum"]
+        at = {
+            (int(rank), int(tensor)): int(row)
+            for row, (rank, tensor) in enumerate(zip(self.row_rank, self.rows["tensor"], strict=True))
+            if checksums[row]
+        }
+        found = []
+        for copies in self.layout.replicas:
+            by_rank = {rank: int(checksums[at[rank, tensor]]) for rank, tensor in copies.holders if (rank, tensor) in at}
+            if len(by_rank) > 1:
+                found.append((copies, by_rank))
+        return found
 
     def is_per_rank(self, tensor: LogicalTensor) -> bool:
         """Whether the series is one rank's own part."""

@@ -342,6 +342,8 @@ class SpoolReader:
         """Files deleted before they were read."""
         self.foreign: dict[int, int] = {}
         """Protocol version -> frames of it that were skipped."""
+        self.is_caught_up = True
+        """Whether the last poll saw the end of the newest file."""
 
     @property
     def position(self) -> tuple[int, int]:
@@ -354,6 +356,7 @@ class SpoolReader:
         At most about `max_bytes` are read; ask again until it is empty.
         """
         frames: list[Frame] = []
+        self.is_caught_up = True
         while not frames:
             # Looked for before reading: a writer begins a new file only when it has done with the last.
             has_newer = (self.directory / file_name(self.file_index + 1)).exists()
@@ -366,6 +369,7 @@ class SpoolReader:
                 self.file_index, self.offset = later[0], 0
                 continue
             is_whole = len(data) < max_bytes
+            self.is_caught_up = is_whole and not has_newer
             is_over = is_whole and (has_newer or final)
             if data:
                 consumed = self._parse(data, frames, is_over=is_over, is_whole=is_whole)

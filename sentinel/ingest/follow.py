@@ -1,0 +1,316 @@
+"""Follows every rank of a run: finds spools as they appear, reads each from where it stood, drops what was heard before."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from sentinel.errors import WireError
+from sentinel.messages import Bye, Descriptor, EndStep, Heartbeat
+from sentinel.version import VERSION
+from sentinel.wire.frame import NO_ATTEMPT, PROTOCOL, Frame, FrameType, Message, decode_message
+from sentinel.wire.spool import SpoolReader, parse_life_folder
+
+log = logging.getLogger("sentinel.ingest")
+
+WINDOW_BYTES = 2**20
+"""Most bytes of one spool that are read at a time while few ranks are followed."""
+MIN_WINDOW_BYTES = 128 * 2**10
+POLL_BYTES = 64 * 2**20
+"""Most bytes that one poll reads of all spools together, about."""
+MAX_GAPS = 1024
+"""Missing numbers of a life that are remembered, so that a late frame is told from a repeated one."""
+MAX_LAYOUTS = 8
+"""Descriptors of a life that are remembered."""
+DISCOVER_POLLS = 20
+"""The folder of spools is listed at least once in so many polls, whatever its time stamp says."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Life:
+    """One process of one rank, from its first frame to its last."""
+
+    id: bytes
+    rank: int
+    folder: str
+    attempt: int | None
+    """As it says itself; None: it could not learn it."""
+    descriptor: Descriptor | None = None
+    """The newest."""
+    layout_id: int = 0
+    layouts: dict[int, Descriptor] = dataclasses.field(default_factory=dict)
+    described_at: tuple[int, int] = (0, 0)
+    """Where in the spool the newest descriptor begins."""
+    max_seq: int = 0
+    gaps: set[int] = dataclasses.field(default_factory=set)
+    last_step: int = -1
+    """The newest step that it ended."""
+    last_wall_ns: int = 0
+    heartbeat: Heartbeat | None = None
+    bye: Bye | None = None
+    num_frames: int = 0
+    num_lost: int = 0
+    """Numbers that never came, as far as is known."""
+    num_duplicates: int = 0
+    num_undecodable: int = 0
+
+
+class Record(msgspec.Struct, frozen=True):
+    """One frame of a life, heard for the first time."""
+
+    life: Life
+    frame: Frame
+    begin: tuple[int, int]
+    """(file index, byte offset) at which it begins."""
+    message: Message | None
+    """None for rows and vectors."""
+    descriptor: Descriptor | None
+    """The one its rows point into; None when that was lost."""
+
+
+class Position(msgspec.Struct, frozen=True):
+    """Where reading a life's spool goes on after a restart."""
+
+    life: bytes
+    rank: int
+    attempt: int | None
+    file_index: int
+    offset: int
+    seq: int
+    """Number of the last frame before; what is not above it was heard."""
+    described_at: tuple[int, int]
+    last_step: int = -1
+
+
+class RunFollower:
+    """Tails the spools of one run. No clock, no thread: `poll` does what there is to do, in bounded memory."""
+
+    def __init__(self, run_dir: Path, *, on_problem: Callable[[str], None] | None = None) -> None:
+        """`on_problem` is told, once each, what makes a rank unreadable; by default it is logged."""
+        self.run_dir = Path(run_dir)
+        self.spool_dir = self.run_dir / "spool"
+        self.lives: dict[bytes, Life] = {}
+        self.behind: set[bytes] = set()
+        """Lives of which more is on disk than was read: nobody may call them late."""
+        self._readers: dict[str, SpoolReader] = {}
+        self._wall_ns: dict[str, int] = {}
+        self._last_life: dict[str, bytes] = {}
+        self._behind: set[str] = set()
+        self._on_problem = on_problem or log.warning
+        self._said: set[str] = set()
+        self._mtime_ns = -1
+        self._polls = 0
+
+    @property
+    def num_duplicates(self) -> int:
+        """Frames dropped because their (life, seq) was heard before."""
+        return sum(life.num_duplicates for life in self.lives.values())
+
+    @property
+    def num_lost(self) -> int:
+        """Frames whose number never came."""
+        return sum(life.num_lost for life in self.lives.values())
+
+    @property
+    def num_undecodable(self) -> int:
+        """Whole frames whose payload is not what they promise."""
+        return sum(life.num_undecodable for life in self.lives.values())
+
+    @property
+    def num_corrupt(self) -> int:
+        """Regions of spool files that were no frame and were skipped."""
+        return sum(reader.num_corrupt for reader in self._readers.values())
+
+    @property
+    def num_torn(self) -> int:
+        """Torn tails that were cut."""
+        return sum(reader.num_torn for reader in self._readers.values())
+
+    @property
+    def num_missing_files(self) -> int:
+        """Spool files deleted before they were read."""
+        return sum(reader.num_missing_files for reader in self._readers.values())
+
+    @property
+    def num_foreign(self) -> int:
+        """Frames of another protocol version, skipped."""
+        return sum(sum(reader.foreign.values()) for reader in self._readers.values())
+
+    def poll(self, *, final: bool = False) -> list[Record]:
+        """Return what is new, each life's frames in the order they were written; empty when there is nothing.
+
+        `final`: all writers are gone; torn tails are cut instead of waited for. Reads a bounded amount: ask again until
+        it is empty. While catching up, whoever is furthest behind in time is read first, so that memory holds few steps.
+        """
+        self._discover()
+        records: list[Record] = []
+        num_bytes = 0
+        oldest = min((self._wall_ns[folder] for folder in self._behind), default=None)
+        unsure: set[str] = set()
+        for folder in self._readers:
+            if folder in self._behind:
+                continue
+            if oldest is not None and self._wall_ns[folder] > oldest:
+                unsure.add(folder)
+            else:
+                num_bytes += self._read(folder, records, final=final)
+        while self._behind and num_bytes < POLL_BYTES:
+            folder = min(self._behind, key=self._wall_ns.__getitem__)
+            before = self._readers[folder].position
+            num_bytes += self._read(folder, records, final=final)
+            if self._readers[folder].position == before:
+                break  # unreadable just now
+        self.behind = {self._last_life[one] for one in self._behind | unsure if one in self._last_life}
+        return records
+
+    def _read(self, folder: str, records: list[Record], *, final: bool) -> int:
+        """Read one window of one spool; returns the bytes of its frames."""
+        reader = self._readers[folder]
+        window = max(MIN_WINDOW_BYTES, min(WINDOW_BYTES, POLL_BYTES // len(self._readers)))
+        begin = reader.position
+        frames = reader.poll(final=final, max_bytes=window)
+        (self._behind.discard if reader.is_caught_up else self._behind.add)(folder)
+        if reader.foreign:
+            self._say_foreign(folder, reader)
+        num_bytes = 1
+        for frame in frames:
+            if frame.file_index != begin[0]:
+                begin = (frame.file_index, 0)
+            record = self._hear(folder, frame, begin)
+            num_bytes += frame.offset_after - begin[1]
+            begin = (frame.file_index, frame.offset_after)
+            if record is not None:
+                records.append(record)
+        if frames:
+            self._wall_ns[folder] = frames[-1].header.wall_ns
+        return num_bytes
+
+    def is_readable(self, folder: str) -> bool:
+        """Return whether a spool folder of this name is followed."""
+        return folder in self._readers
+
+    def positions(self) -> dict[str, Position]:
+        """Return, per spool folder, the place behind the last frame handed out."""
+        found = {}
+        for folder, life_id in self._last_life.items():
+            life = self.lives[life_id]
+            file_index, offset = self._readers[folder].position
+            found[folder] = Position(
+                life_id, life.rank, life.attempt, file_index, offset, life.max_seq, life.described_at, life.last_step
+            )
+        return found
+
+    def restore(self, positions: dict[str, Position]) -> None:
+        """Go on reading at `positions`; descriptors are read again from the spool."""
+        for folder, at in positions.items():
+            if parse_life_folder(folder) is None:
+                continue
+            life = Life(at.life, at.rank, folder, at.attempt, max_seq=at.seq, last_step=at.last_step)
+            self.lives[at.life] = life
+            self._last_life[folder] = at.life
+            self._wall_ns[folder] = 0
+            self._readers[folder] = SpoolReader(self.spool_dir / folder, file_index=at.file_index, offset=at.offset)
+            # The head of the file has one too, should the other file be gone.
+            for file_index, offset in dict.fromkeys((at.described_at, (at.file_index, 0))):
+                for frame in SpoolReader(self.spool_dir / folder, file_index=file_index, offset=offset).poll(
+                    final=True, max_bytes=MIN_WINDOW_BYTES
+                )[:1]:
+                    if frame.header.type == FrameType.DESCRIPTOR and frame.header.life == at.life:
+                        message = decode_message(frame)
+                        if isinstance(message, Descriptor):
+                            self._describe(life, frame.header.layout_id, message, (frame.file_index, offset))
+                if life.descriptor is not None:
+                    break
+
+    def _discover(self) -> None:
+        self._polls += 1
+        try:
+            mtime_ns = os.stat(self.spool_dir).st_mtime_ns  # noqa: PTH116 -- every few milliseconds
+        except OSError:
+            return
+        if mtime_ns == self._mtime_ns and self._polls % DISCOVER_POLLS:
+            return
+        self._mtime_ns = mtime_ns
+        try:
+            names = os.listdir(self.spool_dir)  # noqa: PTH208
+        except OSError:
+            return
+        for name in sorted(names):
+            if name not in self._readers and parse_life_folder(name) is not None:
+                self._readers[name] = SpoolReader(self.spool_dir / name)
+                self._wall_ns[name] = 0
+
+    def _hear(self, folder: str, frame: Frame, begin: tuple[int, int]) -> Record | None:
+        header = frame.header
+        life = self.lives.get(header.life)
+        if life is None:
+            attempt = None if header.attempt == NO_ATTEMPT else header.attempt
+            life = self.lives[header.life] = Life(header.life, header.rank, folder, attempt)
+        self._last_life[folder] = header.life
+        if not self._is_new(life, header.seq):
+            return None
+        life.num_frames += 1
+        life.last_wall_ns = max(life.last_wall_ns, header.wall_ns)
+        message: Message | None = None
+        if header.type != FrameType.ROWS:
+            try:
+                message = decode_message(frame)
+            except WireError as error:
+                life.num_undecodable += 1
+                self._say(f"{folder}/undecodable", str(error))
+                return None
+        if isinstance(message, Descriptor):
+            self._describe(life, header.layout_id, message, begin)
+        elif isinstance(message, EndStep):
+            life.last_step = header.step
+        elif isinstance(message, Heartbeat):
+            life.heartbeat = message
+        elif isinstance(message, Bye):
+            life.bye = message
+        return Record(life, frame, begin, message, life.layouts.get(header.layout_id))
+
+    @staticmethod
+    def _describe(life: Life, layout_id: int, descriptor: Descriptor, begin: tuple[int, int]) -> None:
+        life.described_at = begin
+        life.layout_id = layout_id
+        life.descriptor = life.layouts.get(layout_id, descriptor)
+        life.layouts[layout_id] = life.descriptor
+        if len(life.layouts) > MAX_LAYOUTS:
+            del life.layouts[next(key for key in life.layouts if key != layout_id)]
+
+    @staticmethod
+    def _is_new(life: Life, seq: int) -> bool:
+        if seq > life.max_seq:
+            missing = seq - life.max_seq - 1
+            if missing:
+                life.num_lost += missing
+                life.gaps.update(range(max(life.max_seq + 1, seq - MAX_GAPS), seq))
+                while len(life.gaps) > MAX_GAPS:
+                    life.gaps.remove(min(life.gaps))
+            life.max_seq = seq
+            return True
+        if seq in life.gaps:
+            life.gaps.remove(seq)
+            life.num_lost -= 1
+            return True
+        life.num_duplicates += 1
+        return False
+
+    def _say_foreign(self, folder: str, reader: SpoolReader) -> None:
+        rank = (parse_life_folder(folder) or (0, ""))[0]
+        for protocol in reader.foreign:
+            self._say(
+                f"{rank}/protocol/{protocol}",
+                f"record from rank {rank}: expected protocol {PROTOCOL}, got {protocol}; "
+                f"restart the trainer with sentinel=={VERSION}, or this daemon with the trainer's version",
+            )
+
+    def _say(self, key: str, problem: str) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            self._on_problem(problem)
