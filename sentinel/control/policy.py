@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from sentinel.anomaly import Anomaly
+from sentinel.anomaly import Anomaly, Severity
 from sentinel.command import EnableMonitoring
 from sentinel.control.commands import CommandDesk, CommandStatus
 from sentinel.errors import ConfigError
@@ -117,7 +117,8 @@ def propose(
     first_causes: ids of those that nothing explains; empty: the order alone says who is suspected.
     """
     onsets = [one for one in anomalies if one.event == "onset"]
-    asking = [one for one in onsets if ESCALATE in actions.get(one.rule, ())]
+    # A lone finite excursion (`info`) is common on healthy runs: it is written down, not looked into.
+    asking = [one for one in onsets if one.severity is not Severity.INFO and ESCALATE in actions.get(one.rule, ())]
     if not asking:
         return None
     # A rule may ask because of the loss, while another saw where it began: suspect what was seen first.

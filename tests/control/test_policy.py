@@ -233,3 +233,10 @@ def test_switched_off_nothing_is_asked(tmp_path):
 def test_nonsense_is_refused_by_its_path(change, message):
     with pytest.raises(ConfigError, match=message):
         ControlConfig(**change)
+
+
+def test_lone_excursion_that_is_only_info_does_not_escalate():
+    quiet = an_anomaly(severity=Severity.INFO)
+
+    assert propose([an_anomaly()], ACTIONS, places(4, 2)) is not None
+    assert propose([quiet], ACTIONS, places(4, 2)) is None
