@@ -138,6 +138,9 @@ class AnomalyTurbulence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 # zeros belong to this series (an expert without tokens, an unused row).
                 state["zero_is_normal"] |= zeros & (state["count"] > 0)
                 usable = usable & ~zeros
+            if state["run"].any():
+                # A zero that came and went may come again; the first was told.
+                state["zero_is_normal"] |= (state["run_location"] <= LOG_TINY) & (state["run"] > 0) & usable & ~anomalous
         self._baseline().learn(z, state, anomalous, usable, self._floor(state))
 
     def _map(self, values: np.ndarray) -> np.ndarray:

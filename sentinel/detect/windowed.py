@@ -17,11 +17,32 @@ from sentinel.errors import ConfigError
 
 MAD_TO_SIGMA = 1.4826
 """A Gaussian's standard deviation over its median absolute deviation."""
+DECILE_TO_SIGMA = 0.6080
+"""And over the ninth decile of its absolute deviation, 1 / 1.6449."""
+SURE_SCORE = 2.5
+SURE_RISE = math.log(1.3)
+"""One point alone is certain at this score (20 robust sigma by default) and this rise: healthy noise, heavy-tailed
+noise of a few percent included, is nowhere near. What is less far is certain when it lasts."""
 
 
-def _sorted_median(window: np.ndarray, count: np.ndarray) -> np.ndarray:
+def _spread(residuals: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Return a robust standard deviation of each row's `count` residuals about zero, the rest being NaN; 0.0 for none.
+
+    The median of |residual| says it, unless the ninth decile says four times as much: values printed with few digits
+    have a median of 0.
+    """
+    ordered = np.sort(np.abs(residuals), axis=1)  # NaN sorts last
+    rows = np.arange(len(ordered))
+    middle = ordered[rows, np.maximum(count - 1, 0) // 2]
+    high = ordered[rows, np.minimum((count * 9) // 10, ordered.shape[1] - 1)]
+    by_median, by_decile = MAD_TO_SIGMA * middle, DECILE_TO_SIGMA * high
+    spread: np.ndarray = np.where(by_decile > 4.0 * by_median, by_decile, by_median)
+    return np.where(count > 0, spread, 0.0)
+
+
+def _median(window: np.ndarray, count: np.ndarray) -> np.ndarray:
     """Return the median of each row's `count` numbers, the rest being NaN; NaN where there are none."""
-    ordered = np.sort(window, axis=1)  # NaN sorts last
+    ordered = np.sort(window, axis=1)
     rows = np.arange(len(window))
     low = ordered[rows, np.maximum(count - 1, 0) // 2]
     high = ordered[rows, np.minimum(count // 2, window.shape[1] - 1)]
@@ -77,21 +98,22 @@ class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return np.where(state["unit"] > 0, state["unit"], 1e-300)
 
     def _center(self, state: State) -> np.ndarray:
-        return _sorted_median(state["points"], np.minimum(state["count"], self.window))
+        return _median(state["points"], np.minimum(state["count"], self.window))
 
     def score(self, values: np.ndarray, state: State) -> Scores:
         """Score the height above the median; 0.0 below it, in the warm-up, and for what is not finite."""
         unit, center = self._unit(state), self._center(state)
         residual = np.arcsinh(values / unit) - np.arcsinh(center / unit)
         num_residuals = np.minimum(np.maximum(state["count"] - self.warmup, 0), self.memory)
-        spread = MAD_TO_SIGMA * np.nan_to_num(_sorted_median(np.abs(state["residuals"]), num_residuals))
+        spread = _spread(state["residuals"], num_residuals)
         bound = np.maximum(self.k * spread, math.log1p(self.floor))
         ready = (state["count"] >= 2 * self.warmup) & np.isfinite(values)
         with np.errstate(invalid="ignore"):
             score = np.where(ready, np.maximum(residual / bound, 0.0), 0.0)
 
         def explain() -> Explanation:
-            return center, {"direction": (score > 0).astype(np.int8)}
+            far = (score >= SURE_SCORE) & (residual >= SURE_RISE)
+            return center, {"direction": (score > 0).astype(np.int8), "corroborated": far}
 
         return Scores(score, explain)
 
@@ -117,7 +139,7 @@ class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         state["run"][rows] = 0
         fresh = rows[state["count"][rows] == self.warmup]
         if fresh.size:
-            sizes = _sorted_median(np.abs(state["points"][fresh]), state["count"][fresh])
+            sizes = _median(np.abs(state["points"][fresh]), state["count"][fresh])
             state["unit"][fresh] = np.maximum(self.near_zero * sizes, 1e-300)
 
     def _hold(self, values: np.ndarray, state: State, rows: np.ndarray) -> None:

@@ -377,14 +377,14 @@ class _Fields:
         for key in unknown:
             guess = nearest(key, known) if known else "; it takes none"
             self._complain("args", args[key].where, f'args: {rule.detector} has no argument "{key}"{guess}')
-        if not unknown:
-            try:
-                build_detector(rule, self._reading.detectors)
-            except RuleError as error:
-                text = str(error)
-                key = next((key for key in args if re.search(rf"\b{re.escape(key)}\b", text)), None)
-                where = args[key].where if key else item.where if item else 0
-                self._complain("args" if item else "name", where or self._given["name"].where, text)
+        sound = msgspec.structs.replace(rule, args={key: rule.args[key] for key in rule.args if key in known})
+        try:
+            build_detector(sound, self._reading.detectors)
+        except RuleError as error:
+            text = str(error)
+            named = next((key for key in args if re.search(rf"\b{re.escape(key)}\b", text)), None)
+            where = args[named].where if named else item.where if item else 0
+            self._complain("args" if item else "name", where or self._given["name"].where, text)
         defaults = tuple(getattr(cls, "statistics", ()))
         match = self._given.get("match")
         where = match.where if match is not None else self._given["name"].where

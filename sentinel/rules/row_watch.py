@@ -14,7 +14,7 @@ from sentinel.record import NONE_ID
 from sentinel.rules import wording
 from sentinel.rules.facts import GRADIENT_KINDS, is_loss_scaling, tensor_anomaly
 from sentinel.rules.schema import Rule
-from sentinel.rules.watch import Plan, Watch
+from sentinel.rules.watch import AGREEING_TENSORS, LASTING_STEPS, Plan, Watch
 
 if TYPE_CHECKING:
     from sentinel.ingest.merge import Layout, StepView
@@ -58,19 +58,45 @@ class RowWatch(Watch):
             series, rank = plan.slots[view.row_logical[bad]], view.row_rank[bad].astype(np.int64)
             key = (series << 36) | (rank << 16) | ((micro + 1) & 0xFFFF)
             key, first = np.unique(key, return_index=True)
-            at = self.episodes.locate(key)
-            known = at >= 0
-            self.episodes.continue_at(at[known], view.step)
-            new = np.flatnonzero(~known) if self.rule.episode_quiet_steps else np.arange(len(key))
-            onsets = [self._anomaly(view, int(bad[first[i]]), int(micro[first[i]])) for i in new]
-            found.extend(onsets)
-            fresh = [i for i, at_new in enumerate(new) if not known[at_new]]
-            if fresh:
-                keys = key[new[fresh]]
-                self.episodes.open(keys, view.step, np.ones(len(keys), dtype=bool), [onsets[i] for i in fresh])
+            found.extend(self._emit(view, key, bad[first], micro[first]))
         if len(self.episodes):
             found.extend(self.quiet(view))
         return found
+
+    def _emit(self, view: StepView, key: np.ndarray, bad: np.ndarray, micro: np.ndarray) -> list[Anomaly]:
+        """Turn one step's bad rows, one a key, into onset records; see `SeriesWatch` for the rule of corroboration."""
+        found: list[Anomaly] = []
+        at = self.episodes.locate(key)
+        known = at >= 0
+        self.episodes.continue_at(at[known], view.step)
+        is_limit = self._is_limit(view.rows[bad])
+        full = ~is_limit
+        if is_limit.any():
+            full |= len(set(view.row_logical[bad[is_limit]].tolist())) >= AGREEING_TENSORS
+            full[known] |= self.episodes.streak[at[known]] >= LASTING_STEPS
+        quiet = self.rule.episode_quiet_steps
+        fresh: list[tuple[int, bool, Anomaly]] = []
+        for i in np.flatnonzero(~known if quiet else np.ones(len(key), dtype=bool)):
+            anomaly = self._anomaly(view, int(bad[i]), int(micro[i]), bool(full[i]))
+            found.append(anomaly)
+            if not known[i]:
+                fresh.append((int(key[i]), bool(full[i]), anomaly))
+        if quiet and is_limit.any():
+            for i in np.flatnonzero(known & full & is_limit):
+                if not self.episodes.raised[at[i]]:
+                    anomaly = self._anomaly(view, int(bad[i]), int(micro[i]), True)
+                    found.append(anomaly)
+                    found.append(self._end(self.episodes.raise_to(int(key[i]), anomaly), view, anomaly.id))
+        if fresh:
+            keys, raised = np.array([one[0] for one in fresh]), np.array([one[1] for one in fresh])
+            self.episodes.open(keys, view.step, raised, [one[2] for one in fresh])
+        return found
+
+    def _is_limit(self, rows: np.ndarray) -> np.ndarray:
+        """Return which bad rows are finite values past an absolute limit."""
+        if self.counts_only:
+            return np.zeros(len(rows), dtype=bool)
+        return np.isfinite(raw_statistic(rows, self.statistic))
 
     def _bad_rows(self, view: StepView, plan: Plan) -> np.ndarray:
         if self.counts_only:
@@ -89,7 +115,7 @@ class RowWatch(Watch):
             bad = bad[(logical >= 0) & (plan.slots[logical] >= 0)]
         return bad
 
-    def _anomaly(self, view: StepView, at: int, micro: int) -> Anomaly:
+    def _anomaly(self, view: StepView, at: int, micro: int, full: bool) -> Anomaly:
         row, rank = view.rows[at], int(view.row_rank[at])
         tensor = view.tensors[int(view.row_logical[at])]
         num_nan, num_inf = int(row["num_nan"]), int(row["num_pos_inf"]) + int(row["num_neg_inf"])
@@ -99,7 +125,7 @@ class RowWatch(Watch):
         call_id = call if call != NONE_ID else None
         severity = self.rule.severity
         baseline, score = math.nan, math.nan
-        if is_bad and (self.counts_only or math.isnan(self._raw(row)) or math.isinf(self._raw(row))):
+        if is_bad and (self.counts_only or not math.isfinite(self._raw(row))):
             statistic = "nans" if num_nan else "infs"
             value = float(num_nan or num_inf)
             total = int(row["count"]) + num_nan + num_inf
@@ -115,7 +141,7 @@ class RowWatch(Watch):
             text = f"{wording.subject(tensor.kind, tensor.name, statistic)} is {wording.number(value)} on rank {rank}"
             text += f", past the limit {wording.number(baseline)}"
             # An absolute limit is the user's own word, yet a lone finite excursion pages nobody (DESIGN.md, section 6).
-            severity = Severity.INFO
+            severity = severity if full else Severity.INFO
         key = f"{tensor.key}/{'nonfinite' if statistic in ('nans', 'infs') else statistic}"
         return tensor_anomaly(
             view, self.rule, tensor, statistic, severity, rank, micro_step, call_id, value, baseline, score, text, key

@@ -60,10 +60,18 @@ class ScalarWatch(SeriesWatch):
             return []
         at = np.flatnonzero(anomalous)
         points = _ScalarPoints(self, view, self._slots[at], [self._names[i] for i in at], values[at], scores, at)
-        agree = np.array([bool(_LOSS.search(self._names[i])) for i in at], dtype=bool) | ~np.isfinite(values[at])
+        agree = self._certain(scores, at) | ~np.isfinite(values[at])
         rested = self._slots[settled] if settled is not None else self._slots[:0]
         found = self._emit(view, self._slots, points, rested, agree)
         return found + self.quiet(view)
+
+
+    def _certain(self, scores: Scores, at: np.ndarray) -> np.ndarray:
+        """Return which anomalous points are certain alone: what the detector vouches for; the loss, where it says nothing."""
+        vouched = scores.evidence.get("corroborated") if at.size else None
+        if vouched is not None:
+            return vouched[at].astype(bool)
+        return np.array([bool(_LOSS.search(self._names[i])) for i in at], dtype=bool)
 
 
 class _ScalarPoints(Points):

@@ -1,0 +1,122 @@
+"""What `sentinel rules check` and `sentinel rules list` say, as data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sentinel.anomaly import Severity
+from sentinel.detect import known_detectors
+from sentinel.rules.loader import Problem, detector_arguments, read_pack
+from sentinel.rules.schema import RULE_KINDS, Pack, Rule
+
+_PLAIN_PREFIX = re.compile(r"[^*?\[\]]*\.\d+")
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing to say about a pack."""
+
+    file: str
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.message}"
+
+
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of checking packs."""
+
+    errors: tuple[Finding, ...]
+    """What makes the pack unusable."""
+    lint: tuple[Finding, ...]
+    """What is allowed and probably not meant."""
+    num_rules: int
+    """Rules that are on, defaults merged in."""
+    pack_hash: str
+    """Hash of those rules; empty when there are errors."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 clean, 1 errors, 3 lint only (DESIGN.md, section 11)."""
+        return 1 if self.errors else 3 if self.lint else 0
+
+
+class RuleLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One rule that is on, for people."""
+
+    name: str
+    detector: str
+    kind: tuple[str, ...]
+    """Kinds watched; `*` alone: all."""
+    names: tuple[str, ...]
+    statistic: tuple[str, ...]
+    severity: str
+    actions: tuple[str, ...]
+    args: dict[str, Any]
+    """Every argument of the detector with the value it has."""
+    description: str
+    source: str
+
+
+def check_packs(paths: Iterable[str | Path], *, builtin: bool = True) -> CheckResult:
+    """Return all errors and lint of the packs in `paths`, merged as the daemon would merge them."""
+    pack, problems = read_pack(paths, builtin=builtin)
+    errors = tuple(_finding(problem) for problem in problems)
+    lint = tuple(finding for rule in pack.rules for finding in _lint(rule))
+    return CheckResult(errors=errors, lint=lint, num_rules=len(pack.rules), pack_hash="" if errors else pack.pack_hash)
+
+
+def list_rules(pack: Pack) -> list[RuleLine]:
+    """Return one line a rule, in order, detector defaults filled in."""
+    detectors = known_detectors()
+    lines = []
+    for rule in pack.rules:
+        cls = detectors[rule.detector]
+        defaults = {key: value for key, value in detector_arguments(cls).items() if value is not ...}
+        lines.append(
+            RuleLine(
+                name=rule.name,
+                detector=rule.detector,
+                kind=("*",) if rule.match.kind == RULE_KINDS else rule.match.kind,
+                names=rule.match.name,
+                statistic=rule.statistics(tuple(getattr(cls, "statistics", ()))),
+                severity=rule.severity.value,
+                actions=rule.actions,
+                args={**defaults, **rule.args},
+                description=rule.description or str(getattr(cls, "summary", "")),
+                source=rule.source,
+            )
+        )
+    return lines
+
+
+def list_detectors() -> list[dict[str, Any]]:
+    """Return name, summary and default arguments of every detector, other packages' included."""
+    return [
+        {
+            "name": name,
+            "summary": str(getattr(cls, "summary", "")),
+            "args": {key: None if value is ... else value for key, value in detector_arguments(cls).items()},
+        }
+        for name, cls in known_detectors().items()
+    ]
+
+
+def _finding(problem: Problem) -> Finding:
+    return Finding(file=problem.file, line=problem.line, message=problem.message)
+
+
+def _lint(rule: Rule) -> list[Finding]:
+    notes = []
+    if rule.severity is Severity.CRITICAL and "notify" not in rule.actions:
+        notes.append('is critical, yet its actions tell nobody; add "notify"')
+    for glob in rule.match.name:
+        if rule.match.kind != ("scalar",) and _PLAIN_PREFIX.fullmatch(glob):
+            notes.append(f'match.name "{glob}" takes that one name only; "{glob}.*" takes what is inside it')
+    file, _, line = rule.source.rpartition(":")
+    return [Finding(file=file, line=int(line), message=f'rule "{rule.name}": {note}') for note in notes]
