@@ -176,8 +176,8 @@ class Moments:
         method = _BY_NAME.get(name)
         if method is None:
             near = difflib.get_close_matches(name, STATISTICS, n=2, cutoff=0.5)
-            hint = f'did you mean {" or ".join(f"{n!r}" for n in near)}? ' if near else ""
-            raise UndefinedStatistic(f"unknown statistic {name!r}; {hint}known: {', '.join(STATISTICS)}")
+            hint = "did you mean " + " or ".join(f'"{other}"' for other in near) + "? " if near else ""
+            raise UndefinedStatistic(f'unknown statistic "{name}"; {hint}known: {", ".join(STATISTICS)}')
         return method(self)
 
     def num_elements(self) -> np.ndarray:

@@ -84,10 +84,11 @@ def measure_one(
 
 def _measure_chunk(stored: np.ndarray, dtype: int, zero_eps: float, checksum: bool) -> np.ndarray:
     """Return the statistics of one chunk as an array of one STATS: two passes in float64, about the chunk's mean."""
-    if dtype == BF16:
-        values = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-    else:
-        values = stored.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        if dtype == BF16:
+            values = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+        else:
+            values = stored.astype(np.float64)
     stats = np.full(1, EMPTY_STATS)
     if checksum:
         stats["checksum"] = stored.view(_BITS[stored.dtype.itemsize]).sum(dtype=np.uint64)
