@@ -147,11 +147,9 @@ def phase_of(kind: str, name: str) -> Phase:
 def _replica(anomaly: Anomaly) -> int:
     if anomaly.dp_size <= 1:
         return 0
-    if anomaly.rank is None:
-        return _ALL
     dp = anomaly.place.get("dp")
     if dp is None:
-        return -3 - anomaly.rank
+        return _ALL if anomaly.rank is None else -3 - anomaly.rank
     # Experts are exchanged among neighbours of the data-parallel axis: those ranks poison each other in forward.
     ep_size = anomaly.ep_size
     if ep_size > 1 and anomaly.place.get("ep") == dp % ep_size:
@@ -185,7 +183,7 @@ def position(anomaly: Anomaly) -> Position:
         anomaly.rank,
         anomaly.call_id,
         anomaly.tag_name,
-        None if anomaly.rank is None else anomaly.place.get("tp"),
+        anomaly.place.get("tp"),
         anomaly.pp_stage,
     )
 
@@ -536,13 +534,13 @@ def origin(anomaly: Anomaly, anomalies: Iterable[Anomaly] = ()) -> Origin:
     if phase is Phase.FORWARD:
         if anomaly.kind == "activation_in":
             name = anomaly.segment or f"input of {anomaly.tag_name}"
-        elif not anomaly.border or _is_seen_inside(anomaly):
+        elif not anomaly.border or _is_inside(anomaly.tag_name, anomaly.segment):
             module = anomaly.tag_name
         else:
             name = anomaly.segment or anomaly.tag_name
     elif phase is Phase.BACKWARD:
         candidates = _suspects(anomaly, anomalies)
-        if anomaly.border and all(_is_outer(c, anomaly.segment) for c in candidates):
+        if anomaly.border and not any(_is_inside(c, anomaly.segment) for c in candidates):
             name, candidates = anomaly.segment or name, ()
         elif len(candidates) == 1:
             module, candidates = candidates[0], ()
@@ -572,14 +570,14 @@ def origin(anomaly: Anomaly, anomalies: Iterable[Anomaly] = ()) -> Origin:
 _CHUNK = re.compile(r"model|stage\d+")
 
 
-def _is_outer(name: str, segment: str) -> bool:
-    """Tell whether a module is the whole segment or more, so that naming it says nothing that the segment does not."""
-    return name == segment or segment.startswith(name + ".") or _CHUNK.fullmatch(name) is not None
+def _is_inside(module: str, segment: str) -> bool:
+    """Tell whether naming a module says more than naming its segment: only module monitoring sees such modules.
 
-
-def _is_seen_inside(anomaly: Anomaly) -> bool:
-    """Tell whether a border's row is named after a module inside the segment: module monitoring was on."""
-    return bool(anomaly.also) or (bool(anomaly.segment) and anomaly.tag_name.startswith(anomaly.segment + "."))
+    A block's segment bears the block's name; stem and head hold modules of any name, but not the whole chunk.
+    """
+    if segment.rpartition(".")[2] in ("stem", "head"):
+        return _CHUNK.fullmatch(module) is None
+    return bool(segment) and module.startswith(segment + ".")
 
 
 def _suspects(anomaly: Anomaly, anomalies: Iterable[Anomaly]) -> tuple[str, ...]:

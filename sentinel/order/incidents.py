@@ -41,6 +41,9 @@ class IncidentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     episode_quiet_steps: int = 20
     """The engine's setting: 0 says that episodes have no end records, so that none are waited for."""
 
+    rules_without_ends: tuple[str, ...] = ()
+    """Names of rules whose own setting is 0: no ends are waited for after their onsets."""
+
     def __post_init__(self) -> None:
         for name, least in (("quiet_steps", 1), ("near_steps", 1), ("episode_quiet_steps", 0)):
             if getattr(self, name) < least:
@@ -316,7 +319,7 @@ class IncidentTracker:
             key = _series(anomaly)
             if key in one.series or len(one.series) < MAX_SERIES:
                 one.series[key] = max(anomaly.step, one.series.get(key, -1))
-            if self.config.episode_quiet_steps > 0:
+            if self.config.episode_quiet_steps > 0 and anomaly.rule not in self.config.rules_without_ends:
                 one.episodes[anomaly.id] = anomaly.step
                 self._state.owner[anomaly.id] = now.id
         # Only what came in the opening step, or late before it, can still be among the first causes.

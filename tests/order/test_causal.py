@@ -361,6 +361,17 @@ class TestOrigin:
 
         assert (found.name, found.module, found.segment) == ("blocks.2", "", "blocks.2")
 
+    def test_of_the_head_names_what_is_less_than_the_chunk(self):
+        fields = {"border": "chunk_output", "segment": "stage1.head"}
+
+        assert origin(anomaly(name="stage1", **fields)).module == ""
+        assert origin(anomaly(name="lm_head", also=("stage1",), **fields)).module == "lm_head"
+
+    def test_a_block_that_ends_its_chunk_is_still_a_segment(self):
+        last = anomaly(name="blocks.1", also=("stage0",), border="chunk_output", segment="blocks.1")
+
+        assert (origin(last).name, origin(last).module) == ("blocks.1", "")
+
     def test_a_border_named_after_an_inner_module_names_the_module(self):
         also = ("blocks.2.mlp", "blocks.2")
         border = anomaly(name="blocks.2.mlp.fc2", also=also, border="block_output", segment="blocks.2")
