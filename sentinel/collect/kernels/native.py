@@ -28,6 +28,20 @@ _ROW_BYTES = ROW_DTYPE.itemsize
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
+def _lies_open(tensor: torch.Tensor) -> bool:
+    """Return whether memory holds the tensor as it is: nothing to convert, copy or unwrap."""
+    # A lazy negation (an imaginary part of a conjugate) is in the tensor, not in its memory.
+    return (
+        type(tensor) in _ORDINARY
+        and tensor.dtype in CODES
+        and tensor.is_contiguous()
+        and tensor.is_cpu
+        and not tensor.is_neg()
+        # FSDP frees storages under living tensors: then only the offset is left of the address.
+        and tensor.data_ptr() != tensor.storage_offset() * tensor.itemsize
+    )
+
+
 class NativeKernel:
     """Measures CPU tensors. About two microseconds a call beyond the reading; many tensors in one call cost less."""
 
@@ -49,8 +63,8 @@ class NativeKernel:
         """As Kernel.measure, for CPU tensors."""
         if len(tensors) == 1:
             tensor = tensors[0]
-            code = CODES.get(tensor.dtype)
-            if code is not None and type(tensor) in _ORDINARY and tensor.is_cpu and tensor.is_contiguous():
+            if _lies_open(tensor):
+                code = CODES[tensor.dtype]
                 numel = tensor.numel()
                 native.measure_one(
                     tensor.data_ptr(), numel, code, rows.address + first_row * _ROW_BYTES, zero_eps, checksum, False,
@@ -69,11 +83,7 @@ class NativeKernel:
             self._pointers = np.empty(num, np.uint64)
             self._numels = np.empty(num, np.int64)
             self._codes = np.empty(num, np.uint8)
-        slow = [
-            i
-            for i, t in enumerate(tensors)
-            if type(t) not in _ORDINARY or t.dtype not in CODES or not t.is_cpu or not t.is_contiguous()
-        ]
+        slow = [i for i, t in enumerate(tensors) if not _lies_open(t)]
         if slow:
             left_out = set(slow)
             # A row that is measured below all the same: nothing here, so that rows and tensors stay side by side.
@@ -108,14 +118,14 @@ class NativeKernel:
         address = rows.address + row * _ROW_BYTES
         num_threads = torch.get_num_threads()
         dtype = CONVERTED.get(local.dtype, local.dtype)
-        # A lazy negation (an imaginary part of a conjugate) is in the tensor, not in its memory.
-        if dtype is local.dtype and is_dense(local) and not local.is_neg():
+        is_as_it_lies = is_dense(local) and not local.is_neg()
+        if dtype is local.dtype and is_as_it_lies:
             native.measure_one(
                 local.data_ptr(), local.numel(), CODES[dtype], address, zero_eps, checksum, False, num_threads
             )
             return
         native.measure_one(0, 0, native.F32, address)
-        for piece in pieces(in_storage_order(local) if is_dense(local) and not local.is_neg() else local, CHUNK):
+        for piece in pieces(in_storage_order(local) if is_as_it_lies else local, CHUNK):
             if piece.numel() == 0:
                 continue
             chunk = piece.to(dtype, memory_format=torch.contiguous_format, copy=True)

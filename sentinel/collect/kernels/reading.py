@@ -43,6 +43,8 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
         raise SentinelError(f"cannot measure a meta tensor of dtype {dtype}: it holds no values")
     if dtype not in MEASURED and dtype not in CONVERTED:
         raise SentinelError(f"cannot measure a tensor of dtype {dtype}; known: real floats, integers, bool")
+    if tensor.numel() and tensor.untyped_storage().nbytes() == 0:
+        raise SentinelError(f"cannot measure a tensor of dtype {dtype} whose memory was freed (or that holds none of its own)")
     return tensor.detach()
 
 
