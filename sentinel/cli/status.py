@@ -68,9 +68,9 @@ def run_status(run_dir: Path) -> dict[str, Any]:
     try:
         state["num_decisions"], state["num_judged"] = journal.last_seq, journal.judged
         state["num_anomalies"] = journal.count("anomalies")
-        position = journal.recall("position")
-        if position:
-            state["attempt"], state["step"] = json.loads(position)
+        for _, _, body in journal.decisions(after=journal.judged - 1, until=journal.judged):
+            newest = msgspec.msgpack.decode(body, type=_Where)
+            state["attempt"], state["step"] = newest.attempt, newest.step
         incidents = [msgspec.json.decode(body, type=Incident) for body in journal.newest_incidents(100)]
         state["incidents"] = [
             {name: value for name, value in msgspec.to_builtins(one).items() if name not in ("members", "first_causes")}
@@ -79,6 +79,11 @@ def run_status(run_dir: Path) -> dict[str, Any]:
     finally:
         journal.close()
     return state
+
+
+class _Where(msgspec.Struct):
+    attempt: int
+    step: int
 
 
 def _daemon(lock: Path) -> str | None:

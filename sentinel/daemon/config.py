@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from sentinel.control.policy import ControlConfig
 from sentinel.errors import ConfigError
 from sentinel.report.sinks.table import NotifyConfig
 
@@ -47,6 +48,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     judging: JudgingConfig = JudgingConfig()
     notify: NotifyConfig = NotifyConfig()
+    control: ControlConfig = ControlConfig()
 
 
 def load_config(path: Path | None) -> DaemonConfig:

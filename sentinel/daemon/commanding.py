@@ -1,0 +1,163 @@
+"""The command desk of one run, kept in the journal: proposals in, orders out, answers followed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from sentinel.control.commands import CommandDesk, CommandStatus
+from sentinel.control.policy import ControlConfig, Escalator, Proposal, first_step
+from sentinel.errors import ConfigError, StoreError
+from sentinel.messages import Ack
+from sentinel.record import KIND_LABELS
+from sentinel.store.journal import Journal
+from sentinel.store.whereabouts import RunPaths
+
+_FACT = "commands"
+SILENT_START_S = 5.0
+"""How long proposals wait, after a start, for a rank to be heard: heartbeats come every second."""
+ALARM_KINDS = ("activation", "activation_in", "dgrad", "dgrad_in")
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a person asks for over HTTP."""
+
+    kinds: tuple[str, ...] = ()
+    """Empty: the four of an alarm when enabling, all when disabling."""
+    targets: tuple[str, ...] = ()
+    statistics: tuple[str, ...] | None = None
+    per_micro_step: bool = True
+    for_steps: int | None = None
+    ranks: tuple[int, ...] = ()
+    at_step: int | None = None
+    """None: the first step that every rank can still obey."""
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        unknown = [kind for kind in self.kinds if kind not in KIND_LABELS]
+        if unknown:
+            raise ConfigError(f"kinds must be among {', '.join(KIND_LABELS)}, got {', '.join(unknown)}")
+        if self.for_steps is not None and self.for_steps < 1:
+            raise ConfigError(f"for_steps must be at least 1, got {self.for_steps}")
+
+
+class Commanding:
+    """May be called from any thread."""
+
+    def __init__(self, paths: RunPaths, config: ControlConfig, journal: Journal) -> None:
+        self._journal = journal
+        self._mutex = threading.RLock()
+        self._desk = CommandDesk(paths.run_dir, audit=journal.audit, expires_s=config.expires_s)
+        former = journal.recall(_FACT)
+        if former:
+            self._desk.load(former.encode())
+        self._escalator = Escalator(config, self._desk, journal.audit)
+        self._newest_step = -1
+        self._step_time_s: float | None = None
+        self._kept = former or ""
+        self._started = time.time()
+        self.problem = ""
+        """Why commands cannot be written; empty when they can."""
+
+    def turn(self, ended: Mapping[int, int], newest_step: int, step_time_s: float | None, now: float) -> None:
+        """Follow commands and consider proposals that wait.
+
+        ended: live rank -> newest step it has spoken for (-1: none). now: seconds since the epoch.
+        """
+        with self._mutex:
+            self._newest_step, self._step_time_s = newest_step, step_time_s
+            try:
+                changed = self._desk.tick(ended, now)
+                self._escalator.follow(changed, newest_step=newest_step, step_time_s=step_time_s, now=now)
+                self.keep()
+                for row in self._journal.waiting("escalation", now):
+                    if not ended:
+                        # After a restart nobody was heard yet; a run that is over hears nothing any more.
+                        if now - self._started > SILENT_START_S:
+                            self._journal.finish_delivery([row.position], "no rank is alive")
+                        continue
+                    proposal = Proposal.read(row.body)
+                    command = self._escalator.consider(
+                        proposal, newest_step=newest_step, step_time_s=step_time_s, now=now
+                    )
+                    # The desk's memory first: a crash in between finds the key there, and issues nothing twice.
+                    self.keep()
+                    outcome = "not issued" if command is None else f"issued {command.id}"
+                    self._journal.finish_delivery([row.position], outcome)
+                self.problem = ""
+            except StoreError as error:
+                self.problem = str(error)
+
+    def acknowledge(self, rank: int, ack: Ack, now: float) -> None:
+        """Take a rank's answer."""
+        with self._mutex:
+            self._desk.acknowledge(rank, ack, now)
+
+    def order(self, action: str, request: Mapping[str, Any], now: float) -> dict[str, Any]:
+        """Do what a person asks; StoreError, ConfigError or ValidationError when it cannot be."""
+        try:
+            order = msgspec.convert(dict(request), Order)
+        except msgspec.ValidationError as error:
+            raise ConfigError(str(error)) from error
+        with self._mutex:
+            at_step = order.at_step
+            if at_step is None:
+                at_step = first_step(self._newest_step, self._step_time_s, self._escalator.latency_s)
+            reason = order.reason or "asked for over HTTP"
+            command: Any
+            if action == "enable":
+                command = self._desk.enable(
+                    at_step=at_step,
+                    now=now,
+                    targets=order.targets,
+                    statistics=order.statistics,
+                    per_micro_step=order.per_micro_step,
+                    for_steps=order.for_steps,
+                    ranks=order.ranks,
+                    reason=reason,
+                    source="http",
+                    kinds=order.kinds or ALARM_KINDS,
+                )
+            else:
+                command = self._desk.disable(
+                    at_step=at_step,
+                    now=now,
+                    kinds=order.kinds,
+                    targets=order.targets,
+                    ranks=order.ranks,
+                    reason=reason,
+                    source="http",
+                )
+            self.keep()
+            return {"command": msgspec.to_builtins(command)}
+
+    def statuses(self) -> list[CommandStatus]:
+        """Return all commands that are remembered, in order of their numbers."""
+        with self._mutex:
+            return self._desk.statuses()
+
+    def counts(self) -> dict[str, int]:
+        """Return state -> commands that ever entered it."""
+        with self._mutex:
+            return dict(self._desk.counts)
+
+    @property
+    def monitoring_acked_step(self) -> int | None:
+        """at_step of the last command that every rank it means acknowledged."""
+        return self._desk.monitoring_acked_step
+
+    def is_monitoring(self) -> bool:
+        """Return whether some rank measures more now because it was told to."""
+        with self._mutex:
+            return self._desk.is_on(self._newest_step)
+
+    def keep(self) -> None:
+        """Put what is known of commands into the journal, if it changed."""
+        body = self._desk.dump().decode()
+        if body != self._kept:
+            self._journal.remember(_FACT, body)
+            self._kept = body

@@ -1,0 +1,125 @@
+"""What a run's gauges show: counted while judging, handed out as plain numbers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sentinel.anomaly import Anomaly, Incident
+from sentinel.report.metrics import NormAggregate, RunMetrics
+
+if TYPE_CHECKING:
+    from sentinel.ingest.merge import StepView
+    from sentinel.ingest.steps import Decision
+
+RECENT_POINTS = 2000
+"""Newest values kept of each scalar, for the page and the API (chosen)."""
+RECENT_SCALARS = 64
+
+
+class RunGauges:
+    """Written by the loop alone; what it hands out is new each time, so that other threads may keep it."""
+
+    def __init__(self, run: str, rules: Sequence[str]) -> None:
+        self.metrics = RunMetrics(run=run, rules=tuple(rules))
+        self._anomalies: Counter[tuple[str, str]] = Counter()
+        self._health: Counter[str] = Counter()
+        self.late: tuple[int, ...] = ()
+        """Ranks that the newest judged step was closed without, because they were late."""
+        self._bad: dict[tuple[int, str], list[int]] = {}
+        self._recent: dict[str, deque[tuple[int, int, float]]] = {}
+
+    def take_step(self, decision: Decision, view: StepView, anomalies: Iterable[Anomaly], *, is_new: bool) -> None:
+        """Count one judged step. is_new: false for a step judged again after a restart, which shows but does not count."""
+        metrics = self.metrics
+        metrics.attempt, metrics.judged_step = view.attempt, view.step
+        self._take_scalars(view)
+        self.late = tuple(rank for rank, why in decision.missing.items() if why == "late")
+        if not is_new:
+            return
+        self._take_bad(view)
+        metrics.num_steps_judged += 1
+        metrics.num_records += view.num_rows
+        if view.step_time_s > 0:
+            former = metrics.step_time_s
+            metrics.step_time_s = view.step_time_s if former is None else 0.8 * former + 0.2 * view.step_time_s
+        if decision.missing:
+            metrics.num_steps_late += 1
+        for part in view.parts:
+            if part.end_step is not None:
+                metrics.num_rows_dropped += part.end_step.num_dropped_rows
+                metrics.num_rows_folded += part.end_step.num_folded_rows
+        for _, health in view.health:
+            self._health[health.code] += health.count
+        scores = []
+        for one in anomalies:
+            if one.event == "onset":
+                self._anomalies[one.rule, one.severity.value] += 1
+            if one.score is not None:
+                scores.append(one.score)
+        metrics.top_scores = tuple(sorted(scores, reverse=True)[:16])
+        metrics.anomalies, metrics.health = dict(self._anomalies), dict(self._health)
+
+    def _take_scalars(self, view: StepView) -> None:
+        self.metrics.scalars = {
+            name: scalar.mean for name, scalar in view.scalars.items() if math.isfinite(scalar.mean)
+        }
+        for name, scalar in view.scalars.items():
+            points = self._recent.get(name)
+            if points is None:
+                if len(self._recent) >= RECENT_SCALARS:
+                    continue
+                points = self._recent[name] = deque(maxlen=RECENT_POINTS)
+            points.append((view.attempt, view.step, scalar.mean))
+
+    def take_norms(self, view: StepView) -> None:
+        """Aggregate the norms of the newest judged step, by pipeline stage and kind; once a batch of steps is enough."""
+        groups: dict[tuple[int, str], list[int]] = {}
+        present = view.present
+        for tensor in view.tensors:
+            if present[tensor.index]:
+                groups.setdefault((tensor.pp_stage, tensor.kind), []).append(tensor.index)
+        if not groups:
+            return
+        norms = view.moments.statistic("norm")
+        shown = []
+        for (stage, kind), at in sorted(groups.items()):
+            values = norms[at]
+            values = values[np.isfinite(values)]
+            bad = self._bad.setdefault((stage, kind), [0, 0])
+            shown.append(
+                NormAggregate(
+                    pp_stage=stage,
+                    kind=kind,
+                    min=float(values.min()) if len(values) else 0.0,
+                    mean=float(values.mean()) if len(values) else 0.0,
+                    max=float(values.max()) if len(values) else 0.0,
+                    num_nan_total=bad[0],
+                    num_inf_total=bad[1],
+                )
+            )
+        self.metrics.norms = tuple(shown)
+
+    def _take_bad(self, view: StepView) -> None:
+        """Count the non-finite elements of a step."""
+        for at in view.bad_rows:
+            logical = int(view.row_logical[at])
+            if logical < 0:
+                continue
+            tensor = view.tensors[logical]
+            row = view.rows[at]
+            bad = self._bad.setdefault((tensor.pp_stage, tensor.kind), [0, 0])
+            bad[0] += int(row["num_nan"])
+            bad[1] += int(row["num_pos_inf"]) + int(row["num_neg_inf"])
+
+    def take_incidents(self, incidents: Iterable[Incident]) -> None:
+        """Show which incidents are open."""
+        self.metrics.open_incidents = dict(Counter(one.severity.value for one in incidents))
+
+    def recent(self, name: str | None) -> list[tuple[str, list[tuple[int, int, float]]]]:
+        """Return (scalar, [(attempt, step, value)]) oldest first; of all scalars when `name` is None."""
+        return [(one, list(points)) for one, points in list(self._recent.items()) if name in (None, one)]

@@ -1,0 +1,137 @@
+"""Judge: one closed step in, one verdict out. Pure and deterministic: no clock, no I/O, no thread.
+
+The daemon, a restart and `sentinel replay` all judge through this one class, which is why they agree byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from sentinel.anomaly import Anomaly, Incident, Severity, anomaly_id
+from sentinel.control.policy import Proposal, propose
+from sentinel.order.causal import sort_key
+from sentinel.order.incidents import IncidentConfig, IncidentTracker
+from sentinel.rules.engine import Engine
+
+if TYPE_CHECKING:
+    from sentinel.ingest.merge import StepView
+    from sentinel.ingest.steps import Decision
+    from sentinel.rules.schema import Pack
+
+MAX_ANOMALIES_PER_STEP = 1000
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What judging one step brought."""
+
+    anomalies: tuple[Anomaly, ...] = ()
+    """In total order, at most the cap, and one `truncated` record behind them where there were more."""
+    incidents: tuple[Incident, ...] = ()
+    """The revisions that the step made."""
+    proposal: Proposal | None = None
+    """What the step's rules ask of the trainer: more monitoring, or nothing."""
+
+
+class _State(msgspec.Struct):
+    engine: bytes
+    tracker: bytes
+
+
+class Judge:
+    """Rules, then order, then incidents. Owns their state.
+
+    max_anomalies: most anomalies of one step, applied after ordering; see `truncate`.
+    """
+
+    def __init__(self, pack: Pack, *, max_anomalies: int = MAX_ANOMALIES_PER_STEP) -> None:
+        self._max_anomalies = max_anomalies
+        self._engine = Engine(pack)
+        self._tracker = IncidentTracker(_incident_config(pack))
+        self._actions = {rule.name: rule.actions for rule in pack.rules}
+
+    @property
+    def open_incidents(self) -> list[Incident]:
+        """The newest revision of every open incident, in order of opening."""
+        return self._tracker.open_incidents
+
+    def reload(self, pack: Pack) -> None:
+        """Judge by other rules from the next step on; rules that did not change keep their state."""
+        self._engine.reload(pack)
+        self._tracker.config = _incident_config(pack)
+        self._actions = {rule.name: rule.actions for rule in pack.rules}
+
+    def judge(self, decision: Decision, view: StepView) -> Verdict:
+        """Return the verdict on one closed step. Anomaly.time is the record's."""
+        found = sorted(self._engine.judge(view), key=sort_key)
+        kept = truncate(found, self._max_anomalies)
+        incidents = self._tracker.update(
+            view.step,
+            kept,
+            attempt=view.attempt,
+            time=view.time,
+            is_skipped=view.is_skipped,
+            settled=self._engine.settled,
+        )
+        causes = {cause for incident in incidents for cause in incident.first_causes}
+        return Verdict(
+            anomalies=tuple(kept),
+            incidents=tuple(incidents),
+            proposal=propose(kept, self._actions, view.places, causes),
+        )
+
+    def snapshot(self) -> bytes:
+        """Return the whole state; `restore` takes it back exactly."""
+        return msgspec.msgpack.encode(_State(self._engine.snapshot(), self._tracker.snapshot()))
+
+    def restore(self, snapshot: bytes) -> None:
+        """Go on where `snapshot` was taken."""
+        state = msgspec.msgpack.decode(snapshot, type=_State)
+        self._engine.restore(state.engine)
+        self._tracker.restore(state.tracker)
+
+
+def truncate(anomalies: Sequence[Anomaly], most: int) -> list[Anomaly]:
+    """Return at most `most` of a step's anomalies, and one `truncated` record that counts the others.
+
+    anomalies: in total order. What is worse stays before what is milder, what came first before what came later; the order
+    of those that stay is kept. So a flood of excursions hides neither a NaN nor the loss.
+    """
+    if len(anomalies) <= most:
+        return list(anomalies)
+    ranked = sorted(range(len(anomalies)), key=lambda at: (-anomalies[at].severity.level, at))
+    kept = [anomalies[at] for at in sorted(ranked[:most])]
+    first = anomalies[0]
+    left_out = [anomalies[at] for at in ranked[most:]]
+    worst = max((one.severity for one in left_out), key=lambda severity: severity.level, default=Severity.INFO)
+    note = Anomaly(
+        id=anomaly_id(first.run, first.attempt, first.step, None, None, "", "truncated", "truncated"),
+        run=first.run,
+        attempt=first.attempt,
+        rank=None,
+        ranks=tuple(sorted({one.rank for one in left_out if one.rank is not None})[:64]),
+        step=first.step,
+        micro_step=None,
+        pp_stage=0,
+        vpp_stage=0,
+        call_id=None,
+        tag_name="",
+        kind="health",
+        statistic="",
+        rule="truncated",
+        detector="",
+        severity=worst,
+        value=None,
+        message=f"{len(left_out)} more anomalies of step {first.step} were not written: at most {most} are",
+        time=max(one.time for one in anomalies),
+        event="truncated",
+        count=len(left_out),
+    )
+    return [*kept, note]
+
+
+def _incident_config(pack: Pack) -> IncidentConfig:
+    # A rule whose episodes have no end records must not keep its incidents open for ever.
+    return IncidentConfig(episode_quiet_steps=min((rule.episode_quiet_steps for rule in pack.rules), default=20))

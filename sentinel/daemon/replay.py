@@ -1,0 +1,146 @@
+"""Judge a recorded run again: from its journal and spool the same verdicts, byte for byte; or decide anew."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from sentinel.daemon.config import JudgingConfig
+from sentinel.daemon.judge import Judge
+from sentinel.daemon.packs import decode_pack
+from sentinel.errors import StoreError
+from sentinel.ingest.follow import RunFollower
+from sentinel.ingest.merge import StepView
+from sentinel.ingest.steps import Decision, StepAssembler
+from sentinel.report.files import AppendLog, anomaly_line, json_line
+from sentinel.rules.schema import Pack
+from sentinel.store.journal import Journal
+from sentinel.store.whereabouts import RunPaths
+
+
+class Replayed(msgspec.Struct, kw_only=True):
+    """What a replay did."""
+
+    num_steps: int = 0
+    num_anomalies: int = 0
+    num_revisions: int = 0
+    """Revisions of incidents."""
+    num_incomplete: int = 0
+    """Steps whose frames are no longer all in the spool: their verdicts may differ."""
+    first_difference: str | None = None
+    """The first line that is not what the daemon wrote; None: identical, as far as the journal goes."""
+
+
+def replay(
+    paths: RunPaths,
+    out: Path,
+    *,
+    pack: Pack | None = None,
+    recompute: bool = False,
+    judging: JudgingConfig | None = None,
+) -> Replayed:
+    """Judge the run at `paths` again and write `anomalies/` and `incidents.jsonl` under `out`.
+
+    pack: judge by these rules; None: by those that the journal names for each step.
+    recompute: decide anew which rows make a step, as if all ranks had been read at leisure; nobody is late then.
+    StoreError when there is no journal and `recompute` is off, or `out` holds a replay already.
+    """
+    judging = judging or JudgingConfig()
+    if (out / "anomalies").exists() or (out / "incidents.jsonl").exists():
+        raise StoreError(f"{out}: expected a new directory, got one with anomalies in it; give another with -o")
+    journal = Journal(paths.journal, read_only=True) if paths.journal.exists() or not recompute else None
+    result = Replayed()
+    anomalies, incidents = AppendLog(out / "anomalies"), AppendLog(out / "incidents.jsonl")
+    try:
+        judge: Judge | None = None
+        judged_by = ""
+        for view, decision in _views(paths, journal, judging, recompute=recompute):
+            wanted = decision.pack_hash if pack is None else "given"
+            if judge is None or wanted != judged_by:
+                rules = pack if pack is not None else _pack(journal, wanted)
+                if judge is None:
+                    judge = Judge(rules, max_anomalies=judging.max_anomalies_per_step)
+                else:
+                    judge.reload(rules)
+                judged_by = wanted
+            verdict = judge.judge(decision, view)
+            anomalies.append(anomaly_line(one) for one in verdict.anomalies)
+            incidents.append(json_line(one) for one in verdict.incidents)
+            result.num_steps += 1
+            result.num_anomalies += len(verdict.anomalies)
+            result.num_revisions += len(verdict.incidents)
+            result.num_incomplete += any(
+                len(part.rows) < one.num_rows for one in decision.ranks for part in view.parts if part.rank == one.rank
+            ) or len(view.parts) < len(decision.ranks)
+        for lines, table in ((anomalies, "anomalies"), (incidents, "incidents")):
+            lines.close()
+            if journal is not None and result.first_difference is None:
+                result.first_difference = _difference(journal, table, lines)
+    finally:
+        anomalies.close()
+        incidents.close()
+        if journal is not None:
+            journal.close()
+    return result
+
+
+def _views(
+    paths: RunPaths, journal: Journal | None, judging: JudgingConfig, *, recompute: bool
+) -> Iterator[tuple[StepView, Decision]]:
+    follower = RunFollower(paths.run_dir)
+    # Nobody is late in a recording that is read as fast as the disk allows: only what never came is missing.
+    assembler = StepAssembler(paths.name, on_decision=lambda decision: None, late_after_steps=0, late_after_s=0.0)
+    until = journal.last_seq if journal is not None else 0
+    if not recompute:
+        assert journal is not None
+        decode = msgspec.msgpack.Decoder(Decision).decode
+        assembler.replay_decisions(decode(body) for _, _, body in journal.decisions())
+    elif journal is not None:
+        for _, _, body in journal.decisions(after=journal.last_seq - 1):
+            assembler.pack_hash = msgspec.msgpack.decode(body, type=Decision).pack_hash
+    while True:
+        records = follower.poll(final=True)
+        assembler.take(records, time.monotonic())
+        views = assembler.close(time.monotonic(), follower.behind) if records else assembler.finish(time.monotonic())
+        for view in views:
+            decision = view.decision
+            assert decision is not None
+            if not recompute and decision.seq > until:
+                return
+            yield view, decision
+        if not records:
+            return
+
+
+def _pack(journal: Journal | None, pack_hash: str) -> Pack:
+    body = journal.pack(pack_hash) if journal is not None else None
+    if body is None:
+        raise StoreError(f"the rules {pack_hash or '(none)'} are not in the journal; give --rules PATH")
+    return decode_pack(body)
+
+
+def _difference(journal: Journal, table: str, lines: AppendLog) -> str | None:
+    """Return in words where the replay's file first differs from what the daemon wrote."""
+    number = 0
+    replayed = _lines(lines)
+    for number, body in journal.bodies(table):
+        other = next(replayed, None)
+        if other != body:
+            return f"{table}, line {number}: expected {body[:200]!r}, got {other[:200] if other else other!r}"
+    extra = next(replayed, None)
+    # What was decided and not yet committed when the daemon died is judged here and not there.
+    if extra is not None and journal.judged == journal.last_seq:
+        return f"{table}, line {number + 1}: expected nothing, got {extra[:200]!r}"
+    return None
+
+
+def _lines(lines: AppendLog) -> Iterator[bytes]:
+    files = [lines.path] if lines.is_single else sorted(lines.path.glob("*.jsonl"))
+    for file in files:
+        if file.exists():
+            with file.open("rb") as stream:
+                for line in stream:
+                    yield line.rstrip(b"\n")

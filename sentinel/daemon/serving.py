@@ -1,0 +1,449 @@
+"""One run as the daemon serves it: follow, decide, journal, judge, commit, append, acknowledge; and pick up after a crash.
+
+What survives kill -9 at any instant, and why:
+
+- A decision is durable before it is judged, and says which frames it took. After a crash it is judged again from the
+  spool, with the rules it named, from the state of the last snapshot: the same verdict, byte for byte.
+- The verdict, the judged offset, the incidents and the outbox are one transaction. A verdict is in it or it is not.
+- Files are appended after the commit, so they are a prefix of the journal, and `AppendLog.recover` completes them.
+- The spool is acknowledged, and may be deleted, only as far as no snapshot needs it any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from sentinel.anomaly import Anomaly, Incident
+from sentinel.daemon.commanding import Commanding
+from sentinel.daemon.config import DaemonConfig
+from sentinel.daemon.gauges import RunGauges
+from sentinel.daemon.judge import Judge, Verdict
+from sentinel.daemon.packs import RulePacks, decode_pack, encode_pack
+from sentinel.errors import SentinelError, StoreError
+from sentinel.ingest.follow import Position, Record, RunFollower
+from sentinel.ingest.merge import StepView
+from sentinel.ingest.steps import Decision, StepAssembler, snapshot_positions
+from sentinel.messages import Ack
+from sentinel.report.alert import Alert, RouteConfig, alerts_for, standing
+from sentinel.report.files import AppendLog, LogPosition, anomaly_line, json_line
+from sentinel.report.metrics import RunMetrics
+from sentinel.rules.schema import Pack
+from sentinel.store.journal import Commit, FoundAnomaly, FoundIncident, Journal, Outgoing
+from sentinel.store.lock import RunLock
+from sentinel.store.whereabouts import RunPaths
+from sentinel.wire.spool import write_ack
+
+log = logging.getLogger("sentinel.serving")
+
+STEPS_PER_COMMIT = 64
+"""Most steps judged between two commits: while catching up, the first alert must not wait for the last step."""
+LIVE_S = 30.0
+"""A life that was silent for so long is not waited for when a command goes out."""
+DESK_S = 0.05
+"""The command folder is looked at so often when nothing else calls for it."""
+SNAPSHOT_SHARE = 0.05
+"""Most of the time that snapshots may take."""
+
+_SNAPSHOT_VERSION = 1
+_STEP = "step"
+_INCIDENT = msgspec.json.Decoder(Incident)
+_DECISION = msgspec.msgpack.Decoder(Decision)
+
+
+class _Snapshot(msgspec.Struct, kw_only=True):
+    """What a restart goes on from: the state after one decision."""
+
+    version: int
+    pack_hash: str
+    judge: bytes
+    ingest: bytes
+    anomalies: LogPosition
+    incidents: LogPosition
+
+
+class ServedRun:
+    """Owned by the loop; what other threads read is replaced, never changed. SentinelError when it cannot be served."""
+
+    def __init__(self, paths: RunPaths, config: DaemonConfig, packs: RulePacks) -> None:
+        self.paths = paths
+        self.name = paths.name
+        self.has_alerts = False
+        """Alerts were committed since the loop last looked."""
+        self.last_heard = time.time()
+        """Seconds since the epoch when the spool last brought something."""
+        self._config = config
+        self._packs = packs
+        self._routes = config.notify.routes()
+        self._problems: dict[str, str] = {}
+        self._desk_due = 0.0
+        self._lock = RunLock(paths.lock_directory, f"run {paths.run_dir}")
+        try:
+            self.journal = Journal(paths.journal)
+            try:
+                paths.remember()
+                self._open()
+            except BaseException:
+                self.journal.close()
+                raise
+        except sqlite3.Error as error:
+            self._lock.close()
+            raise StoreError(f"{paths.journal}: {error}") from error
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def turn(self, now: float) -> bool:
+        """Do what there is to do and return whether there was anything. now: seconds since the epoch.
+
+        SentinelError when the journal cannot be written: the run must be closed and opened anew.
+        """
+        try:
+            # A step that a newer attempt begins with makes nobody of the older one late, hence -1.
+            attempt, settled_step = self._assembler.attempt, self._assembler.newest_step
+            has_moved = self._hear(self._follower.poll(), now)
+            if self._assembler.attempt != attempt:
+                settled_step = -1
+            views = self._assembler.close(time.monotonic(), self._follower.behind, settled_step=settled_step)
+            has_moved = self._judge(views) or has_moved
+            self._mend_files()
+            mono = time.monotonic()
+            if has_moved or mono >= self._desk_due:
+                self._desk_due = mono + DESK_S
+                self._command(now, mono)
+        except sqlite3.Error as error:
+            raise StoreError(f"{self.paths.journal}: {error}") from error
+        return has_moved
+
+    def finish(self, now: float, *, is_over: bool, deadline: float) -> None:
+        """Judge what is left before the daemon ends, and leave a snapshot.
+
+        is_over: the run itself is over, so open steps close with what there is. deadline: on the monotonic clock.
+        """
+        try:
+            while is_over and time.monotonic() < deadline:
+                records = self._follower.poll(final=True)
+                has_moved = self._hear(records, now)
+                if not self._judge(self._assembler.close(time.monotonic(), self._follower.behind)) and not has_moved:
+                    self._judge(self._assembler.finish(time.monotonic()))
+                    break
+            if self._seq > self._snapshot_seq:
+                self._commit(Commit(judged=self._seq), with_snapshot=True)
+            self._mend_files()
+            self._anomaly_log.sync()
+            self._incident_log.sync()
+        except sqlite3.Error as error:
+            raise StoreError(f"{self.paths.journal}: {error}") from error
+
+    def close(self) -> None:
+        """Let go of everything. What was committed stays."""
+        self._anomaly_log.close()
+        self._incident_log.close()
+        self.journal.close()
+        self._lock.close()
+
+    def note_reload(self, outcome: str, now: float) -> None:
+        """Judge by the rules now in use from the next decision on, and write down that they were read again."""
+        self._offer_pack()
+        problem = {"problem": self._packs.problem} if self._packs.problem else {}
+        self.journal.audit(now, "daemon", "reload", {"outcome": outcome, "pack_hash": self._packs.pack_hash, **problem})
+
+    def standing(self, routes: Sequence[tuple[str, RouteConfig]]) -> list[Alert]:
+        """Return the open incidents that each sink has been told of: what a keep-alive repeats after a restart."""
+        now = time.time()
+        return [alert for sink, route in routes for alert in standing(self._told.values(), sink, route, now)]
+
+    # What other threads ask.
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with the run, in words."""
+        logs = [one.problem for one in (self._anomaly_log, self._incident_log) if one.problem]
+        desk = [self.commanding.problem] if self.commanding.problem else []
+        return [*self._problems.values(), *logs, *desk]
+
+    def metrics(self) -> RunMetrics:
+        """Return the newest gauges."""
+        return self._published
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `/api/v1/runs` says of the run."""
+        metrics = self._published
+        return {
+            "run": self.name,
+            "directory": str(self.paths.run_dir),
+            "attempt": metrics.attempt,
+            "newest_step": metrics.newest_step,
+            "judged_step": metrics.judged_step,
+            "ranks": dict(metrics.ranks),
+            "scalars": dict(metrics.scalars),
+            "step_time_s": metrics.step_time_s,
+            "last_record_time": metrics.last_record_time,
+            "open_incidents": dict(metrics.open_incidents),
+            "num_anomalies": self._anomaly_log.position.num_lines,
+            "num_steps_judged": metrics.num_steps_judged,
+            "is_monitoring": metrics.is_monitoring,
+            "commands": [
+                {
+                    "state": one.state,
+                    "source": one.source,
+                    "reason": one.reason,
+                    "command": msgspec.to_builtins(one.command),
+                }
+                for one in self.commanding.statuses()[-20:]
+            ],
+            "problems": self.problems(),
+        }
+
+    def recent_scalars(self, name: str | None) -> list[tuple[str, list[tuple[int, int, float]]]]:
+        """Return (scalar, [(attempt, step, value)]), oldest first."""
+        return self._gauges.recent(name)
+
+    # Opening: the state of the last snapshot, the decisions behind it, the files as the journal has them.
+
+    def _open(self) -> None:
+        self.commanding = Commanding(self.paths, self._config.control, self.journal)
+        self._gauges = RunGauges(self.name, [rule.name for rule in self._packs.pack.rules])
+        self._told = {
+            incident.id: incident
+            for incident in map(_INCIDENT.decode, self.journal.newest_incidents(10_000))
+            if incident.state == "open"
+        }
+        self._anomaly_log, self._incident_log = AppendLog(self.paths.anomalies), AppendLog(self.paths.incidents)
+        self._heard_at: dict[bytes, float] = {}
+        self._acknowledgeable: dict[str, Position] = {}
+        self._judged = self._seq = self.journal.judged
+        self._snapshot_seq = 0
+        self._snapshot_due = 0.0
+        snapshot = self._restore()
+        self._recover(self._anomaly_log, "anomalies", snapshot.anomalies if snapshot else None)
+        self._recover(self._incident_log, "incidents", snapshot.incidents if snapshot else None)
+        self._offer_pack()
+        decisions = [_DECISION.decode(body) for _, _, body in self.journal.decisions(after=self._snapshot_seq)]
+        self._assembler.replay_decisions(decisions)
+        if decisions:
+            log.info(
+                "run %s: %d decisions to judge again, from %d on, %d of them not committed",
+                self.name, len(decisions), decisions[0].seq, decisions[-1].seq - self._judged,
+            )  # fmt: skip
+        self._publish(time.time())
+
+    def _restore(self) -> _Snapshot | None:
+        for seq, body in self.journal.snapshots():
+            try:
+                snapshot = msgspec.msgpack.decode(body, type=_Snapshot)
+                if snapshot.version != _SNAPSHOT_VERSION:
+                    raise StoreError(f"version {snapshot.version}, expected {_SNAPSHOT_VERSION}")
+                self._begin(snapshot.pack_hash)
+                self._court.restore(snapshot.judge)
+                self._follower.restore(snapshot_positions(snapshot.ingest))
+                self._assembler.restore(snapshot.ingest, self._follower.lives)
+            except (SentinelError, msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
+                # An older one, or the whole spool, gives the same state; it only takes longer.
+                log.warning("run %s: the snapshot after decision %d cannot be used: %s", self.name, seq, error)
+                self.journal.drop_snapshot(seq)
+                continue
+            self._snapshot_seq = seq
+            return snapshot
+        self._begin(self._packs.pack_hash)
+        return None
+
+    def _begin(self, pack_hash: str) -> None:
+        self._pack_hash = pack_hash
+        self._court = Judge(self._pack(pack_hash), max_anomalies=self._config.judging.max_anomalies_per_step)
+        self._follower = RunFollower(self.paths.run_dir, on_problem=self._note_problem)
+        self._assembler = StepAssembler(
+            self.name,
+            on_decision=lambda decision: self.journal.record([(decision.seq, _STEP, msgspec.msgpack.encode(decision))]),
+            late_after_steps=self._config.judging.late_after_steps,
+            late_after_s=self._config.judging.late_after_s,
+        )
+
+    def _offer_pack(self) -> None:
+        self.journal.keep_pack(self._packs.pack_hash, encode_pack(self._packs.pack))
+        self._assembler.pack_hash = self._packs.pack_hash
+        self._gauges.metrics.rules = tuple(rule.name for rule in self._packs.pack.rules)
+
+    def _pack(self, pack_hash: str) -> Pack:
+        if pack_hash == self._packs.pack_hash:
+            return self._packs.pack
+        body = self.journal.pack(pack_hash)
+        if body is None:
+            raise StoreError(f"{self.paths.journal}: the rules {pack_hash} that it names are not in it")
+        return decode_pack(body)
+
+    def _recover(self, lines: AppendLog, table: str, since: LogPosition | None) -> None:
+        def tail(after: int) -> Iterable[bytes]:
+            return (body for _, body in self.journal.bodies(table, after))
+
+        try:
+            found = lines.recover(tail(since.num_lines if since else 0), since)
+        except StoreError:
+            found = lines.recover(tail(0))
+        if found.num_written or found.set_aside:
+            aside = f"; bytes that are not ours are now in {found.set_aside}" if found.set_aside else ""
+            log.info("run %s: %d lines of %s were completed%s", self.name, found.num_written, table, aside)
+
+    # The flow.
+
+    def _hear(self, records: Sequence[Record], now: float) -> bool:
+        if not records:
+            return False
+        self.last_heard = now
+        mono = time.monotonic()
+        for record in records:
+            self._heard_at[record.life.id] = mono
+            if isinstance(record.message, Ack):
+                self.commanding.acknowledge(record.life.rank, record.message, now)
+        self._assembler.take(records, mono)
+        return True
+
+    def _judge(self, views: Iterable[StepView]) -> bool:
+        """Judge the steps, commit them in batches, and return whether there were any."""
+        commit: Commit | None = None
+        view: StepView | None = None
+        begun, first = time.monotonic(), 0
+        for view in views:
+            decision = view.decision
+            assert decision is not None
+            if decision.pack_hash != self._pack_hash:
+                self._court.reload(self._pack(decision.pack_hash))
+                self._pack_hash = decision.pack_hash
+            verdict = self._court.judge(decision, view)
+            is_new = decision.seq > self._judged
+            self._gauges.take_step(decision, view, verdict.anomalies, is_new=is_new)
+            if is_new:
+                if commit is None:
+                    commit, first = Commit(judged=decision.seq), decision.seq
+                self._add(commit, decision.seq, verdict)
+                self._judged = decision.seq
+            self._seq = decision.seq
+            if commit is not None and decision.seq - first >= STEPS_PER_COMMIT - 1:
+                self._commit(commit)
+                commit = None
+        if view is None:
+            return False
+        if commit is not None:
+            self._commit(commit)
+        self._gauges.take_norms(view)
+        self._gauges.take_incidents(self._court.open_incidents)
+        self._gauges.metrics.judging_s += time.monotonic() - begun
+        self._gauges.metrics.last_judged_time = time.time()
+        return True
+
+    def _add(self, commit: Commit, seq: int, verdict: Verdict) -> None:
+        commit.judged = seq
+        commit.anomalies += [(seq, _found(one)) for one in verdict.anomalies]
+        now = time.time()
+        for incident in verdict.incidents:
+            line = json_line(incident)
+            commit.incidents.append((seq, FoundIncident(id=incident.id, revision=incident.revision, body=line)))
+            alerts = alerts_for(self._told.get(incident.id), incident, self._routes, now)
+            commit.outbox += [Outgoing(key=one.key, topic=one.topic, body=one.body) for one in alerts]
+            if incident.state == "open":
+                self._told[incident.id] = incident
+            else:
+                self._told.pop(incident.id, None)
+        if verdict.proposal is not None:
+            one = verdict.proposal
+            commit.outbox.append(Outgoing(key=one.key, topic=one.topic, body=one.body))
+
+    def _commit(self, commit: Commit, *, with_snapshot: bool = False) -> None:
+        begun = time.monotonic()
+        with_snapshot = with_snapshot or begun >= self._snapshot_due
+        if with_snapshot:
+            commit.snapshot = msgspec.msgpack.encode(
+                _Snapshot(
+                    version=_SNAPSHOT_VERSION,
+                    pack_hash=self._pack_hash,
+                    judge=self._court.snapshot(),
+                    ingest=self._assembler.snapshot(),
+                    anomalies=self._anomaly_log.position,
+                    incidents=self._incident_log.position,
+                )
+            )
+        self.journal.commit(commit)
+        if with_snapshot:
+            self._snapshot_seq = commit.judged
+            took = time.monotonic() - begun
+            self._snapshot_due = begun + max(self._config.judging.snapshot_interval_s, took / SNAPSHOT_SHARE)
+        self._anomaly_log.append(one.body for _, one in commit.anomalies)
+        self._incident_log.append(one.body for _, one in commit.incidents)
+        self.has_alerts = self.has_alerts or any(one.topic != "escalation" for one in commit.outbox)
+        if with_snapshot:
+            self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        # Two snapshots are kept, for the newer may prove unreadable: what the older one needs must stay.
+        positions, self._acknowledgeable = self._acknowledgeable, self._assembler.positions()
+        for folder, position in positions.items():
+            try:
+                write_ack(self.paths.run_dir / "spool" / folder, position.file_index, position.offset)
+            except OSError as error:
+                self._problems["ack"] = f"spool {folder} cannot be acknowledged: {error.strerror or error}"
+                return
+        self._problems.pop("ack", None)
+
+    def _mend_files(self) -> None:
+        for lines, table in ((self._anomaly_log, "anomalies"), (self._incident_log, "incidents")):
+            if lines.needs_recovery:
+                self._recover(lines, table, lines.position)
+            elif lines.num_pending:
+                lines.retry()
+
+    def _command(self, now: float, mono: float) -> None:
+        newest: dict[int, tuple[float, int]] = {}
+        for life in self._follower.lives.values():
+            heard = self._heard_at.get(life.id, 0.0)
+            if life.bye is None and heard and mono - heard < LIVE_S:
+                newest[life.rank] = max(newest.get(life.rank, (0.0, -1)), (heard, life.last_step))
+        ended = {rank: step for rank, (_, step) in newest.items()}
+        known = [life.heartbeat.step for life in self._follower.lives.values() if life.heartbeat and life.rank in ended]
+        newest_step = max([self._assembler.newest_step, *ended.values(), *known])
+        self.commanding.turn(ended, newest_step, self._gauges.metrics.step_time_s, now)
+        self._publish(now, num_live=len(ended))
+
+    def _publish(self, now: float, num_live: int = 0) -> None:
+        metrics = self._gauges.metrics
+        follower, assembler = self._follower, self._assembler
+        metrics.newest_step = assembler.newest_step if assembler.newest_step >= 0 else None
+        newest = max((life.last_wall_ns for life in follower.lives.values()), default=0)
+        metrics.last_record_time = newest / 1e9 if newest else None
+        places = [life.descriptor.place for life in follower.lives.values() if life.descriptor is not None]
+        metrics.ranks = {
+            "expected": places[-1].world_size if places else 0,
+            "live": num_live,
+            "late": len(self._gauges.late),
+        }
+        metrics.num_frames = sum(life.num_frames for life in follower.lives.values())
+        metrics.num_frames_duplicate = follower.num_duplicates
+        metrics.num_frames_missing = follower.num_lost
+        metrics.num_rows_late = assembler.num_late_rows_total
+        metrics.frame_faults = {
+            "torn": follower.num_torn, "corrupt": follower.num_corrupt + follower.num_undecodable,
+            "foreign": follower.num_foreign,
+        }  # fmt: skip
+        metrics.commands = self.commanding.counts()
+        metrics.is_monitoring = self.commanding.is_monitoring()
+        metrics.monitoring_acked_step = self.commanding.monitoring_acked_step
+        metrics.num_file_failures = self._anomaly_log.num_failures + self._incident_log.num_failures
+        metrics.num_file_lines_pending = self._anomaly_log.num_pending + self._incident_log.num_pending
+        self._published = msgspec.structs.replace(metrics)
+
+    def _note_problem(self, problem: str) -> None:
+        log.warning("run %s: %s", self.name, problem)
+        self._problems[problem] = problem
+
+
+def _found(anomaly: Anomaly) -> FoundAnomaly:
+    return FoundAnomaly(
+        id=anomaly.id,
+        attempt=anomaly.attempt,
+        step=anomaly.step,
+        severity=anomaly.severity.value,
+        body=anomaly_line(anomaly),
+    )
