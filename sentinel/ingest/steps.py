@@ -372,15 +372,19 @@ class StepAssembler:
 
     # -- out --------------------------------------------------------------------------------------------------------
 
-    def close(self, now: float, behind: Collection[bytes] = ()) -> Iterator[StepView]:
+    def close(
+        self, now: float, behind: Collection[bytes] = (), *, settled_step: int | None = None
+    ) -> Iterator[StepView]:
         """Yield the steps that can be closed, in order; each decision is journalled before its view is handed out.
 
         `behind`: lives of which more is on disk than was taken in (`RunFollower.behind`); they are not called late.
+        `settled_step`: `newest_step` before the last poll. Ranks are read one after the other, so what one rank wrote
+        while another had just been read makes nobody late; None: all were read at one instant.
         Between two views, `snapshot` is the state after the one that was handed out last.
         """
         yield from self._replay(behind)
         while not self._replays:
-            found = self._next(now, behind)
+            found = self._next(now, behind, settled_step)
             if found is None:
                 return
             yield self._decide(*found)
@@ -394,13 +398,15 @@ class StepAssembler:
             while self._attempts[number].open:
                 yield self._decide(self._attempts[number], min(self._attempts[number].open), "finished")
 
-    def _next(self, now: float, behind: Collection[bytes]) -> tuple[_Attempt, int, str] | None:
+    def _next(
+        self, now: float, behind: Collection[bytes], settled_step: int | None
+    ) -> tuple[_Attempt, int, str] | None:
         numbers = sorted(number for number, attempt in self._attempts.items() if attempt.open)
         found: tuple[_Attempt, int, str] | None = None
         for number in numbers:
             attempt = self._attempts[number]
             step = min(attempt.open)
-            why = self._why_closed(attempt, step, now, behind)
+            why = self._why_closed(attempt, step, now, behind, settled_step)
             if why:
                 found = (attempt, step, why)
                 break
@@ -414,7 +420,9 @@ class StepAssembler:
             return None
         return oldest, min(oldest.open), "superseded"
 
-    def _why_closed(self, attempt: _Attempt, step: int, now: float, behind: Collection[bytes]) -> str:
+    def _why_closed(
+        self, attempt: _Attempt, step: int, now: float, behind: Collection[bytes], settled_step: int | None
+    ) -> str:
         """Return why a step is closed now; empty: it is not."""
         waiting = self._waited_for(attempt, step)
         if not waiting:
@@ -422,7 +430,10 @@ class StepAssembler:
         opened = attempt.open[step]
         if behind and any(life.rank in waiting and life.id in behind for life in self._lives.values()):
             return ""
-        if self._late_after_steps and attempt.newest_step - step >= self._late_after_steps:
+        if len(attempt.open) > self._max_open_steps:
+            return "crowded"
+        newest_step = attempt.newest_step if settled_step is None else min(attempt.newest_step, settled_step)
+        if self._late_after_steps and newest_step - step >= self._late_after_steps:
             why = "late_steps"
         elif self._late_after_s and now - opened.first_heard >= self._late_after_s:
             why = "late_time"
