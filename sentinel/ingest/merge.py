@@ -94,6 +94,7 @@ class Layout:
         copies: dict[tuple[int, tuple[tuple[str, int], ...]], tuple[list[tuple[int, int]], int]] = {}
         for rank, descriptor in self.descriptors.items():
             chunks = {chunk.vpp_stage: chunk for chunk in descriptor.chunks}
+            coupled = _coupled_modules(descriptor)
             size = max((tensor.id for tensor in descriptor.tensors), default=-1) + 1
             to_logical = np.full(size, -1, np.int32)
             to_copy = np.full(size, -1, np.int32)
@@ -103,7 +104,9 @@ class Layout:
                 name = self.names.of(tensor.name, chunk.depth, descriptor.name_map)
                 at = keys.setdefault((name, tensor.kind, apart), len(drafts))
                 if at == len(drafts):
-                    drafts.append(self._draft(tensor, chunk, descriptor, name, apart, at))
+                    draft = self._draft(tensor, chunk, descriptor, name, apart, at)
+                    draft["communicates"] = (tensor.chunk, tensor.name.partition(":")[0]) in coupled
+                    drafts.append(draft)
                     ranks.append([])
                 ranks[at].append(rank)
                 to_logical[tensor.id] = at
@@ -183,6 +186,23 @@ class Layout:
     def copies_of(self, rank: int, tensor_ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
         """Return the number of the shard that each local id is a copy of; -1 for ids that the descriptor does not know."""
         return _look_up(self._to_copy.get(rank), tensor_ids)
+
+
+def _coupled_modules(descriptor: Descriptor) -> set[tuple[int, str]]:
+    """Return (chunk, local name) of the modules that hold weights cut over tensor or context ranks, below them or in them.
+
+    Such a module exchanges data with its group in forward, in backward, or in both.
+    """
+    place = descriptor.place
+    cut = {axis for axis in ("tp", "cp") if place.size(axis) > 1}
+    found: set[tuple[int, str]] = set()
+    for tensor in descriptor.tensors:
+        if tensor.kind in ("param", "wgrad") and any(tensor.placements.get(axis) == "shard" for axis in cut):
+            module = tensor.name.rpartition(".")[0]
+            while (tensor.chunk, module) not in found:
+                found.add((tensor.chunk, module))
+                module = module.rpartition(".")[0]
+    return found
 
 
 def _look_up(table: npt.NDArray[np.int32] | None, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
@@ -273,7 +293,8 @@ class StepView:
         speaker = np.empty(self.layout.num_copies + 1, np.int32)
         # Ranks rise along the rows: written backwards, the lowest is the last to be written.
         speaker[copies[::-1]] = self.row_rank[::-1]
-        return known & (speaker[copies] == self.row_rank)
+        counted: npt.NDArray[np.bool_] = known & (speaker[copies] == self.row_rank)
+        return counted
 
     @cached_property
     def stats(self) -> npt.NDArray[np.void]:
