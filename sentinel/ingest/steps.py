@@ -105,8 +105,6 @@ class _Part:
 @dataclasses.dataclass(slots=True)
 class _OpenStep:
     first_heard: float
-    late_since: int = -1
-    """Which `take` made the step look late; -1: none did."""
     parts: dict[tuple[bytes, int], _Part] = dataclasses.field(default_factory=dict)
 
 
@@ -198,7 +196,6 @@ class StepAssembler:
         """Rank -> rows that came after their step was closed."""
         self.num_incomplete_replays = 0
         """Decisions whose frames are no longer all there: judged again with less than before."""
-        self._num_takes = 0
         self._on_decision = on_decision
         self._late_after_steps = late_after_steps
         self._late_after_s = late_after_s
@@ -243,11 +240,7 @@ class StepAssembler:
     # -- in ---------------------------------------------------------------------------------------------------------
 
     def take(self, records: Iterable[Record], now: float) -> None:
-        """Take in what was heard. now: monotonic seconds, the same clock at every call.
-
-        Call it after every poll of the ranks, also when nothing came: that is how silence is told from not having looked.
-        """
-        self._num_takes += 1
+        """Take in what was heard. now: monotonic seconds, the same clock at every call."""
         for record in records:
             self._take(record, now)
 
@@ -427,7 +420,6 @@ class StepAssembler:
         waiting = self._waited_for(attempt, step)
         if not waiting:
             return "complete"
-        opened = attempt.open[step]
         if behind and any(life.rank in waiting and life.id in behind for life in self._lives.values()):
             return ""
         if len(attempt.open) > self._max_open_steps:
