@@ -560,9 +560,7 @@ class SyntheticRun:
         )  # fmt: skip
         return self._columns(place, descriptor, order, local_at)
 
-    def _columns(
-        self, place: Place, descriptor: Descriptor, order: list[tuple[int, int]], local_at: list[int]
-    ) -> _Table:
+    def _columns(self, place: Place, descriptor: Descriptor, order: list[tuple[int, int]], local_at: list[int]) -> _Table:
         stage = place.pp_rank
         before = sum(len(self._local_sites(earlier)) for earlier in range(stage))
         rows = np.zeros(len(order), ROW_DTYPE)

@@ -126,9 +126,7 @@ class Layout:
         ]
 
     @staticmethod
-    def _coordinates(
-        tensor: TensorInfo, place: Place
-    ) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
+    def _coordinates(tensor: TensorInfo, place: Place) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
         """(coordinates kept apart, coordinates of the shard): what is in neither is a replica."""
         is_data = tensor.kind not in WEIGHT_KINDS
         apart, sharded = [], []
@@ -356,5 +354,3 @@ class StepView:
     def is_per_rank(self, tensor: LogicalTensor) -> bool:
         """Whether the series is one rank's own part."""
         return bool(tensor.place) or len(tensor.ranks) == 1
-
-

@@ -365,9 +365,7 @@ class StepAssembler:
 
     # -- out --------------------------------------------------------------------------------------------------------
 
-    def close(
-        self, now: float, behind: Collection[bytes] = (), *, settled_step: int | None = None
-    ) -> Iterator[StepView]:
+    def close(self, now: float, behind: Collection[bytes] = (), *, settled_step: int | None = None) -> Iterator[StepView]:
         """Yield the steps that can be closed, in order; each decision is journalled before its view is handed out.
 
         `behind`: lives of which more is on disk than was taken in (`RunFollower.behind`); they are not called late.
@@ -391,9 +389,7 @@ class StepAssembler:
             while self._attempts[number].open:
                 yield self._decide(self._attempts[number], min(self._attempts[number].open), "finished")
 
-    def _next(
-        self, now: float, behind: Collection[bytes], settled_step: int | None
-    ) -> tuple[_Attempt, int, str] | None:
+    def _next(self, now: float, behind: Collection[bytes], settled_step: int | None) -> tuple[_Attempt, int, str] | None:
         numbers = sorted(number for number, attempt in self._attempts.items() if attempt.open)
         found: tuple[_Attempt, int, str] | None = None
         for number in numbers:
@@ -422,21 +418,12 @@ class StepAssembler:
             return "complete"
         if behind and any(life.rank in waiting and life.id in behind for life in self._lives.values()):
             return ""
-        if len(attempt.open) > self._max_open_steps:
-            return "crowded"
         newest_step = attempt.newest_step if settled_step is None else min(attempt.newest_step, settled_step)
         if self._late_after_steps and newest_step - step >= self._late_after_steps:
-            why = "late_steps"
-        elif self._late_after_s and now - opened.first_heard >= self._late_after_s:
-            why = "late_time"
-        elif len(attempt.open) > self._max_open_steps:
-            why = "crowded"
-        else:
-            return ""
-        # Ranks are read one after the other: who was read before the others wrote is asked once more.
-        if opened.late_since < 0:
-            opened.late_since = self._num_takes
-        return why if self._num_takes > opened.late_since else ""
+            return "late_steps"
+        if self._late_after_s and now - attempt.open[step].first_heard >= self._late_after_s:
+            return "late_time"
+        return "crowded" if len(attempt.open) > self._max_open_steps else ""
 
     def _waited_for(self, attempt: _Attempt, step: int) -> list[int]:
         """Return the ranks that have not spoken for an open step, and may."""
@@ -647,9 +634,7 @@ class StepAssembler:
             seq=self._seq,
             attempts=[attempt.state for _, attempt in sorted(self._attempts.items())],
             declared=self._declared,
-            stints=[
-                (life, generation, stint.attempt, stint.order) for (life, generation), stint in self._stints.items()
-            ],
+            stints=[(life, generation, stint.attempt, stint.order) for (life, generation), stint in self._stints.items()],
             ended=self._ended,
             positions=self.positions(),
         )

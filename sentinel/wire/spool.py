@@ -1,7 +1,7 @@
 """The spool of one life: append-only files in one folder, one writer, any number of readers.
 
-    <run>/spool/r<rank:05d>-<life, 8 hex digits>/<index:06d>.spool      written here, cut at a size, bounded in total
-                                                 ack                    written by the daemon: "<file index> <offset>\n"
+<run>/spool/r<rank:05d>-<life, 8 hex digits>/<index:06d>.spool      written here, cut at a size, bounded in total
+                                             ack                    written by the daemon: "<file index> <offset>\n"
 """
 
 from __future__ import annotations
