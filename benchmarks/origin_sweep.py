@@ -84,12 +84,12 @@ class Cell:
     dp_rank: int
     tp_rank: int
 
-    @property
-    def segment(self) -> str:
-        """The segment of the black box that holds the module."""
+    def segment(self, layout: Layout) -> str:
+        """Return the segment of the black box that holds the module."""
         if self.module in ("tok", "pos"):
-            return "stem"
-        return "head" if self.module in ("norm", "head") else ".".join(self.module.split(".")[:2])
+            return "stage0.stem"
+        last = f"stage{layout.num_stages - 1}.head"
+        return last if self.module in ("norm", "head") else ".".join(self.module.split(".")[:2])
 
     @property
     def touches_parameter_only(self) -> bool:
@@ -167,9 +167,10 @@ def verdict(layout: Layout, cell: Cell, found: list[Anomaly], *, is_monitored: b
     if cell.touches_parameter_only:
         is_right = first.module == cell.module and first.kind == "wgrad"
     elif is_monitored:
-        is_right = (first.module, first.rank, first.micro_step) == (cell.module, rank, cell.micro_step)
+        # A block is a segment too: then the segment's name is the module's.
+        is_right = (first.module or first.name, first.rank, first.micro_step) == (cell.module, rank, cell.micro_step)
     else:
-        is_right = (first.segment, first.rank, first.micro_step) == (cell.segment, rank, cell.micro_step)
+        is_right = (first.segment, first.rank, first.micro_step) == (cell.segment(layout), rank, cell.micro_step)
     if is_right:
         return ""
     return (

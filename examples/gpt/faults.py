@@ -54,9 +54,13 @@ class Faults:
     """The faults of one rank, armed step by step."""
 
     def __init__(self, faults: Iterable[Fault], dp_rank: int = 0, tp_rank: int = 0) -> None:
+        self._planted_phases: dict[str, set[str]] = defaultdict(set)
         self._nans: dict[tuple[int, str], list[Fault]] = defaultdict(list)
         self._batches: dict[int, list[Fault]] = defaultdict(list)
         for fault in faults:
+            if fault.type == "nan":
+                # On every rank alike: the replicas of a broken module are broken too.
+                self._planted_phases[fault.module].add(fault.phase)
             if fault.dp_rank not in (None, dp_rank) or fault.tp_rank not in (None, tp_rank):
                 continue
             for step in fault.steps:
@@ -69,10 +73,9 @@ class Faults:
 
     def plant(self, chunks: Iterable[nn.Module]) -> None:
         """Get between the modules that a fault names and their callers. Modules of other stages are passed over."""
-        wanted = {module for _, module in self._nans}
         for chunk in chunks:
             for name, module in chunk.named_modules():
-                if name in wanted:
+                if name in self._planted_phases:
                     module.forward = self._planted(name, module, module.forward)  # type: ignore[method-assign]
 
     def begin_step(self, step: int) -> None:
@@ -89,39 +92,48 @@ class Faults:
         return any(fault.micro_step in (None, micro_step) for fault in self._batches.get(step, ()))
 
     def _planted(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        phases = self._planted_phases[name]
+
+        def strikes(phase: str, micro_step: int) -> bool:
+            faults = self._nans.get((self._step, name), ())
+            return any(fault.phase == phase and fault.micro_step in (None, micro_step) for fault in faults)
+
         def run(*args: Any, **kwargs: Any) -> Any:
             micro_step = self._num_forwards[name]
             self._num_forwards[name] += 1
-            phases = {f.phase for f in self._nans.get((self._step, name), ()) if f.micro_step in (None, micro_step)}
+            # The broken code is always there, as a bug is, and strikes only now and then.
             if "backward" in phases:
-                if args[0].requires_grad:
-                    args = (BadGradient.apply(args[0]), *args[1:])
-                else:
+                is_bad = strikes("backward", micro_step)
+                if not args[0].requires_grad:
                     assert isinstance(module, nn.Embedding)
-                    return F.embedding(args[0], BadGradient.apply(module.weight))
-            output = forward(*args, **kwargs)
-            return spoil(output) if "forward" in phases else output
+                    output = F.embedding(args[0], BadGradient.apply(module.weight, is_bad))
+                else:
+                    output = forward(BadGradient.apply(args[0], is_bad), *args[1:], **kwargs)
+            else:
+                output = forward(*args, **kwargs)
+            return spoil(output, strikes("forward", micro_step)) if "forward" in phases else output
 
         return run
 
 
 class BadGradient(torch.autograd.Function):
-    """The identity, whose backward is broken: one element of the gradient it returns is NaN."""
+    """The identity, whose backward is broken at times: then one element of the gradient it returns is NaN."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, is_bad: bool) -> torch.Tensor:
+        ctx.is_bad = is_bad
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return spoil(gradient)
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return spoil(gradient, ctx.is_bad), None
 
 
-def spoil(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `tensor` whose middle element is NaN; of a DTensor, that of the local shard."""
+def spoil(tensor: torch.Tensor, is_bad: bool) -> torch.Tensor:
+    """Return a copy of `tensor` whose middle element is NaN if `is_bad`; of a DTensor, that of the local shard."""
     if isinstance(tensor, DTensor):
-        local = spoil(tensor.to_local())
+        local = spoil(tensor.to_local(), is_bad)
         return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False)
     mask = torch.zeros(tensor.numel(), dtype=torch.bool, device=tensor.device)
-    mask[tensor.numel() // 2] = True
+    mask[tensor.numel() // 2] = is_bad
     return tensor.masked_fill(mask.view(tensor.shape), math.nan)
