@@ -43,7 +43,6 @@ class Boundary:
         self,
         on_gradients_ready: Callable[[Params | None], None],
         on_gradients_doomed: Callable[[Params | None], None],
-        on_stepped: Callable[[], None],
         guard: Callable[[str, Exception], None],
     ) -> None:
         self.watched: list[Watched] = []
@@ -53,7 +52,6 @@ class Boundary:
         self._first_to_step: Watched | None = None
         self._on_gradients_ready = on_gradients_ready
         self._on_gradients_doomed = on_gradients_doomed
-        self._on_stepped = on_stepped
         self._guard = guard
         self._undo: list[Callable[[], None]] = []
         self._owned: set[int] = set()
@@ -169,7 +167,6 @@ class Boundary:
             watched.has_stepped, watched.is_dirty = True, False
             if all(w.has_stepped or w.was_zeroed for w in self.watched):
                 self._is_over = True
-            self._on_stepped()
         except Exception as error:
             self._guard("optimizer", error)
 

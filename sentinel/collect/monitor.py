@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import multiprocessing.util
 import os
-import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,21 +23,23 @@ from sentinel.collect.boundary import Boundary
 from sentinel.collect.clipping import ClipWatch
 from sentinel.collect.config import MonitorConfig
 from sentinel.collect.gradients import REFRESH_STEPS, Parameters
+from sentinel.collect.introduction import Introduction
 from sentinel.collect.kernels import choose_kernel
 from sentinel.collect.orders import Orders
 from sentinel.collect.pipelining import PipelineWatch
 from sentinel.collect.placements import placements_of
 from sentinel.collect.plan import Plan, Request, parse_kinds
 from sentinel.collect.recording import Recording, describe_error
+from sentinel.collect.scalars import Scalars, resolver
 from sentinel.collect.structure import read_structure, unwrap
 from sentinel.collect.taps import Chunk
 from sentinel.collect.tensors import Entry, TensorTable
 from sentinel.collect.topology import Topology
 from sentinel.command import Command
 from sentinel.errors import ConfigError
-from sentinel.messages import Ack, ChunkInfo, Descriptor, EndStep, Heartbeat
-from sentinel.place import Place, depth
-from sentinel.record import ROW_DTYPE, Flag, Kind
+from sentinel.messages import Ack, Descriptor, EndStep, Heartbeat
+from sentinel.place import Place
+from sentinel.record import Flag, Kind
 from sentinel.version import VERSION
 from sentinel.wire.handover import Handover, StepBatch
 
@@ -65,9 +67,6 @@ class Monitor:
         self.config = config
         self.current_step = first_step
         self.is_alive = True
-        self.place = Place()
-        self._models = list(models)
-        self._topology = topology
         self._attempt = attempt
         self._grad_acc_steps = grad_acc_steps
         self._first_step = first_step
@@ -76,8 +75,7 @@ class Monitor:
         self._begun = False
         self._begun_steps = 0
         self._is_due = False
-        self._scalars: dict[str, Any] = {}
-        self._total_norm: torch.Tensor | None = None
+        self._scalars = Scalars()
         self._due: dict[str, int] = {}
         self._leaf_handles: list[RemovableHandle] = []
         self._graph_task = -1
@@ -92,21 +90,22 @@ class Monitor:
             choose_kernel(device), self._table,
             max_rows=config.max_rows, zero_eps=config.zero_eps, checksum=config.checksum,
         )  # fmt: skip
+        self._introduction = Introduction(models, config, topology, self._table, self.recording.tell)
         self.parameters = Parameters(self._table, self.recording.tell)
         self.plan = Plan(config)
         self.orders = Orders(config.allow_commands, self)
-        self.boundary = Boundary(self._gradients_ready, self._gradients_doomed, self._stepped, self.guard)
+        self.boundary = Boundary(self._gradients_ready, self._gradients_doomed, self.guard)
         self._clip_watch = ClipWatch(self._before_clip, self._before_clip_by_value)
         self._pipeline_watch = PipelineWatch(self._stage_seen, self._gradients_scaled)
         self.chunks: list[Chunk] = []
-        self._locate(scan=True)
+        self._locate()
         for position, model in enumerate(models):
             root = unwrap(model)
             vpp_stage = topology.vpp_stage(model, position)
             chunk = Chunk(self, root, read_structure(root, config.blocks), vpp_stage, 0)
             chunk.install()
             self.chunks.append(chunk)
-        self._set_depths()
+        self._introduction.set_depths(self.chunks)
         self._replan()
         self.parameters.refresh(self.chunks)
         zeroed: dict[int, nn.Module] = {id(m): m for model in models for m in (model, unwrap(model))}
@@ -130,6 +129,11 @@ class Monitor:
             self.boundary.name,
         )  # fmt: skip
 
+    @property
+    def place(self) -> Place:
+        """Where this rank stands."""
+        return self._introduction.place
+
     # -- what trainers call ----------------------------------------------------------------------------------------
 
     def log(self, **scalars: Any) -> None:
@@ -139,12 +143,7 @@ class Monitor:
         """
         try:
             for name, value in scalars.items():
-                if isinstance(value, torch.Tensor):
-                    value = self._host_scalar(value.detach())
-                elif value is not None:
-                    value = float(value)
-                if value is not None:
-                    self._scalars[name] = value
+                self._scalars.note(name, value)
         except Exception as error:
             self.guard("log", error)
 
@@ -321,7 +320,7 @@ class Monitor:
             if self._is_due and self.plan.takes(Kind.WGRAD):
                 self.recording.read_gradients(self.parameters, mine, is_doomed=False)
             if total_norm is not None:
-                self._total_norm = total_norm.detach()
+                self._scalars.note_total_norm(total_norm)
         except Exception as error:
             self.guard("clip_grad", error)
 
@@ -334,11 +333,8 @@ class Monitor:
         except Exception as error:
             self.guard("clip_grad", error)
 
-    def _stepped(self) -> None:
-        pass
-
     def _stage_seen(self, stage: Any) -> None:
-        self._topology.note_stage(stage)
+        self._introduction.topology.note_stage(stage)
 
     def _gradients_scaled(self, stage: Any) -> None:
         if self.is_alive and not self._clips:
@@ -362,8 +358,7 @@ class Monitor:
     def _begin_step(self) -> None:
         if self._begun_steps == 0:
             # Pipelines, schedules and meshes exist by the first forward, if ever.
-            self._locate(scan=True)
-            self._set_depths()
+            self._locate()
         self._begun = True
         self._activity = "train"
         self._begun_at = time.perf_counter()
@@ -398,9 +393,7 @@ class Monitor:
         if is_skipped:
             rows.array["flags"][: rows.num_rows] |= np.uint16(Flag.SKIPPED)
         self._due["wgrad"] = len(self.parameters.read)
-        if self._total_norm is not None:
-            self._scalars.setdefault("grad_norm", self._host_scalar(self._total_norm))
-        scalars, self._scalars, self._total_norm = self._scalars, {}, None
+        scalars = self._scalars.take()
         num_calls, num_folded = recording.call_id, recording.num_folded
         now = time.perf_counter()
         end = EndStep(
@@ -425,8 +418,8 @@ class Monitor:
             self._handover.submit(
                 StepBatch(
                     step=end.step, rows=full.array, num_rows=full.num_rows, end_step=end,
-                    per_micro_step=self.plan.per_micro_step, descriptor=descriptor, prepare=_resolver(full, scalars),
-                    health=recording.take_health(), release=_releaser(recording, full),
+                    per_micro_step=self.plan.per_micro_step, descriptor=descriptor, prepare=resolver(full, scalars),
+                    health=recording.take_health(), release=functools.partial(recording.give_back, full),
                 )
             )  # fmt: skip
         for chunk in self.chunks:
@@ -438,67 +431,25 @@ class Monitor:
 
     # -- where and what --------------------------------------------------------------------------------------------
 
-    def _locate(self, *, scan: bool) -> None:
+    def _locate(self) -> None:
+        """Find out where this rank stands, as far as that exists by now."""
         try:
             if self._pipeline_watch.install() and self._pipeline_watch.problem:
                 self.recording.tell("unknown_torch", self._pipeline_watch.problem)
-            if scan:
-                self._topology.scan()
-            place = self._topology.place(self._models)
+            self._introduction.locate()
+            self.parameters.place = self.place
+            if self.chunks and self._introduction.set_depths(self.chunks):
+                self.parameters.forget()  # Their entries carry the number of their chunk.
         except Exception as error:
             self.guard("topology", error)
-            return
-        if place != self.place:
-            self.place = self.parameters.place = place
-            self._table.is_changed = True
-
-    def _set_depths(self) -> None:
-        for position, (chunk, model) in enumerate(zip(self.chunks, self._models, strict=True)):
-            vpp_stage = self._topology.vpp_stage(model, position)
-            if vpp_stage != chunk.vpp_stage:  # The stage was made after attach: its parameters get their chunk's number.
-                chunk.vpp_stage = vpp_stage
-                self.parameters.forget()
-            chunk.depth = depth(self.place.schedule, self.place.pp_rank, chunk.vpp_stage, self.place.pp_size)
-            said = self._topology.stage_index(model)
-            if said is not None and said != chunk.depth:
-                self.recording.tell(
-                    "unknown_schedule",
-                    f"the pipeline calls chunk {chunk.vpp_stage} stage {said}, expected {chunk.depth} for schedule "
-                    f"{self.place.schedule!r}; using {said}",
-                )
-                chunk.depth = said
 
     def _replan(self) -> None:
         for chunk in self.chunks:
             chunk.plan(self.plan.wanted, self.config.black_box)
 
     def _descriptor(self) -> Descriptor:
-        chunks = [
-            ChunkInfo(
-                vpp_stage=chunk.vpp_stage,
-                depth=chunk.depth,
-                segments=chunk.structure.segments,
-                blocks=chunk.structure.blocks,
-                modules=tuple(chunk.structure.modules),
-            )
-            for chunk in self.chunks
-        ]
-        fields: Mapping[str, Any] = ROW_DTYPE.fields or {}
-        environment = {
-            "host": socket.gethostname(), "pid": str(self._pid), "torch": str(torch.__version__),
-            "python": sys.version.split()[0], "kernel": self.recording.kernel.name, "boundary": self.boundary.name,
-        }  # fmt: skip
-        return Descriptor(
-            version=VERSION,
-            place=self.place,
-            chunks=tuple(chunks),
-            tensors=tuple(entry.info() for entry in self._table.entries),
-            row_fields=tuple((name, fields[name][0].str, int(fields[name][1])) for name in ROW_DTYPE.names or ()),
-            row_bytes=ROW_DTYPE.itemsize,
-            environment=environment,
-            first_step=self._first_step,
-            layer_offset=self.config.layer_offset,
-            name_map=dict(self.config.name_map),
+        return self._introduction.descriptor(
+            self.chunks, kernel=self.recording.kernel.name, boundary=self.boundary.name, first_step=self._first_step
         )
 
     def _position(self) -> Heartbeat:
@@ -513,18 +464,6 @@ class Monitor:
             module=entry.name if entry is not None else "",
             phase=phase,
         )
-
-    @staticmethod
-    def _host_scalar(value: torch.Tensor) -> Any:
-        """Return a copy on the host, or a pinned one on its way there; the writer thread makes it a number."""
-        value = getattr(value, "_local_tensor", value)
-        if value.numel() != 1:
-            raise ValueError(f"log expects scalars, got a tensor of shape {tuple(value.shape)}")
-        if value.device.type == "cpu":
-            return value.detach().to(torch.float64, copy=True)
-        pinned = torch.empty((), dtype=torch.float64, pin_memory=True)
-        pinned.copy_(value.reshape(()), non_blocking=True)
-        return pinned
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -557,17 +496,3 @@ def _disarm_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_disarm_child)
-
-
-def _resolver(rows: Any, scalars: Mapping[str, Any]) -> Callable[[], Mapping[str, float]]:
-    """Return what the writer thread calls before it reads the rows: wait for copies, then the scalars as numbers."""
-
-    def prepare() -> Mapping[str, float]:
-        rows.finish()
-        return {name: float(value) for name, value in scalars.items()}
-
-    return prepare
-
-
-def _releaser(recording: Recording, rows: Any) -> Callable[[], None]:
-    return lambda: recording.give_back(rows)

@@ -16,8 +16,10 @@ class Obeying(Protocol):
     """What orders need of the monitor."""
 
     plan: Plan
-    place: Place
     current_step: int
+
+    @property
+    def place(self) -> Place: ...
 
     def acknowledge(self, ack: Ack) -> None:
         """Send an answer; called on either thread."""

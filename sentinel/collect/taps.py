@@ -6,23 +6,22 @@ tensor, and nothing escapes into autograd: every hook ends at `Recorder.guard`.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from sentinel.collect.nesting import tensors_in
 from sentinel.collect.pipelining import in_inference
 from sentinel.collect.placements import is_async, local_of
 from sentinel.collect.structure import Border, Structure
 from sentinel.collect.tensors import Entry
 from sentinel.record import Flag, Kind
 
-MAX_NESTING = 4
 _graph_task = getattr(torch._C, "_current_graph_task_id", None)
 
 
@@ -32,28 +31,6 @@ def in_backward() -> bool:
     `_current_graph_task_id` is private; without it, recomputes inside a backward cannot be told and are counted.
     """
     return _graph_task is not None and _graph_task() >= 0
-
-
-def tensors_in(value: Any, path: str = "", nesting: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (path, tensor) for every floating tensor of a module's inputs or outputs; None is nothing, not a NaN.
-
-    The first element of a tuple has the path of a lone tensor: "". Others are `:1`, `:logits`, `:1.0`.
-    """
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point() or is_async(value):
-            yield "" if path.strip("0.") == "" else f":{path}", value
-    elif nesting < MAX_NESTING and value is not None:
-        if isinstance(value, Mapping):
-            items: Any = value.items()
-        elif isinstance(value, (list, tuple)):
-            fields = getattr(value, "_fields", None)
-            items = zip(fields, value, strict=True) if fields else enumerate(value)
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            items = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-        else:
-            return
-        for key, item in items:
-            yield from tensors_in(item, f"{path}.{key}" if path else str(key), nesting + 1)
 
 
 class Recorder(Protocol):

@@ -44,7 +44,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     if dtype not in MEASURED and dtype not in CONVERTED:
         raise SentinelError(f"cannot measure a tensor of dtype {dtype}; known: real floats, integers, bool")
     if tensor.numel() and tensor.untyped_storage().nbytes() == 0:
-        raise SentinelError(f"cannot measure a tensor of dtype {dtype} whose memory was freed (or that holds none of its own)")
+        raise SentinelError(f"cannot measure a tensor of dtype {dtype}: its memory was freed, or is not its own")
     return tensor.detach()
 
 

@@ -1,0 +1,96 @@
+"""How a rank introduces itself: where it stands, which chunks it holds, and the table that its rows point into."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from sentinel.collect.config import MonitorConfig
+from sentinel.collect.taps import Chunk
+from sentinel.collect.tensors import TensorTable
+from sentinel.collect.topology import Topology
+from sentinel.messages import ChunkInfo, Descriptor
+from sentinel.place import Place, depth
+from sentinel.record import ROW_DTYPE
+from sentinel.version import VERSION
+
+
+class Introduction:
+    """Keeps place and depths up to date: pipelines and meshes may be made after attach."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        config: MonitorConfig,
+        topology: Topology,
+        table: TensorTable,
+        tell: Callable[[str, str], None],
+    ) -> None:
+        self.place = Place()
+        self.topology = topology
+        self._models = models
+        self._config = config
+        self._table = table
+        self._tell = tell
+
+    def locate(self) -> None:
+        """Look around once more: stages, schedules and meshes that exist by now. About 0.1 s."""
+        self.topology.scan()
+        place = self.topology.place(self._models)
+        if place != self.place:
+            self.place = place
+            self._table.is_changed = True
+
+    def set_depths(self, chunks: Sequence[Chunk]) -> bool:
+        """Give every chunk its number on this rank and its depth in the model; True when a number changed."""
+        is_changed = False
+        for position, (chunk, model) in enumerate(zip(chunks, self._models, strict=True)):
+            vpp_stage = self.topology.vpp_stage(model, position)
+            is_changed |= vpp_stage != chunk.vpp_stage
+            chunk.vpp_stage = vpp_stage
+            chunk.depth = depth(self.place.schedule, self.place.pp_rank, vpp_stage, self.place.pp_size)
+            said = self.topology.stage_index(model)
+            if said is not None and said != chunk.depth:
+                self._tell(
+                    "unknown_schedule",
+                    f"the pipeline calls chunk {vpp_stage} stage {said}, expected {chunk.depth} for schedule "
+                    f"{self.place.schedule!r}; using {said}",
+                )
+                chunk.depth = said
+        return is_changed
+
+    def descriptor(self, chunks: Sequence[Chunk], *, kernel: str, boundary: str, first_step: int) -> Descriptor:
+        """Return what travels before any row that needs it."""
+        fields: Mapping[str, Any] = ROW_DTYPE.fields or {}
+        environment = {
+            "host": socket.gethostname(), "pid": str(os.getpid()), "torch": str(torch.__version__),
+            "python": sys.version.split()[0], "kernel": kernel, "boundary": boundary,
+        }  # fmt: skip
+        return Descriptor(
+            version=VERSION,
+            place=self.place,
+            chunks=tuple(_chunk_info(chunk) for chunk in chunks),
+            tensors=tuple(entry.info() for entry in self._table.entries),
+            row_fields=tuple((name, fields[name][0].str, int(fields[name][1])) for name in ROW_DTYPE.names or ()),
+            row_bytes=ROW_DTYPE.itemsize,
+            environment=environment,
+            first_step=first_step,
+            layer_offset=self._config.layer_offset,
+            name_map=dict(self._config.name_map),
+        )
+
+
+def _chunk_info(chunk: Chunk) -> ChunkInfo:
+    return ChunkInfo(
+        vpp_stage=chunk.vpp_stage,
+        depth=chunk.depth,
+        segments=chunk.structure.segments,
+        blocks=chunk.structure.blocks,
+        modules=tuple(chunk.structure.modules),
+    )

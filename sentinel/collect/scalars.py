@@ -1,0 +1,64 @@
+"""Scalars of the current step: noted without waiting for a device, made numbers on the writer thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from sentinel.collect.buffer import StepRows
+
+
+class Scalars:
+    """What was logged since the step began."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+        self._total_norm: torch.Tensor | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._values)
+
+    def note(self, name: str, value: Any) -> None:
+        """Take a number, or a tensor of one element, which is copied and not synchronised; None is nothing.
+
+        ValueError for a tensor of several elements, TypeError or ValueError for what is no number.
+        """
+        if isinstance(value, torch.Tensor):
+            self._values[name] = _on_its_way(value.detach())
+        elif value is not None:
+            self._values[name] = float(value)
+
+    def note_total_norm(self, norm: torch.Tensor) -> None:
+        """Take the norm that clipping used: the step's `grad_norm`, unless the trainer logs its own."""
+        self._total_norm = norm.detach()
+
+    def take(self) -> Mapping[str, Any]:
+        """Hand out the scalars of the step that ends and begin anew."""
+        if self._total_norm is not None and "grad_norm" not in self._values:
+            self.note("grad_norm", self._total_norm)
+        taken, self._values, self._total_norm = self._values, {}, None
+        return taken
+
+
+def resolver(rows: StepRows, scalars: Mapping[str, Any]) -> Callable[[], Mapping[str, float]]:
+    """Return what the writer thread calls before it reads the rows: wait for copies, then the scalars as numbers."""
+
+    def prepare() -> Mapping[str, float]:
+        rows.finish()
+        return {name: float(value) for name, value in scalars.items()}
+
+    return prepare
+
+
+def _on_its_way(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the host, or a pinned one on its way there."""
+    value = getattr(value, "_local_tensor", value)
+    if value.numel() != 1:
+        raise ValueError(f"log expects scalars, got a tensor of shape {tuple(value.shape)}")
+    if value.device.type == "cpu":
+        return value.to(torch.float64, copy=True)
+    pinned = torch.empty((), dtype=torch.float64, pin_memory=True)
+    pinned.copy_(value.reshape(()), non_blocking=True)
+    return pinned
