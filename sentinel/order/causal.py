@@ -91,14 +91,21 @@ _DATAFLOW = frozenset(
 
 
 class _Site(enum.IntEnum):
-    """How anomalies at one and the same site_pos are told apart."""
+    """How anomalies of one lane and one depth are told apart.
+
+    A lane of one rank has its program order, call_id: exact also where a module runs twice, or where a tensor was first
+    seen late. A lane of several ranks (tensor, context or expert parallel) has the order of sites, which they share.
+    The two may disagree, so that between them only depth decides.
+    """
 
     LOCAL = 0
-    """One rank's own observation: its call_ids order it, on that rank."""
-    COUPLED = 1
-    """A module that exchanges data in its group: inputs on all ranks precede outputs on all."""
-    MERGED = 2
-    """A statistic of several ranks: only its slot is known."""
+    """The only rank of its lane at this depth: its call_ids order it."""
+    RANKED = 1
+    """One of several ranks: by site_pos; at one site by call_id, on that rank."""
+    COUPLED = 2
+    """The same, of a module that exchanges data in its group: its inputs on all ranks precede its outputs on all."""
+    MERGED = 3
+    """A statistic of several ranks: by site_pos, and at one site by slot."""
 
 
 class Position(NamedTuple):
@@ -165,12 +172,12 @@ def position(anomaly: Anomaly) -> Position:
     micro = _ALL if anomaly.micro_step is None else anomaly.micro_step
     if phase is Phase.COMM:
         at, micro, site = (0, 0), _ALL, _Site.LOCAL
-    elif anomaly.communicates:
-        site = _Site.COUPLED
     elif anomaly.rank is None or anomaly.call_id is None:
-        site = _Site.MERGED
-    else:
+        site = _Site.COUPLED if anomaly.communicates else _Site.MERGED
+    elif anomaly.tp_size <= 1 and anomaly.ep_size <= 1 and "cp" not in anomaly.place:
         site = _Site.LOCAL
+    else:
+        site = _Site.COUPLED if anomaly.communicates else _Site.RANKED
     return Position(
         anomaly.run,
         (anomaly.attempt, anomaly.step),
@@ -196,18 +203,31 @@ def _within(a: int, b: int) -> bool:
     return a == b or b == _ALL
 
 
+def _is_earlier_call(a: Position, b: Position) -> bool:
+    return a.rank is not None and a.rank == b.rank and a.call is not None and b.call is not None and a.call < b.call
+
+
 def _is_earlier_site(a: Position, b: Position) -> bool:
+    if a.at[0] != b.at[0]:
+        return a.at[0] < b.at[0]
+    if a.site is _Site.LOCAL or b.site is _Site.LOCAL:
+        return a.site is b.site and _is_earlier_call(a, b)
     if a.at != b.at:
         return a.at < b.at
     if a.site is not b.site:
         return False
-    is_same_rank = a.rank is not None and a.rank == b.rank
-    has_calls = a.call is not None and b.call is not None
-    if a.site is _Site.LOCAL:
-        return is_same_rank and has_calls and a.call < b.call  # type: ignore[operator]
-    if a.slot != b.slot:
+    if a.site is not _Site.RANKED and a.slot != b.slot:
         return a.slot < b.slot
-    return a.site is _Site.COUPLED and is_same_rank and has_calls and a.call < b.call  # type: ignore[operator]
+    return a.site is not _Site.MERGED and _is_earlier_call(a, b)
+
+
+def _hangs_off(a: Position, b: Position) -> bool:
+    """Tell whether an unreduced weight gradient comes behind a backward of its own lane. It is a leaf."""
+    if a.at[0] != b.at[0]:
+        return a.at[0] < b.at[0]
+    if a.site is _Site.LOCAL or b.site is _Site.LOCAL:
+        return a.site is b.site and _is_earlier_call(a, b)
+    return a.at <= b.at
 
 
 def _is_before(a: Position, b: Position, *, possibly: bool) -> bool:
@@ -216,7 +236,7 @@ def _is_before(a: Position, b: Position, *, possibly: bool) -> bool:
     if a.epoch != b.epoch:
         return a.epoch < b.epoch
     if b.phase is Phase.COMM and a.phase is Phase.COMM:
-        return a.rank is not None and a.rank == b.rank and None not in (a.call, b.call) and a.call < b.call  # type: ignore[operator]
+        return _is_earlier_call(a, b)
     if b.phase is Phase.OPTIMIZER:
         return a.phase in _DATAFLOW or a.phase is Phase.NORM or a.phase is Phase.SCHEDULE
     if a.phase not in _DATAFLOW:
@@ -225,7 +245,8 @@ def _is_before(a: Position, b: Position, *, possibly: bool) -> bool:
         return True
     if b.phase is Phase.WGRAD:
         if a.phase is Phase.BACKWARD:
-            return a.at <= b.at
+            # Reduced gradients are read when the backward of their chunk is over; they cause nothing in it.
+            return a.at[0] <= b.at[0]
         if a.phase is Phase.WGRAD_UNREDUCED:
             return a.tag == b.tag and a.at == b.at and (a.tp is None or b.tp is None or a.tp == b.tp)
         return a.phase is not Phase.WGRAD
@@ -244,8 +265,7 @@ def _is_before(a: Position, b: Position, *, possibly: bool) -> bool:
     if a.phase is Phase.BACKWARD:
         if b.phase is Phase.BACKWARD:
             return _is_earlier_site(a, b)
-        # A wgrad is a leaf that hangs off its dgrad: it is after this backward and before nothing but the reduction.
-        return b.phase is Phase.WGRAD_UNREDUCED and a.at <= b.at
+        return b.phase is Phase.WGRAD_UNREDUCED and _hangs_off(a, b)
     return False
 
 
@@ -275,19 +295,23 @@ SortKey = tuple[object, ...]
 def sort_key(anomaly: Anomaly) -> SortKey:
     """Return the key of the total order: deterministic, and a linear extension of `happens_before`.
 
-    Concurrent anomalies are told apart by micro_step, call_id, badness, rank and name; never by file order.
+    Concurrent anomalies are told apart by call_id, micro_step, badness, rank and name; never by file order.
     """
     p = position(anomaly)
     micro = _NO_MICRO_STEP if p.micro == _ALL else p.micro
     call = _NO_MICRO_STEP if p.call is None else p.call
+    # Program order where there is one; sites, in the order of first appearance, elsewhere.
+    is_local = p.site is _Site.LOCAL
     return (
         *p.epoch,
         int(p.phase),
-        *p.at,
+        p.at[0],
+        not is_local,
+        0 if is_local else p.at[1],
         int(p.site),
-        0 if p.site is _Site.LOCAL else p.slot,
-        micro,
+        p.slot if p.site in (_Site.COUPLED, _Site.MERGED) else 0,
         call,
+        micro,
         not is_nonfinite(anomaly),
         -anomaly.severity.level,
         p.slot,
@@ -343,7 +367,11 @@ class _StepTable:
     def __init__(self, positions: Iterable[Position]) -> None:
         self.num_phase: Counter[Phase] = Counter()
         self.param_stage: dict[int, int] = {}
+        self.depth: dict[tuple[Phase, int, int], int] = {}
         self.floor: dict[tuple[Phase, int, int], tuple[int, int]] = {}
+        """Least (depth, site_pos) of a lane, of those that sites order."""
+        self.any_floor: dict[tuple[Phase, int, int], tuple[int, int]] = {}
+        """The same, of all."""
         self.least: dict[tuple[object, ...], int] = {}
         self.unreduced: defaultdict[tuple[str, tuple[int, int]], set[int | None]] = defaultdict(set)
         for p in positions:
@@ -356,10 +384,7 @@ class _StepTable:
             elif p.phase in (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD):
                 for replica in (p.replica, _ANY):
                     for micro in (p.micro, _ANY):
-                        lane = (p.phase, replica, micro)
-                        self.floor[lane] = min(p.at, self.floor.get(lane, p.at))
-                        if p.phase is not Phase.LOSS:
-                            self._gather(lane, p)
+                        self._gather((p.phase, replica, micro), p)
             elif p.phase is Phase.COMM and p.call is not None:
                 self._lower((Phase.COMM, p.rank), p.call)
 
@@ -369,7 +394,14 @@ class _StepTable:
             self.least[key] = value
 
     def _gather(self, lane: tuple[Phase, int, int], p: Position) -> None:
-        if p.site is not _Site.LOCAL:
+        self.depth[lane] = min(p.at[0], self.depth.get(lane, p.at[0]))
+        self.any_floor[lane] = min(p.at, self.any_floor.get(lane, p.at))
+        if p.site is _Site.LOCAL:
+            assert p.call is not None
+            self._lower((lane, p.at[0], p.rank), p.call)
+            return
+        self.floor[lane] = min(p.at, self.floor.get(lane, p.at))
+        if p.site is not _Site.RANKED:
             self._lower((lane, p.at, p.site), p.slot)
         if p.site is not _Site.MERGED and p.rank is not None and p.call is not None:
             slot = p.slot if p.site is _Site.COUPLED else 0
@@ -379,8 +411,11 @@ class _StepTable:
         keys = (_ANY,) if replica == _ALL else (replica, _ALL)
         return [self.param_stage[key] for key in keys if key in self.param_stage]
 
-    def has_predecessor(self, p: Position, possibly: bool) -> bool:
-        """Tell whether anything gathered here is before `p`."""
+    def has_predecessor(self, p: Position, possibly: bool, *, loosely: bool = False) -> bool:
+        """Tell whether anything gathered here is before `p`.
+
+        loosely: site_pos counts also between an observation that program order orders and one that sites do.
+        """
         count = self.num_phase
         if p.phase is Phase.COMM:
             return p.rank is not None and p.call is not None and self.least.get((Phase.COMM, p.rank), p.call) < p.call
@@ -391,7 +426,7 @@ class _StepTable:
         if p.phase is Phase.WGRAD:
             if count[Phase.PARAM] or count[Phase.FORWARD] or count[Phase.LOSS]:
                 return True
-            if self.floor.get((Phase.BACKWARD, _ANY, _ANY), (1 << 62, 0)) <= p.at:
+            if self.depth.get((Phase.BACKWARD, _ANY, _ANY), 1 << 62) <= p.at[0]:
                 return True
             groups = self.unreduced.get((p.tag, p.at), ())
             return bool(groups) and (p.tp is None or None in groups or p.tp in groups)
@@ -402,27 +437,29 @@ class _StepTable:
             return True
         for replica in _keys(p.replica, possibly):
             for micro in _keys(p.micro, possibly):
-                if p.phase is not Phase.FORWARD and (Phase.FORWARD, replica, micro) in self.floor:
+                if p.phase is not Phase.FORWARD and (Phase.FORWARD, replica, micro) in self.depth:
                     return True
-                if p.phase in _AFTER_LOSS:
-                    if (Phase.LOSS, replica, micro) in self.floor:
-                        return True
-                    floor = self.floor.get((Phase.BACKWARD, replica, micro))
-                    if p.phase is Phase.WGRAD_UNREDUCED:
-                        if floor is not None and floor <= p.at:
-                            return True
-                        continue
-                if p.phase in (Phase.FORWARD, Phase.BACKWARD) and self._has_earlier_site((p.phase, replica, micro), p):
+                if p.phase in _AFTER_LOSS and (Phase.LOSS, replica, micro) in self.depth:
+                    return True
+                own = Phase.BACKWARD if p.phase is Phase.WGRAD_UNREDUCED else p.phase
+                if own in (Phase.FORWARD, Phase.BACKWARD) and self._has_earlier_site((own, replica, micro), p, loosely):
                     return True
         return False
 
-    def _has_earlier_site(self, lane: tuple[Phase, int, int], p: Position) -> bool:
+    def _has_earlier_site(self, lane: tuple[Phase, int, int], p: Position, loosely: bool) -> bool:
+        if lane not in self.depth:
+            return False
+        if self.depth[lane] < p.at[0] or (loosely and self.any_floor[lane] < p.at):
+            return True
+        if p.site is _Site.LOCAL:
+            assert p.call is not None
+            return self.least.get((lane, p.at[0], p.rank), p.call) < p.call
         floor = self.floor.get(lane)
         if floor is None or floor > p.at:
             return False
-        if floor < p.at:
+        if floor < p.at or p.phase is Phase.WGRAD_UNREDUCED:
             return True
-        if p.site is not _Site.LOCAL and self.least.get((lane, p.at, p.site), p.slot) < p.slot:
+        if p.site is not _Site.RANKED and self.least.get((lane, p.at, p.site), p.slot) < p.slot:
             return True
         if p.site is _Site.MERGED or p.rank is None or p.call is None:
             return False
@@ -451,7 +488,7 @@ class BlastRadius(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def blast_radius(anomalies: Sequence[Anomaly], causes: Sequence[Anomaly] | None = None) -> BlastRadius:
-    """Count what some causes can have made: all anomalies but the causes themselves that one of them possibly precedes.
+    """Count what some causes can have made: all other anomalies that come after one of them, as far as can be told.
 
     causes: by default the leading causes of these very anomalies.
     """
@@ -469,7 +506,7 @@ def blast_radius(anomalies: Sequence[Anomaly], causes: Sequence[Anomaly] | None 
             continue
         p = position(anomaly)
         if any(run == p.run and epoch < p.epoch for run, epoch in tables) or (
-            (p.run, p.epoch) in tables and tables[p.run, p.epoch].has_predecessor(p, possibly=True)
+            (p.run, p.epoch) in tables and tables[p.run, p.epoch].has_predecessor(p, possibly=True, loosely=True)
         ):
             reached.append(anomaly)
     ranks = Counter(r for a in reached for r in (a.ranks if a.rank is None else (a.rank,)))
@@ -525,22 +562,35 @@ def origin(anomaly: Anomaly, anomalies: Iterable[Anomaly] = ()) -> Origin:
     Forward: the module whose output is first bad while its inputs are clean. Backward: the module whose `dgrad` was
     clean and whose `dgrad_in` is bad, so a consumer of the tensor, the innermost. Of a border alone: its segment.
 
+    A border's block is named as the module when other modules of its rank were seen: then those inside it were clean.
+
     anomalies: those of the same step; a consumer whose own gradient was bad already did not make this one.
     """
+    anomalies = list(anomalies)
     phase = phase_of(anomaly.kind, anomaly.tag_name)
     module, candidates = "", ()  # type: tuple[str, tuple[str, ...]]
     name = anomaly.tag_name
     rank = anomaly.rank
     if phase is Phase.FORWARD:
-        if anomaly.kind == "activation_in":
+        if anomaly.kind == "activation_in" and anomaly.border:
             name = anomaly.segment or f"input of {anomaly.tag_name}"
-        elif not anomaly.border or _is_inside(anomaly.tag_name, anomaly.segment):
+        elif anomaly.kind == "activation_in":
+            # No module put this out: it was made between modules, by the code of the one around them.
+            module = anomaly.tag_name.rpartition(".")[0]
+            name = module or anomaly.segment or f"input of {anomaly.tag_name}"
+        elif (
+            not anomaly.border
+            or _is_inside(anomaly.tag_name, anomaly.segment)
+            or (anomaly.tag_name == anomaly.segment and _sees_modules(anomaly, anomalies))
+        ):
             module = anomaly.tag_name
         else:
             name = anomaly.segment or anomaly.tag_name
     elif phase is Phase.BACKWARD:
         candidates = _suspects(anomaly, anomalies)
         if anomaly.border and not any(_is_inside(c, anomaly.segment) for c in candidates):
+            if anomaly.segment in candidates and _sees_modules(anomaly, anomalies):
+                module = anomaly.segment
             name, candidates = anomaly.segment or name, ()
         elif len(candidates) == 1:
             module, candidates = candidates[0], ()
@@ -578,6 +628,14 @@ def _is_inside(module: str, segment: str) -> bool:
     if segment.rpartition(".")[2] in ("stem", "head"):
         return _CHUNK.fullmatch(module) is None
     return bool(segment) and module.startswith(segment + ".")
+
+
+def _sees_modules(anomaly: Anomaly, anomalies: Iterable[Anomaly]) -> bool:
+    """Tell whether the rank of a border had module monitoring on, as far as its anomalies of the step show it."""
+    return any(
+        not a.border and a.rank == anomaly.rank and a.kind in ("activation", "activation_in", "dgrad", "dgrad_in")
+        for a in anomalies
+    )
 
 
 def _suspects(anomaly: Anomaly, anomalies: Iterable[Anomaly]) -> tuple[str, ...]:

@@ -145,7 +145,7 @@ def test_a_recurrence_seen_from_inside_refines_the_root_and_keeps_its_id():
     tracker = without_episodes()
     border = anomaly(border="block_output", segment="blocks.2", site_pos=6)
     (opened,) = tracker.update(41, [border], is_skipped=True)
-    inside = anomaly(name="blocks.2.mlp.fc1", segment="blocks.2", step=45, site_pos=4)
+    inside = anomaly(name="blocks.2.mlp.fc1", segment="blocks.2", step=45, site_pos=4, call_id=5)
 
     (refined,) = tracker.update(45, [msgspec.structs.replace(border, id="again", step=45), inside], is_skipped=True)
 
@@ -227,7 +227,7 @@ def test_late_anomalies_join_and_keep_the_root():
     root = anomaly(site_pos=9, segment="blocks.2")
     (opened,) = tracker.update(41, [root])
     tracker.update(42, [])
-    early = anomaly(name="blocks.1", site_pos=2, segment="blocks.1")
+    early = anomaly(name="blocks.1", site_pos=2, segment="blocks.1", call_id=3)
 
     (grown,) = tracker.update(41, [early])
 
