@@ -25,7 +25,7 @@ POLL_BYTES = 64 * 2**20
 """Most bytes that one poll reads of all spools together, about."""
 MAX_GAPS = 1024
 """Missing numbers of a life that are remembered, so that a late frame is told from a repeated one."""
-MAX_LAYOUTS = 8
+MAX_LAYOUTS = 64
 """Descriptors of a life that are remembered."""
 DISCOVER_POLLS = 20
 """The folder of spools is listed at least once in so many polls, whatever its time stamp says."""

@@ -21,7 +21,9 @@ LATE_AFTER_S = 30.0
 MAX_OPEN_STEPS = 64
 """Steps of one attempt that may be open at once; past it the oldest closes with what there is (chosen)."""
 MAX_HEALTH = 256
-"""Health records of a life kept for the next closed step; more are counted."""
+"""Health records of a life that a closed step shows; more are dropped."""
+MAX_WAITING_HEALTH = 16 * MAX_HEALTH
+"""Health records of a life that wait for the end of their steps; more are counted and dropped."""
 MAX_ATTEMPTS = 8
 """Newest attempts of which anything is remembered."""
 
@@ -266,7 +268,7 @@ class StepAssembler:
         if seq <= self._ended.setdefault(life.id, _Ended()).health_seq:
             return
         waiting = self._health.setdefault(life.id, [])
-        if len(waiting) >= MAX_HEALTH:
+        if len(waiting) >= MAX_WAITING_HEALTH:
             self._blind("lost_health", 1)
             return
         waiting.append((seq, record.message, record.begin))
@@ -529,7 +531,7 @@ class StepAssembler:
         end_step = part.end_step if one.is_ended else None
         ended = self._ended.setdefault(life.id, _Ended())
         waiting = self._health.pop(life.id, [])
-        health = tuple(message for seq, message, _ in waiting if seq <= one.last_seq)
+        health = tuple(message for seq, message, _ in waiting if seq <= one.last_seq)[:MAX_HEALTH]
         if left := [item for item in waiting if item[0] > one.last_seq]:
             self._health[life.id] = left
         ended.health_seq = max(ended.health_seq, one.last_seq)

@@ -258,8 +258,10 @@ class SpoolWriter:
         if self._fd >= 0 and self._offset:
             self._old.append((self._index, self._offset))
         elif self._fd >= 0:
+            # Leave no gap in the numbers: a reader goes from one file to the next.
             with contextlib.suppress(OSError):
                 (self.directory / file_name(self._index)).unlink()
+                self._index -= 1
         self._close_file()
 
     def _close_file(self) -> None:
