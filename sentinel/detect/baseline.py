@@ -1,7 +1,7 @@
 """A running robust baseline of many series: location and spread by clipped exponential means, and its level shifts.
 
 The updates are those of an online Huber estimator: a point moves the location by at most CLIP spreads, so one large
-healthy point cannot carry it away. The constants are chosen, from the synthetic healthy runs of tests/detect/healthy.py
+healthy point cannot carry it away. The constants are chosen, from the synthetic healthy runs of tests/detect/conftest.py
 (heavy tails, decays, warm-up, learning-rate schedules) and from tiny GPTs trained on a CPU.
 """
 
@@ -119,11 +119,12 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
         flagged = np.flatnonzero(anomalous & usable)
         if not flagged.size:
             return
-        at, old = z[flagged], state["location"][flagged]
+        at = z[flagged]
         offset = at - level[flagged]
-        # One level: nearer to the run than the run is to the old baseline, or within what is normal there.
-        normal = np.maximum(np.broadcast_to(floor, z.shape)[flagged], 8.0 * wobble[flagged])
-        near = np.maximum(np.abs(level[flagged] - old) * 0.5, normal)
+        # One level: within what was normal at the old one, or a tenth of the way from there. What still climbs outruns
+        # its own mean and is no level.
+        near = np.maximum(np.broadcast_to(floor, z.shape)[flagged], 6.0 * state["spread"][flagged])
+        near = np.maximum(near, 0.1 * np.abs(level[flagged] - state["location"][flagged]))
         joins = (run[flagged] > 0) & (np.abs(offset) <= near)
         n = np.where(joins, run[flagged] + 1, 1)
         run[flagged] = n

@@ -27,7 +27,7 @@ def msprobe_scores(values: np.ndarray, history: np.ndarray, threshold: float) ->
     size = np.abs(values)
     limit = history * (1.0 + threshold)
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.minimum(np.divide(size, limit), 1e300)
+        ratio = np.nan_to_num(np.minimum(np.divide(size, limit), 1e300), nan=0.0)
     return np.where(size > limit, np.maximum(ratio, 1.0), np.where(size <= limit, np.minimum(ratio, JUST_BELOW_ONE), 0.0))
 
 

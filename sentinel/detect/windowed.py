@@ -50,6 +50,17 @@ def _median(window: np.ndarray, count: np.ndarray) -> np.ndarray:
     return median
 
 
+def _asinh(values: np.ndarray, unit: np.ndarray) -> np.ndarray:
+    """Return asinh(values / unit), finite for every finite value."""
+    with np.errstate(over="ignore"):
+        mapped: np.ndarray = np.arcsinh(np.clip(values / unit, -1e300, 1e300))
+    return mapped
+
+
+def _noise(values: np.ndarray) -> float:
+    return MAD_TO_SIGMA * float(np.median(np.abs(values - np.median(values))))
+
+
 class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Upward spikes of scalars: height above a rolling median, in robust deviations."""
 
@@ -103,7 +114,7 @@ class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def score(self, values: np.ndarray, state: State) -> Scores:
         """Score the height above the median; 0.0 below it, in the warm-up, and for what is not finite."""
         unit, center = self._unit(state), self._center(state)
-        residual = np.arcsinh(values / unit) - np.arcsinh(center / unit)
+        residual = _asinh(values, unit) - _asinh(center, unit)
         num_residuals = np.minimum(np.maximum(state["count"] - self.warmup, 0), self.memory)
         spread = _spread(state["residuals"], num_residuals)
         bound = np.maximum(self.k * spread, math.log1p(self.floor))
@@ -132,15 +143,25 @@ class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if has_residual.size:
             some = {name: state[name][has_residual] for name in ("points", "unit", "count")}
             unit = self._unit(some)
-            residual = np.arcsinh(values[has_residual] / unit) - np.arcsinh(self._center(some) / unit)
+            residual = _asinh(values[has_residual], unit) - _asinh(self._center(some), unit)
             state["residuals"][has_residual, (some["count"] - self.warmup) % self.memory] = residual
         state["points"][rows, part["count"] % self.window] = values[rows]
         state["count"][rows] += 1
         state["run"][rows] = 0
-        fresh = rows[state["count"][rows] == self.warmup]
-        if fresh.size:
-            sizes = _median(np.abs(state["points"][fresh]), state["count"][fresh])
-            state["unit"][fresh] = np.maximum(self.near_zero * sizes, 1e-300)
+        self._choose_unit(state, rows)
+
+    def _choose_unit(self, state: State, rows: np.ndarray) -> None:
+        """Decide below what the scale is linear: at the end of the warm-up, and when a window comes to zero and below."""
+        count = np.minimum(state["count"][rows], self.window)
+        points = state["points"][rows]
+        # To zero: within three standard deviations, told from the median step, which a decay does not move much.
+        noise = MAD_TO_SIGMA / math.sqrt(2.0) * _median(np.abs(np.diff(points, axis=1)), np.maximum(count - 1, 0))
+        size = _median(np.abs(points), count)
+        is_close = (size < 3.0 * noise) & (count >= self.warmup) & (points <= 0.0).any(axis=1)
+        chosen = is_close | (count == self.warmup)
+        if chosen.any():
+            unit = np.where(is_close, 4.0 * noise, self.near_zero * size)[chosen]
+            state["unit"][rows[chosen]] = np.maximum(np.maximum(state["unit"][rows[chosen]], unit), 1e-300)
 
     def _hold(self, values: np.ndarray, state: State, rows: np.ndarray) -> None:
         """Keep flagged points apart, newest `settle_after` of them, until they are a level of their own."""
@@ -150,13 +171,12 @@ class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         state["run"][rows] += 1
         for row in rows[state["run"][rows] >= self.settle_after]:
             held = np.roll(state["held"][row], -int(state["run"][row] % self.settle_after))
-            unit = max(float(state["unit"][row]), 1e-300)
-            z = np.arcsinh(held / unit)
+            unit = np.maximum(state["unit"][row], 1e-300)
+            z = _asinh(held, unit)
             half = len(z) // 2
-            old = np.arcsinh(self._center({name: state[name][row : row + 1] for name in ("points", "count")})[0] / unit)
-            shift = np.median(z) - old
-            # Still climbing is no level: the two halves of what is held must agree to half of the whole shift.
-            if half and abs(np.median(z[half:]) - np.median(z[:half])) > 0.5 * abs(shift):
+            # Still climbing is no level: the two halves of what is held must agree but for the noise within them.
+            noise = max(_noise(z[:half]), _noise(z[half:])) if half else 0.0
+            if half and abs(np.median(z[half:]) - np.median(z[:half])) > max(math.log1p(self.floor), 2.0 * noise):
                 continue
             state["points"][row] = np.nan
             take = held[-self.window :]

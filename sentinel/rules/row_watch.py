@@ -96,7 +96,7 @@ class RowWatch(Watch):
         """Return which bad rows are finite values past an absolute limit."""
         if self.counts_only:
             return np.zeros(len(rows), dtype=bool)
-        return np.isfinite(raw_statistic(rows, self.statistic))
+        return np.asarray(np.isfinite(raw_statistic(rows, self.statistic)))
 
     def _bad_rows(self, view: StepView, plan: Plan) -> np.ndarray:
         if self.counts_only:

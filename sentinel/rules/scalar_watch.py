@@ -65,12 +65,11 @@ class ScalarWatch(SeriesWatch):
         found = self._emit(view, self._slots, points, rested, agree)
         return found + self.quiet(view)
 
-
     def _certain(self, scores: Scores, at: np.ndarray) -> np.ndarray:
-        """Return which anomalous points are certain alone: what the detector vouches for; the loss, where it says nothing."""
+        """Return which anomalous points are certain alone: those the detector vouches for; the loss if it says nothing."""
         vouched = scores.evidence.get("corroborated") if at.size else None
         if vouched is not None:
-            return vouched[at].astype(bool)
+            return np.asarray(vouched[at], dtype=bool)
         return np.array([bool(_LOSS.search(self._names[i])) for i in at], dtype=bool)
 
 

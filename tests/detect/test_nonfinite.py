@@ -1,0 +1,74 @@
+import math
+
+import numpy as np
+import pytest
+
+from sentinel.detect import AnomalyNan, HiddenNan, NanStorm
+
+VALUES = np.array([0.0, 1.0, -60.0, 50.0, math.nan, math.inf, -math.inf])
+
+
+def fires(detector, values=VALUES):
+    return (detector.score(np.asarray(values, dtype=np.float64), detector.state(len(values))).score >= 1.0).tolist()
+
+
+@pytest.mark.parametrize(
+    ("detector", "expected"),
+    [
+        (AnomalyNan(), [0, 0, 0, 0, 1, 1, 1]),
+        (AnomalyNan(threshold=50.0), [0, 0, 1, 0, 1, 1, 1]),
+        (AnomalyNan(threshold=0.0), [0, 1, 1, 1, 1, 1, 1]),
+        (AnomalyNan(compat="msprobe"), [0, 0, 0, 0, 1, 0, 0]),
+        (AnomalyNan(compat="msprobe", threshold=50.0), [0, 0, 1, 0, 1, 1, 1]),
+    ],
+)
+def test_formulas(detector, expected):
+    assert fires(detector) == [bool(one) for one in expected]
+
+
+def feed(detector, values):
+    state = detector.state(1)
+    found = []
+    for value in values:
+        point = np.array([value], dtype=np.float64)
+        score = detector.score(point, state).score
+        detector.learn(point, state, score >= 1.0)
+        found.append(bool(score[0] >= 1.0))
+    return found
+
+
+def test_three_nans_in_a_hundred_points_are_a_storm():
+    values = [1.0] * 300
+    for at in (10, 60, 109, 250):
+        values[at] = math.nan
+
+    found = feed(NanStorm(), values)
+
+    assert [at for at, fired in enumerate(found) if fired] == [109]
+
+
+def test_nans_far_apart_are_no_storm():
+    values = [math.nan if at % 60 == 0 else 1.0 for at in range(600)]
+
+    assert not any(feed(NanStorm(), values))
+
+
+def test_a_sudden_exact_zero_is_a_hidden_nan(rng):
+    values = [*(2.0 + 0.1 * rng.standard_normal(50)), 0.0]
+
+    assert feed(HiddenNan(), values) == [False] * 50 + [True]
+
+
+def test_a_loss_that_stands_still_is_a_hidden_nan(rng):
+    values = [*(2.0 + 0.1 * rng.standard_normal(50)), *[1.75] * 20]
+
+    found = feed(HiddenNan(), values)
+
+    assert found.index(True) == 50 + 8
+
+
+@pytest.mark.parametrize("digits", [1, 2, 3])
+def test_a_loss_printed_with_few_digits_is_not(digits, rng):
+    values = np.round(0.4 * np.exp(-np.arange(2000) / 300.0) + 0.003 * np.abs(rng.standard_normal(2000)), digits)
+
+    assert not any(feed(HiddenNan(), values))
