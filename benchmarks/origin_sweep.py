@@ -6,8 +6,9 @@ healthy model. Afterwards the judged run is read as a user would read it: the an
     python benchmarks/origin_sweep.py                    # all layouts, monitoring on and off; prints a table
     python benchmarks/origin_sweep.py --layout pp2dp2 --monitoring off --every 10 --json
 
-With monitoring on the first cause must name the module; off, segment, rank and micro-batch. A fault that touches nothing
-but a parameter's gradient (an embedding's, in backward) must name the parameter; its ranks were already reduced.
+With monitoring on the first cause must name module, rank and micro-batch; off, segment, rank and micro-batch. A fault that
+touches nothing but a parameter's gradient (an embedding's, in backward) must name the parameter; its ranks were already
+reduced. Where a tensor-parallel group exchanges data before anything can be seen, its ranks are first causes together.
 """
 
 from __future__ import annotations
@@ -161,9 +162,11 @@ def verdict(layout: Layout, cell: Cell, found: list[Anomaly], *, is_monitored: b
         return "nothing was found"
     first = origin(found[roots[0]], found)
     rank = layout.rank_of(cell.module, cell.dp_rank, cell.tp_rank)
-    if layout.tp > 1 and cell.module.endswith(EXCHANGING[cell.phase]) and first.rank is not None:
-        # The module itself sums over its tensor-parallel group: all its ranks show the same, at the same moment.
-        rank = rank - rank % layout.tp + first.rank % layout.tp
+    exchanges = not is_monitored or cell.module.endswith(EXCHANGING[cell.phase])
+    if layout.tp > 1 and exchanges and rank in {found[at].rank for at in roots}:
+        # Where a tensor-parallel group sums its parts before they can be seen (at the end of a block, or of the module
+        # itself), all its ranks show the same fault at the same moment: the planted one must be among the first causes.
+        rank = first.rank if first.rank is not None else rank
     if cell.touches_parameter_only:
         is_right = first.module == cell.module and first.kind == "wgrad"
     elif is_monitored:
