@@ -538,6 +538,9 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """The module itself; empty where only the segment, or no module at all, is known."""
     candidates: tuple[str, ...] = ()
     """Modules that cannot be told apart: they all read the tensor whose gradient went bad."""
+    ranks: tuple[int, ...] = ()
+    """Ranks of one tensor- or context-parallel group that show the same at the same place: one of them, `rank` being the
+    lowest; an exchange between them lies between the fault and what was measured. Empty: `rank` alone."""
 
 
 _PHASE_WORDS = {
@@ -614,7 +617,21 @@ def origin(anomaly: Anomaly, anomalies: Iterable[Anomaly] = ()) -> Origin:
         segment=anomaly.segment,
         module=module,
         candidates=candidates,
+        ranks=_group_alike(anomaly, anomalies) if rank is not None else (),
     )
+
+
+def _group_alike(anomaly: Anomaly, anomalies: Iterable[Anomaly]) -> tuple[int, ...]:
+    if anomaly.tp_size <= 1 and "cp" not in anomaly.place:
+        return ()
+
+    def identity(a: Anomaly) -> tuple[object, ...]:
+        place = {axis: at for axis, at in a.place.items() if axis not in ("tp", "cp")}
+        return a.step, a.kind, a.tag_name, a.micro_step, a.depth, a.statistic, place
+
+    mine = identity(anomaly)
+    ranks = {a.rank for a in anomalies if a.rank is not None and identity(a) == mine}
+    return tuple(sorted(ranks)) if len(ranks) > 1 else ()
 
 
 _CHUNK = re.compile(r"model|stage\d+")

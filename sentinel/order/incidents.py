@@ -440,6 +440,8 @@ def _refine(one: _Open, cause: Anomaly, born: Origin) -> None:
     if one.incident.module or not born.module or one.origin.segment != born.segment:
         return
     one.origin = msgspec.structs.replace(one.origin, name=born.name, module=born.module)
+    if born.rank in one.origin.ranks and not born.ranks:
+        one.origin = msgspec.structs.replace(one.origin, rank=born.rank, ranks=())
     one.incident = msgspec.structs.replace(
         one.incident,
         module=born.module,

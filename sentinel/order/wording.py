@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from sentinel.anomaly import Anomaly
@@ -30,9 +32,11 @@ def _number(value: float | None) -> str:
     return "nothing" if value is None else f"{value:.4g}"
 
 
-def where_words(rank: int | None, micro_step: int | None, step: int) -> str:
-    """`on rank 3, micro_step 1, step 41`, or `at step 41` where ranks were merged"""
+def where_words(rank: int | None, micro_step: int | None, step: int, ranks: Sequence[int] = ()) -> str:
+    """`on rank 3, micro_step 1, step 41`, or `at step 41` where ranks were merged; ranks: one of these"""
     words = [] if rank is None else [f"rank {rank}"]
+    if ranks:
+        words = ["rank " + " or ".join(map(str, ranks))]
     if micro_step is not None:
         words.append(f"micro_step {micro_step}")
     words.append(f"step {step}")
@@ -60,7 +64,7 @@ def born_words(anomaly: Anomaly, born: Origin | None = None) -> str:
         place = f"in segment {born.segment} ({born.phase})"
     else:
         place = f"in {born.name} ({born.phase})"
-    return f"{value_words(anomaly)} born {place} {where_words(born.rank, born.micro_step, anomaly.step)}"
+    return f"{value_words(anomaly)} born {place} {where_words(born.rank, born.micro_step, anomaly.step, born.ranks)}"
 
 
 def place_words(anomaly: Anomaly) -> str:
@@ -73,7 +77,7 @@ def root_words(root: Anomaly, born: Origin) -> str:
     """`blocks.2.mlp.fc1 (activation) rank 3 micro_step 1`"""
     words = [born.name, f"({root.kind})"]
     if born.rank is not None:
-        words.append(f"rank {born.rank}")
+        words.append("rank " + " or ".join(map(str, born.ranks or (born.rank,))))
     if born.micro_step is not None:
         words.append(f"micro_step {born.micro_step}")
     return " ".join(words)

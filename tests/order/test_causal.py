@@ -177,15 +177,13 @@ class Simulation:
             s, c = next((s, c) for there, s, c in depths if there == at)
             done = ("O", at, pos, d, None, t)
             self.add(done, layout, "update", f"stage{at}.m{pos // 2}.weight", s, c, at, pos, d, t, None, everyone)
-        # Reduced gradients are read in one pass, when the rank's own backward is over.
+        # Reduced gradients are read in one pass, when the rank's own backward is over: an order, but no cause.
         backward = {}
         for event in self.events:
             if event[0] == "B":
                 backward.setdefault(self.events[event]["rank"], set()).add(event)
-        for event, causes in self.after.items():
-            if event[0] == "W":
-                causes |= backward[self.events[event]["rank"]]
-        self.run(draw)
+        waits = {event: backward[self.events[event]["rank"]] for event in self.events if event[0] == "W"}
+        self.run(draw, waits)
 
     def add(self, event, layout, kind, name, stage, chunk, at, pos, d, t, micro, causes):
         """Record an event and its direct causes."""
@@ -198,11 +196,11 @@ class Simulation:
         )  # fmt: skip
         self.after[event] = set(causes)
 
-    def run(self, draw):
-        """Hand out call_ids rank by rank in a random order that obeys all causes."""
-        waiting = {event: set(causes) for event, causes in self.after.items()}
+    def run(self, draw, waits):
+        """Hand out call_ids rank by rank in a random order that obeys all causes and waits."""
+        waiting = {event: causes | waits.get(event, set()) for event, causes in self.after.items()}
         effects = {event: [] for event in self.after}
-        for event, causes in self.after.items():
+        for event, causes in waiting.items():
             for cause in causes:
                 effects[cause].append(event)
         ready = [event for event, causes in waiting.items() if not causes]
@@ -391,6 +389,14 @@ class TestOrigin:
 
         assert origin(border, [border, elsewhere]).module == "blocks.1"
         assert origin(border, [border, on_another_rank]).module == ""
+
+    def test_ranks_of_a_tensor_parallel_group_that_look_alike_are_all_named(self):
+        group = {"border": "block_output", "segment": "blocks.1", "name": "blocks.1", "tp_size": 2, "dp_size": 2}
+        mates = [anomaly(rank=r, place={"tp": r, "dp": 0}, **group) for r in range(2)]
+        other_replica = anomaly(rank=2, place={"tp": 0, "dp": 1}, **group)
+
+        assert origin(mates[0], [*mates, other_replica]).ranks == (0, 1)
+        assert origin(mates[0], [mates[0], other_replica]).ranks == ()
 
     def test_an_input_that_no_module_put_out_names_the_module_around(self):
         assert origin(anomaly("activation_in", "blocks.0.ln2", segment="blocks.0")).module == "blocks.0"

@@ -156,6 +156,19 @@ def test_a_recurrence_seen_from_inside_refines_the_root_and_keeps_its_id():
     assert any("refined at step 45" in line for line in refined.evidence)
 
 
+def test_a_rank_hidden_by_an_exchange_is_named_when_modules_are_seen():
+    group = {"segment": "blocks.2", "tp_size": 2}
+    borders = [anomaly(border="block_output", rank=r, place={"tp": r}, site_pos=6, **group) for r in range(2)]
+    inside = anomaly(name="blocks.2.mlp.fc1", rank=1, place={"tp": 1}, site_pos=4, step=45, **group)
+    tracker = without_episodes()
+
+    (opened,) = tracker.update(41, borders, is_skipped=True)
+    (refined,) = tracker.update(45, [inside], is_skipped=True)
+
+    assert opened.title == "NaN born in segment blocks.2 (forward) on rank 0 or 1, micro_step 1, step 41"
+    assert refined.title == "NaN born in blocks.2.mlp.fc1 (forward) on rank 1, micro_step 1, step 41"
+
+
 def test_an_explosion_that_overflows_stays_one_incident():
     tracker = without_episodes()
     (opened,) = tracker.update(41, [loss_spike()])
