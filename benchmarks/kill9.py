@@ -1,0 +1,206 @@
+"""Kill the daemon with SIGKILL at random moments, over and over, and compare with a run that nobody disturbed.
+
+    python benchmarks/kill9.py [--rounds 500] [--seed 0]
+
+Half of the campaigns judge recorded frames, half judge while a writer process writes. What must hold: the same anomaly
+and incident files byte for byte, the same alerts in the outbox, each once, and a replay that is identical.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from recording import Recording, lines_of, record
+
+from sentinel.store.journal import Journal
+from sentinel.store.whereabouts import RunPaths
+
+FAULTS = {"nan_steps": (37, 38, 120, 250, 251, 252), "spike_steps": (80, 200)}
+CONFIG = """\
+judging: {snapshot_interval_s: 0.05}
+notify:
+  sinks:
+    - {type: webhook, name: hook, url: "http://127.0.0.1:9/", route: {min_severity: info}}
+"""
+
+
+class Outcome(NamedTuple):
+    """What a campaign did and found."""
+
+    num_kills: int
+    num_hit: int
+    """Kills that found the daemon judging: decisions had been made and not all were made."""
+    num_anomalies: int
+    differences: list[str]
+
+
+def serve(run_dir: Path, config: Path) -> subprocess.Popen[bytes]:
+    """Start the daemon of a run, which closes open steps when it is ended in order."""
+    command = [
+        sys.executable,
+        "-m",
+        "sentinel.cli",
+        "serve",
+        str(run_dir),
+        "--owned",
+        "--no-http",
+        "--config",
+        str(config),
+    ]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def progress(run_dir: Path) -> tuple[int, int]:
+    """Return (decisions made, decisions judged) of a run."""
+    path = RunPaths.of(run_dir).journal
+    if not path.exists():
+        return 0, 0
+    try:
+        journal = Journal(path, read_only=True)
+    except Exception:
+        return 0, 0
+    try:
+        return journal.last_seq, journal.judged
+    finally:
+        journal.close()
+
+
+def finish(run_dir: Path, config: Path, num_steps: int, timeout_s: float = 60.0) -> None:
+    """Serve until every step is judged, then end in order."""
+    process = serve(run_dir, config)
+    deadline = time.monotonic() + timeout_s
+    while progress(run_dir)[1] < num_steps and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, talk = process.communicate(timeout=30)
+    if process.returncode != 0:
+        raise RuntimeError(f"the daemon ended with {process.returncode}: {talk.decode()[-2000:]}")
+
+
+def told(run_dir: Path) -> list[str]:
+    """Return the keys of all alerts that were ever put into the outbox, in order."""
+    journal = Journal(RunPaths.of(run_dir).journal, read_only=True)
+    try:
+        return [row[0] for row in journal._db.execute("SELECT key FROM outbox ORDER BY position")]
+    finally:
+        journal.close()
+
+
+def write_slowly(run_dir: Path, num_steps: int, pause_s: float) -> None:
+    """Write a run at the pace of a training; the body of the writer process."""
+    recording = Recording(run_dir, **FAULTS)
+    for step in range(num_steps):
+        recording.step(step)
+        time.sleep(pause_s)
+    recording.bye(num_steps - 1)
+
+
+def campaign(
+    where: Path, num_kills: int, rng: random.Random, *, num_steps: int = 300, is_live: bool = False
+) -> Outcome:
+    """Judge one run undisturbed and one under SIGKILL, and return what differs."""
+    where.mkdir(parents=True, exist_ok=True)
+    config = where / "daemon.yaml"
+    config.write_text(CONFIG)
+    golden = record(where / "golden" / "run", num_steps, **FAULTS)
+    finish(golden, config, num_steps)
+    disturbed = where / "disturbed" / "run"
+    writer = None
+    if is_live:
+        disturbed.mkdir(mode=0o700, parents=True)
+        (disturbed / "spool").mkdir(mode=0o700)
+        pause_s = num_kills * 0.8 / num_steps
+        writer = multiprocessing.get_context("spawn").Process(target=write_slowly, args=(disturbed, num_steps, pause_s))
+        writer.start()
+    else:
+        record(disturbed, num_steps, **FAULTS)
+    num_hit = 0
+    for _ in range(num_kills):
+        process = serve(disturbed, config)
+        # From before it opens the journal to well into judging: starting takes about half a second.
+        time.sleep(rng.uniform(0.3, 1.1))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        made, judged = progress(disturbed)
+        num_hit += 0 < made < num_steps or judged < made
+    if writer is not None:
+        writer.join(120)
+    finish(disturbed, config, num_steps)
+    differences = compare(golden, disturbed, where)
+    return Outcome(num_kills, num_hit, sum(1 for _ in lines_of(golden)), differences)
+
+
+def compare(golden: Path, disturbed: Path, where: Path) -> list[str]:
+    """Return in words what is not the same in two runs."""
+    found = []
+    expected, got = list(lines_of(golden)), list(lines_of(disturbed))
+    if not expected:
+        found.append("the undisturbed run has no anomalies: nothing was compared")
+    for number, (one, other) in enumerate(zip(expected, got, strict=False)):
+        if one != other:
+            found.append(f"line {number}: expected {one[:300]!r}, got {other[:300]!r}")
+            break
+    if len(expected) != len(got):
+        found.append(f"expected {len(expected)} lines, got {len(got)}")
+    if told(golden) != told(disturbed):
+        found.append(f"expected the alerts {told(golden)}, got {told(disturbed)}")
+    ids = [msgspec.json.decode(line).get("id", "") + str(msgspec.json.decode(line).get("revision", "")) for line in got]
+    if len(ids) != len(set(ids)):
+        found.append("an anomaly or a revision is there twice")
+    command = [sys.executable, "-m", "sentinel.cli", "replay", str(disturbed), "-o", str(where / "replayed")]
+    replayed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if replayed.returncode != 0:
+        found.append(f"the replay differs: {replayed.stderr[-1000:]}")
+    return found
+
+
+def main() -> int:
+    """Run the campaigns and print one line each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    rng = random.Random(arguments.seed)
+    left, is_bad, begun, num_hit = arguments.rounds, False, time.monotonic(), 0
+    number = 0
+    print(f"{datetime.now(UTC):%Y-%m-%d} kill -9, {arguments.rounds} rounds, seed {arguments.seed}")
+    print("campaign  frames    kills  amid judging  lines compared  differences")
+    while left > 0:
+        kills = min(left, rng.randint(5, 25))
+        is_live = number % 2 == 1
+        with tempfile.TemporaryDirectory(prefix="kill9-") as where:
+            outcome = campaign(Path(where), kills, rng, is_live=is_live)
+        kind = "live" if is_live else "recorded"
+        print(
+            f"{number:8}  {kind:8}  {kills:5}  {outcome.num_hit:12}  {outcome.num_anomalies:14}  {len(outcome.differences)}",
+            flush=True,
+        )
+        for difference in outcome.differences:
+            print("   ", difference)
+        is_bad = is_bad or bool(outcome.differences)
+        num_hit += outcome.num_hit
+        left -= kills
+        number += 1
+    print(
+        f"{arguments.rounds} kills, {num_hit} amid judging, "
+        f"{'DIFFERENCES' if is_bad else 'no difference'}, {time.monotonic() - begun:.0f} s"
+    )
+    return 1 if is_bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,537 @@
+"""One run as it is served: rows counted, crashes survived at every point, replays identical, rules changed midway."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from sentinel.anomaly import Incident, Severity
+from sentinel.command import EnableMonitoring
+from sentinel.daemon import serving
+from sentinel.daemon.config import DaemonConfig, JudgingConfig, load_config
+from sentinel.daemon.packs import RulePacks
+from sentinel.daemon.replay import replay
+from sentinel.daemon.serving import ServedRun
+from sentinel.errors import StoreError
+from sentinel.ingest.steps import Decision
+from sentinel.messages import Health
+from sentinel.report.files import AppendLog
+from sentinel.store.journal import Journal
+from sentinel.store.whereabouts import RunPaths
+from sentinel.testing import LossSpike, Nan, SyntheticRun
+from sentinel.wire.spool import read_ack
+
+NOW = 1_800_000_000.0
+EVERY_STEP = DaemonConfig(judging=JudgingConfig(snapshot_interval_s=0.0))
+
+
+def synthetic(directory: Path, **options: Any) -> SyntheticRun:
+    options = {"pp": 2, "dp": 2, "layers": 4, "d_model": 16, "elements": 8, **options}
+    return SyntheticRun(directory, **options).plant(Nan(step=12, module="layers.2"), LossSpike(step=40))
+
+
+def packs(*paths: Path) -> RulePacks:
+    loaded = RulePacks(paths)
+    loaded.load()
+    return loaded
+
+
+def served(run_dir: Path, config: DaemonConfig = EVERY_STEP, rules: RulePacks | None = None) -> ServedRun:
+    os.chmod(run_dir, 0o700)
+    return ServedRun(RunPaths.of(run_dir), config, rules or packs())
+
+
+def catch_up(run: ServedRun) -> None:
+    while run.turn(NOW):
+        pass
+
+
+def judge_all(run_dir: Path, config: DaemonConfig = EVERY_STEP, *, is_over: bool = False) -> None:
+    run = served(run_dir, config)
+    catch_up(run)
+    run.finish(NOW, is_over=is_over, deadline=float("inf"))
+    run.close()
+
+
+def written(run_dir: Path) -> tuple[bytes, bytes]:
+    files = sorted((run_dir / "anomalies").glob("*.jsonl"))
+    incidents = run_dir / "incidents.jsonl"
+    return b"".join(file.read_bytes() for file in files), incidents.read_bytes() if incidents.exists() else b""
+
+
+def decisions(run_dir: Path) -> list[Decision]:
+    journal = Journal(RunPaths.of(run_dir).journal, read_only=True)
+    try:
+        return [msgspec.msgpack.decode(body, type=Decision) for _, _, body in journal.decisions()]
+    finally:
+        journal.close()
+
+
+def queued(run_dir: Path) -> list[tuple[str, str]]:
+    journal = Journal(RunPaths.of(run_dir).journal, read_only=True)
+    try:
+        return list(journal._db.execute("SELECT topic, key FROM outbox ORDER BY position"))
+    finally:
+        journal.close()
+
+
+def test_rows_judged_equals_rows_expected(tmp_path: Path) -> None:
+    source = synthetic(tmp_path / "run")
+    source.write(60)
+    source.end()
+
+    run = served(tmp_path / "run")
+    catch_up(run)
+
+    metrics = run.metrics()
+    assert metrics.num_records == 60 * source.rows_per_step
+    assert metrics.num_steps_judged == 60
+    assert [one.step for one in decisions(tmp_path / "run")] == list(range(60))
+    assert not any(one.missing for one in decisions(tmp_path / "run"))
+    assert run.describe()["num_anomalies"] > 0
+    run.close()
+
+
+def test_a_planted_nan_is_found_where_it_was_born(tmp_path: Path) -> None:
+    source = synthetic(tmp_path / "run")
+    source.write(60)
+    source.end()
+
+    judge_all(tmp_path / "run")
+
+    incidents = [msgspec.json.decode(line, type=Incident) for line in written(tmp_path / "run")[1].splitlines()]
+    assert (incidents[0].opened_step, incidents[0].severity) == (12, Severity.CRITICAL)
+    assert "layers.2" in incidents[0].root_name
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of the daemon runs after it."""
+
+
+def abandon(run: ServedRun) -> None:
+    """What the kernel does with a killed process: descriptors are closed, transactions roll back, locks go."""
+    run.journal.close()
+    run._lock.close()
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, nth: int, *, after: bool) -> None:
+    original: Callable[..., Any] = getattr(owner, name)
+    calls = itertools.count(1)
+
+    def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
+        is_now = next(calls) == nth
+        if is_now and not after:
+            raise Killed
+        result = original(self, *arguments, **options)
+        if is_now:
+            raise Killed
+        return result
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+POINTS = [
+    (Journal, "record", False),
+    (Journal, "record", True),
+    (Journal, "commit", False),
+    (Journal, "commit", True),
+    (AppendLog, "append", True),
+    (ServedRun, "_acknowledge", False),
+]
+
+
+@pytest.mark.parametrize("interval_s", [0.0, 3600.0], ids=["snapshots", "no snapshots"])
+@pytest.mark.parametrize(("owner", "name", "after"), POINTS, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_a_kill_at_every_point_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, after: bool, interval_s: float
+) -> None:
+    monkeypatch.setattr(serving, "STEPS_PER_COMMIT", 4)
+    config = msgspec.structs.replace(EVERY_STEP, judging=JudgingConfig(snapshot_interval_s=interval_s))
+    source = synthetic(tmp_path / "golden" / "run")
+    source.write(50)
+    source.end()
+    shutil.copytree(tmp_path / "golden" / "run", tmp_path / "killed" / "run")
+    judge_all(tmp_path / "golden" / "run", config)
+    num_kills = 0
+
+    for nth in (1, 2, 3, 5, 8, 12):
+        with monkeypatch.context() as patch:
+            kill_at(patch, owner, name, nth, after=after)
+            run = served(tmp_path / "killed" / "run", config)
+            try:
+                catch_up(run)
+            except Killed:
+                num_kills += 1
+        abandon(run)
+    judge_all(tmp_path / "killed" / "run", config)
+
+    assert num_kills >= (1 if name == "_acknowledge" else 3)
+    assert written(tmp_path / "killed" / "run") == written(tmp_path / "golden" / "run")
+    assert written(tmp_path / "golden" / "run")[0]
+    assert queued(tmp_path / "killed" / "run") == queued(tmp_path / "golden" / "run")
+
+
+@pytest.mark.parametrize("num_bytes", [1, 10, 500])
+def test_a_line_cut_in_half_by_a_crash_is_completed(tmp_path: Path, num_bytes: int) -> None:
+    source = synthetic(tmp_path / "run")
+    source.write(50)
+    source.end()
+    judge_all(tmp_path / "run")
+    whole = written(tmp_path / "run")
+    file = tmp_path / "run" / "anomalies" / "000001.jsonl"
+    os.truncate(file, file.stat().st_size - num_bytes)
+    (tmp_path / "run" / "incidents.jsonl").unlink()
+
+    judge_all(tmp_path / "run")
+
+    assert written(tmp_path / "run") == whole
+
+
+def disorderly(directory: Path) -> Iterator[SyntheticRun]:
+    """A run with late, missing, duplicated and reordered ranks, a crash and a resume; yields between its parts."""
+    source = synthetic(directory, pp=1, dp=4)
+    source.write(10)
+    yield source
+    source.write(1, ranks=(3, 1, 0, 2))
+    source.repeat_last(1)
+    source.reverse_last(2)
+    source.write(2)
+    yield source
+    source.hold(3)
+    source.write(5)
+    yield source
+    source.release(3)
+    source.write(3)
+    yield source
+    source.write(3, skip=(2,))
+    source.flip_bit(0)
+    source.say(1, Health(code="hook_failed", message="x", count=2))
+    source.write(4)
+    yield source
+    source.kill(0)
+    source.write(4)
+    yield source
+    source.restart(22, attempt=1)
+    source.write(25)
+    yield source
+    source.end(0)
+    source.write(2, skip=(0,))
+    source.end()
+    yield source
+
+
+def test_replay_is_identical(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run: ServedRun | None = None
+    for number, _ in enumerate(disorderly(run_dir)):
+        run = run or served(run_dir)
+        catch_up(run)
+        if number % 3 == 2:
+            abandon(run)
+            run = None
+    if run is not None:
+        run.close()
+    judge_all(run_dir, is_over=True)
+    made = decisions(run_dir)
+
+    result = replay(RunPaths.of(run_dir), tmp_path / "again")
+
+    assert {"late_steps", "complete", "superseded"} <= {one.why for one in made}
+    assert any(one.blindness for one in made)
+    assert len({one.attempt for one in made}) == 2
+    assert (result.first_difference, result.num_incomplete) == (None, 0)
+    assert result.num_steps == len(made)
+    assert written(tmp_path / "again") == written(run_dir)
+    assert len(written(run_dir)[0].splitlines()) > 20
+
+
+def test_recompute_decides_anew(tmp_path: Path) -> None:
+    for _ in disorderly(tmp_path / "run"):
+        pass
+
+    first = replay(RunPaths.of(tmp_path / "run"), tmp_path / "one", pack=packs().pack, recompute=True)
+    second = replay(RunPaths.of(tmp_path / "run"), tmp_path / "two", pack=packs().pack, recompute=True)
+
+    assert first == second
+    assert first.num_anomalies > 0
+    assert written(tmp_path / "one") == written(tmp_path / "two")
+    with pytest.raises(StoreError, match="expected a new directory"):
+        replay(RunPaths.of(tmp_path / "run"), tmp_path / "one", recompute=True)
+
+
+def test_a_replay_says_what_differs(tmp_path: Path) -> None:
+    source = synthetic(tmp_path / "run")
+    source.write(50)
+    source.end()
+    judge_all(tmp_path / "run")
+    shutil.rmtree(source.folder(1))
+
+    result = replay(RunPaths.of(tmp_path / "run"), tmp_path / "again")
+
+    assert result.num_incomplete == 50
+    assert result.first_difference is not None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_reading_in_other_portions_decides_the_same(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    source = synthetic(tmp_path / "golden" / "run")
+    source.write(45)
+    source.end()
+    shutil.copytree(tmp_path / "golden" / "run", tmp_path / "parts" / "run")
+    judge_all(tmp_path / "golden" / "run")
+    # Every file grows by an uneven portion at a time, as slow writers' would.
+    files = {path: path.read_bytes() for path in (tmp_path / "parts" / "run" / "spool").glob("*/*.spool")}
+    for path in files:
+        path.write_bytes(b"")
+    run = served(tmp_path / "parts" / "run")
+
+    for part in range(1, 41):
+        for path, data in files.items():
+            jitter = rng.randint(-len(data) // 40, len(data) // 40) if part < 40 else 0
+            size = max(path.stat().st_size, len(data) * part // 40 + jitter)
+            path.write_bytes(data[:size])
+            if rng.random() < 0.3:
+                run.turn(NOW)
+        run.turn(NOW)
+    catch_up(run)
+    run.close()
+
+    late = [one for one in decisions(tmp_path / "parts" / "run") if one.why != "complete"]
+    if not late:
+        assert written(tmp_path / "parts" / "run") == written(tmp_path / "golden" / "run")
+    again = replay(RunPaths.of(tmp_path / "parts" / "run"), tmp_path / "again")
+    assert again.first_difference is None
+
+
+def test_a_backlog_of_uneven_ranks_makes_nobody_late(tmp_path: Path) -> None:
+    source = SyntheticRun(tmp_path / "run", pp=2, layers=3, d_model=16, elements=8)
+    source.write(400)
+    source.end()
+    assert source.num_rows(0) != source.num_rows(1)
+
+    judge_all(tmp_path / "run", DaemonConfig())
+
+    assert {one.why for one in decisions(tmp_path / "run")} == {"complete"}
+    assert len(decisions(tmp_path / "run")) == 400
+
+
+RULE = """\
+builtin: false
+rules:
+  - name: {name}
+    detector: AnomalyNan
+    match: {{kind: "*"}}
+    severity: {severity}
+"""
+
+
+def test_rules_changed_midway_are_journalled_and_replayed(tmp_path: Path) -> None:
+    file = tmp_path / "rules.yaml"
+    file.write_text(RULE.format(name="first", severity="critical"))
+    rules = packs(file)
+    source = synthetic(tmp_path / "run")
+    source.plant(Nan(step=30, module="layers.1"))
+    run = served(tmp_path / "run", rules=rules)
+    source.write(25)
+    catch_up(run)
+
+    file.write_text(RULE.format(name="second", severity="warning"))
+    assert rules.reload(NOW) == "ok"
+    run.note_reload("ok", NOW)
+    source.write(25)
+    catch_up(run)
+    file.write_text("rules: [")
+    assert rules.reload(NOW) == "failed"
+    run.note_reload("failed", NOW)
+    source.write(5)
+    catch_up(run)
+
+    assert [entry.details["outcome"] for entry in run.journal.audited()] == ["failed", "ok"]
+    run.close()
+    hashes = [one.pack_hash for one in decisions(tmp_path / "run")]
+    assert len(set(hashes[:25])) == len(set(hashes[25:])) == 1
+    assert hashes[24] != hashes[25]
+    assert b'"rule":"first"' in written(tmp_path / "run")[0]
+    assert b'"rule":"second"' in written(tmp_path / "run")[0]
+    # A daemon that starts with yet other rules judges what was decided by the rules of the day.
+    result = replay(RunPaths.of(tmp_path / "run"), tmp_path / "again")
+    assert result.first_difference is None
+
+
+def test_a_snapshot_that_cannot_be_read_costs_time_only(tmp_path: Path) -> None:
+    source = synthetic(tmp_path / "golden" / "run")
+    source.write(30)
+    shutil.copytree(tmp_path / "golden" / "run", tmp_path / "other" / "run")
+    for name in ("golden", "other"):
+        judge_all(tmp_path / name / "run")
+    journal = Journal(RunPaths.of(tmp_path / "other" / "run").journal)
+    journal._db.execute("UPDATE snapshots SET body = x'00'")
+    journal.close()
+
+    source.write(30)
+    source.end()
+    for path in (tmp_path / "golden" / "run" / "spool").glob("*/*.spool"):
+        other = tmp_path / "other" / "run" / path.relative_to(tmp_path / "golden" / "run")
+        other.write_bytes(path.read_bytes())
+    for name in ("golden", "other"):
+        judge_all(tmp_path / name / "run")
+
+    assert written(tmp_path / "other" / "run") == written(tmp_path / "golden" / "run")
+
+
+def test_two_daemons_never_judge_one_run(tmp_path: Path) -> None:
+    synthetic(tmp_path / "run").write(1)
+    first = served(tmp_path / "run")
+
+    with pytest.raises(StoreError, match="another daemon judges it"):
+        served(tmp_path / "run")
+    first.close()
+    served(tmp_path / "run").close()
+
+
+def test_a_journal_elsewhere_is_remembered(tmp_path: Path) -> None:
+    source = synthetic(tmp_path / "run")
+    source.write(20)
+    paths = RunPaths.of(tmp_path / "run", tmp_path / "state")
+    run = ServedRun(paths, EVERY_STEP, packs())
+    catch_up(run)
+    run.close()
+
+    assert paths.journal == tmp_path / "state" / "runs" / "run" / "journal.sqlite"
+    assert RunPaths.of(tmp_path / "run") == paths
+    with pytest.raises(StoreError, match="was judged with its journal in"):
+        RunPaths.of(tmp_path / "run", tmp_path / "another")
+
+
+def test_the_spool_is_acknowledged_behind_the_older_snapshot(tmp_path: Path) -> None:
+    source = synthetic(tmp_path / "run")
+    run = served(tmp_path / "run")
+    acks = []
+
+    for _ in range(4):
+        source.write(10)
+        catch_up(run)
+        acks.append(read_ack(source.folder(0)))
+    run.close()
+
+    assert acks[0] == (0, 0)
+    assert acks == sorted(acks)
+    assert acks[-1] > (0, 0)
+    assert acks[-1][1] < sum(path.stat().st_size for path in source.folder(0).glob("*.spool"))
+
+
+def test_old_spool_files_may_go_once_acknowledged(tmp_path: Path) -> None:
+    source = synthetic(tmp_path / "run", file_bytes=100_000)
+    run = served(tmp_path / "run")
+    for _ in range(6):
+        source.write(10)
+        catch_up(run)
+    abandon(run)
+    for rank in range(source.num_ranks):
+        folder = source.folder(rank)
+        kept = read_ack(folder)[0]
+        assert kept > 0
+        for index in range(kept):
+            (folder / f"{index:06d}.spool").unlink()
+
+    run = served(tmp_path / "run")
+    source.write(10)
+    catch_up(run)
+
+    assert [one.step for one in decisions(tmp_path / "run")] == list(range(70))
+    assert not any(one.missing for one in decisions(tmp_path / "run"))
+    run.close()
+
+
+def test_rubbish_in_the_spool_is_counted_and_survived(tmp_path: Path) -> None:
+    source = synthetic(tmp_path / "run")
+    source.write(10)
+    source.flip_bit(0)
+    (tmp_path / "run" / "spool" / "not-a-rank").mkdir()
+    (tmp_path / "run" / "spool" / "r00009-00000000").mkdir()
+    (tmp_path / "run" / "spool" / "r00009-00000000" / "000000.spool").write_bytes(os.urandom(5000))
+    source.write(10)
+    source.end()
+
+    run = served(tmp_path / "run")
+    catch_up(run)
+
+    assert run.metrics().frame_faults["corrupt"] >= 1
+    assert run.metrics().judged_step == 19
+    run.close()
+
+
+NOTIFY = """\
+notify:
+  sinks:
+    - {type: webhook, name: hook, url: "http://127.0.0.1:9/"}
+"""
+
+
+def test_alerts_are_queued_once_with_the_verdict(tmp_path: Path) -> None:
+    file = tmp_path / "daemon.yaml"
+    file.write_text(NOTIFY)
+    config = msgspec.structs.replace(load_config(file), judging=EVERY_STEP.judging)
+    source = synthetic(tmp_path / "run")
+    source.write(30)
+    run = served(tmp_path / "run", config)
+    catch_up(run)
+
+    assert run.has_alerts
+    assert len(run.standing(config.notify.routes())) == 1
+    abandon(run)
+    judge_all(tmp_path / "run", config)
+    alerts = [key for topic, key in queued(tmp_path / "run") if topic == "alert:hook"]
+    assert len(alerts) == len(set(alerts)) >= 1
+
+
+def test_an_alarm_escalates_while_ranks_live(tmp_path: Path) -> None:
+    source = synthetic(tmp_path / "run")
+    run = served(tmp_path / "run")
+
+    source.write(14)
+    catch_up(run)
+    run.turn(NOW)
+
+    files = sorted((tmp_path / "run" / "control").glob("*.json"))
+    command = msgspec.json.decode(files[0].read_bytes(), type=EnableMonitoring)
+    assert len(files) == 1
+    assert command.at_step > 12
+    assert run.describe()["commands"][0]["source"] == "policy"
+    abandon(run)
+    again = served(tmp_path / "run")
+    again.turn(NOW)
+    assert sorted((tmp_path / "run" / "control").glob("*.json")) == files
+    again.close()
+
+
+def test_a_full_disk_under_the_files_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = synthetic(tmp_path / "golden" / "run")
+    source.write(50)
+    source.end()
+    shutil.copytree(tmp_path / "golden" / "run", tmp_path / "full" / "run")
+    judge_all(tmp_path / "golden" / "run")
+    run = served(tmp_path / "full" / "run")
+
+    with monkeypatch.context() as patch:
+
+        def refuse(fd: int, buffers: list[bytes]) -> int:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(os, "writev", refuse)
+        catch_up(run)
+        assert any("No space left" in problem for problem in run.problems())
+    run.turn(NOW)
+
+    assert run.problems() == []
+    run.close()
+    assert written(tmp_path / "full" / "run") == written(tmp_path / "golden" / "run")
