@@ -333,6 +333,7 @@ class SyntheticRun:
         if one.spool is not None:
             one.spool.close()
         self._num_lives += 1
+        self.clock.advance(0.001)
         text = f"{self._seed}/{self.run}/{rank}/{self._num_lives}"
         one.life = hashlib.blake2b(text.encode(), digest_size=16).digest()
         one.spool = SpoolWriter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import logging
 import os
@@ -71,6 +72,8 @@ class Record(msgspec.Struct, frozen=True):
     """None for rows and vectors."""
     descriptor: Descriptor | None
     """The one its rows point into; None when that was lost."""
+    time_ns: int
+    """The newest wall clock of the life so far, nanoseconds since the epoch: never falls within a life."""
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -101,6 +104,10 @@ class RunFollower:
         self._wall_ns: dict[str, int] = {}
         self._last_life: dict[str, bytes] = {}
         self._behind: set[str] = set()
+        self._waiting: list[Record] = []
+        """Heard, and ahead of somebody who is behind."""
+        self._handed: dict[str, Record] = {}
+        """Folder -> the last record handed out."""
         self._on_problem = on_problem or log.warning
         self._said: set[str] = set()
         self._mtime_ns = -1
@@ -142,13 +149,13 @@ class RunFollower:
         return sum(sum(reader.foreign.values()) for reader in self._readers.values())
 
     def poll(self, *, final: bool = False) -> list[Record]:
-        """Return what is new, each life's frames in the order they were written; empty when there is nothing.
+        """Return what is new, in the order of its wall clocks, each life's own order kept; empty when there is nothing.
 
         `final`: all writers are gone; torn tails are cut instead of waited for. Reads a bounded amount: ask again until
-        it is empty. While catching up, whoever is furthest behind in time is read first, so that memory holds few steps.
+        it is empty. While catching up, whoever is furthest behind in time is read first, and what is ahead of it waits:
+        memory holds few steps, and a life that took another's place is heard after it.
         """
         self._discover()
-        records: list[Record] = []
         num_bytes = 0
         oldest = min((self._wall_ns[folder] for folder in self._behind), default=None)
         unsure: set[str] = set()
@@ -158,17 +165,36 @@ class RunFollower:
             if oldest is not None and self._wall_ns[folder] > oldest:
                 unsure.add(folder)
             else:
-                num_bytes += self._read(folder, records, final=final)
-        while self._behind and num_bytes < POLL_BYTES:
+                num_bytes += self._read(folder, final=final)
+        while True:
+            records = self._due()
+            if not self._behind or (records and num_bytes >= POLL_BYTES):
+                break
             folder = min(self._behind, key=self._wall_ns.__getitem__)
             before = self._readers[folder].position
-            num_bytes += self._read(folder, records, final=final)
+            num_bytes += self._read(folder, final=final)
             if self._readers[folder].position == before:
                 break  # unreadable just now
+            self._waiting = [*records, *self._waiting]
         self.behind = {self._last_life[one] for one in self._behind | unsure if one in self._last_life}
+        self.behind |= {record.life.id for record in self._waiting}
+        for record in records:
+            self._handed[record.life.folder] = record
         return records
 
-    def _read(self, folder: str, records: list[Record], *, final: bool) -> int:
+    def _due(self) -> list[Record]:
+        """Take out what is not ahead of anybody who is still behind, in the order of time."""
+        # Sorting is stable, and the key of a life never falls: its own order is kept.
+        self._waiting.sort(key=_time)
+        if not self._behind:
+            due, self._waiting = self._waiting, []
+            return due
+        frontier = min(self._wall_ns[folder] for folder in self._behind)
+        at = bisect.bisect_right(self._waiting, frontier, key=_time)
+        due, self._waiting = self._waiting[:at], self._waiting[at:]
+        return due
+
+    def _read(self, folder: str, *, final: bool) -> int:
         """Read one window of one spool; returns the bytes of its frames."""
         reader = self._readers[folder]
         window = max(MIN_WINDOW_BYTES, min(WINDOW_BYTES, POLL_BYTES // len(self._readers)))
@@ -185,9 +211,8 @@ class RunFollower:
             num_bytes += frame.offset_after - begin[1]
             begin = (frame.file_index, frame.offset_after)
             if record is not None:
-                records.append(record)
-        if frames:
-            self._wall_ns[folder] = frames[-1].header.wall_ns
+                self._waiting.append(record)
+                self._wall_ns[folder] = record.time_ns
         return num_bytes
 
     def is_readable(self, folder: str) -> bool:
@@ -197,11 +222,17 @@ class RunFollower:
     def positions(self) -> dict[str, Position]:
         """Return, per spool folder, the place behind the last frame handed out."""
         found = {}
-        for folder, life_id in self._last_life.items():
-            life = self.lives[life_id]
-            file_index, offset = self._readers[folder].position
+        for folder, record in self._handed.items():
+            life, frame = record.life, record.frame
             found[folder] = Position(
-                life_id, life.rank, life.attempt, file_index, offset, life.max_seq, life.described_at, life.last_step
+                life.id,
+                life.rank,
+                life.attempt,
+                frame.file_index,
+                frame.offset_after,
+                frame.header.seq,
+                life.described_at,
+                life.last_step,
             )
         return found
 
@@ -272,7 +303,7 @@ class RunFollower:
             life.heartbeat = message
         elif isinstance(message, Bye):
             life.bye = message
-        return Record(life, frame, begin, message, life.layouts.get(header.layout_id))
+        return Record(life, frame, begin, message, life.layouts.get(header.layout_id), life.last_wall_ns)
 
     @staticmethod
     def _describe(life: Life, layout_id: int, descriptor: Descriptor, begin: tuple[int, int]) -> None:
@@ -314,3 +345,7 @@ class RunFollower:
         if key not in self._said:
             self._said.add(key)
             self._on_problem(problem)
+
+
+def _time(record: Record) -> int:
+    return record.time_ns

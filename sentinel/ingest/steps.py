@@ -86,7 +86,7 @@ class _Part:
     end: Record | None = None
     end_step: EndStep | None = None
     first: tuple[int, tuple[int, int]] = (0, (0, 0))
-    """(seq, where) of the first frame."""
+    """Lowest seq and lowest place of its frames; they need not be of the same one."""
 
     @property
     def num_rows(self) -> int:
@@ -306,8 +306,8 @@ class StepAssembler:
         part = opened.parts.get((life.id, generation))
         if part is None:
             part = opened.parts[life.id, generation] = _Part(life, generation, first=(seq, record.begin))
-        elif seq < part.first[0]:
-            part.first = (seq, record.begin)
+        else:
+            part.first = _earlier(part.first, (seq, record.begin))
         if isinstance(record.message, EndStep):
             if part.end is None:
                 part.end, part.end_step = record, record.message
@@ -345,25 +345,41 @@ class StepAssembler:
 
     def _choose(self, life: Life, generation: int, step: int) -> int:
         newest = max(self._attempts, default=-1)
-        if life.attempt is not None:
-            if life.attempt not in self._declared:
-                return life.attempt if life.attempt > newest else newest + 1
+        former = self._stints.get((life.id, generation - 1))
+        if life.attempt is not None and life.attempt not in self._declared:
+            is_free = life.attempt not in self._attempts and life.attempt >= newest - MAX_ATTEMPTS // 2
+            return life.attempt if is_free else newest + 1
+        if former is not None:
+            candidate = newest if life.attempt is None else self._declared[life.attempt]
+            if candidate == former.attempt:
+                return newest + 1
+        elif life.attempt is not None:
             candidate = self._declared[life.attempt]
-        elif generation:
-            candidate = newest
+        elif newest < 0:
+            return 0
         else:
             # A life that does not know its attempt has a place only where its rank's is free.
             candidate = newest
-            if newest < 0:
-                return 0
             attempt = self._attempts[newest]
             place = life.descriptor.place if life.descriptor is not None else None
             is_free = life.rank not in attempt.stints and not attempt.is_over()
             if not is_free or place is None or place.world_size != attempt.state.world_size:
                 return newest + 1
-        spoken = self._attempts[candidate].state.spoken if candidate in self._attempts else {}
-        # Its rank had spoken for this closed step already: the run went back to a checkpoint.
-        return newest + 1 if spoken.get(life.rank, -1) >= step else candidate
+        return newest + 1 if self._has_spoken(candidate, life.rank, step) else candidate
+
+    def _has_spoken(self, number: int, rank: int, step: int) -> bool:
+        """Whether a rank had its part in this step or a later one before all went on: then the run went back."""
+        attempt = self._attempts.get(number)
+        if attempt is None:
+            return False
+        if attempt.state.spoken.get(rank, -1) >= step:
+            return True
+        return any(
+            at >= step
+            and any(part.life.rank == rank and part.is_whole for part in opened.parts.values())
+            and not self._waited_for(attempt, at, newcomers=False)
+            for at, opened in attempt.open.items()
+        )
 
     # -- out --------------------------------------------------------------------------------------------------------
 
@@ -427,12 +443,12 @@ class StepAssembler:
             return "late_time"
         return "crowded" if len(attempt.open) > self._max_open_steps else ""
 
-    def _waited_for(self, attempt: _Attempt, step: int) -> list[int]:
+    def _waited_for(self, attempt: _Attempt, step: int, *, newcomers: bool = True) -> list[int]:
         """Return the ranks that have not spoken for an open step, and may."""
         whole = {part.life.rank for part in attempt.open[step].parts.values() if part.is_whole}
         if len(whole) >= attempt.state.world_size and len(whole) >= len(attempt.stints):
             return []
-        returning = {life.rank for life in self._newcomers.values()}
+        returning = {life.rank for life in self._newcomers.values()} if newcomers else set()
         is_over = attempt.is_over()
         waited = []
         for rank in {*range(attempt.state.world_size), *attempt.stints} - whole:
@@ -470,10 +486,11 @@ class StepAssembler:
             if rank in chosen:
                 if not chosen[rank].is_whole:
                     missing[rank] = "unfinished"
-            elif rank not in attempt.stints:
-                missing[rank] = "never started"
-            else:
+            elif rank in attempt.stints:
                 missing[rank] = "ended" if attempt.stints[rank].life.bye is not None else "late"
+            else:
+                has_begun = any(life.rank == rank for life in self._newcomers.values())
+                missing[rank] = "late" if has_begun else "never started"
         described = []
         known = {**{rank: stint.life for rank, stint in attempt.stints.items()}}
         known.update({life.rank: life for life in self._newcomers.values() if life.rank not in known})
@@ -615,11 +632,11 @@ class StepAssembler:
         for attempt in self._attempts.values():
             for opened in attempt.open.values():
                 for part in opened.parts.values():
-                    needed[part.life.id] = min(part.first, needed.get(part.life.id, part.first))
+                    needed[part.life.id] = _earlier(part.first, needed.get(part.life.id, part.first))
         for life_id, waiting in self._health.items():
             if waiting:
-                first = (waiting[0][0], waiting[0][2])
-                needed[life_id] = min(first, needed.get(life_id, first))
+                first = (min(seq for seq, _, _ in waiting), min(begin for _, _, begin in waiting))
+                needed[life_id] = _earlier(first, needed.get(life_id, first))
         found = {}
         for life_id, (seq, behind) in self._heard.items():
             life = self._lives[life_id]
@@ -663,6 +680,11 @@ class StepAssembler:
 def snapshot_positions(snapshot: bytes) -> dict[str, Position]:
     """Return where a follower must go on reading for `StepAssembler.restore`."""
     return msgspec.msgpack.decode(snapshot, type=_State).positions
+
+
+def _earlier(a: tuple[int, tuple[int, int]], b: tuple[int, tuple[int, int]]) -> tuple[int, tuple[int, int]]:
+    """Return the lower seq and the lower place of two."""
+    return min(a[0], b[0]), min(a[1], b[1])
 
 
 def _by_seq(item: tuple[int, int, Record]) -> int:

@@ -64,7 +64,7 @@ def test_a_quiet_folder_is_not_listed_and_a_changed_one_is(trainer: Trainer, mon
     trainer.poll()
     listed: list[object] = []
     names = os.listdir
-    monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or names(path))  # noqa: PTH208
+    monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or names(path))
 
     for _ in range(10):
         trainer.now += 20_000_000

@@ -1,0 +1,65 @@
+"""A daemon's ears alone: follows, closes, keeps decisions and views."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sentinel.ingest.follow import RunFollower
+from sentinel.ingest.merge import StepView
+from sentinel.ingest.steps import Decision, StepAssembler
+
+
+class Ears:
+    """Polls until nothing is new; what was decided and what was seen is kept in order."""
+
+    def __init__(self, run_dir: Path, *, late_after_steps: int = 2, late_after_s: float = 30.0, **more: int) -> None:
+        self.problems: list[str] = []
+        self.decisions: list[Decision] = []
+        self.views: list[StepView] = []
+        self.follower = RunFollower(run_dir, on_problem=self.problems.append)
+        self.assembler = StepAssembler(
+            run_dir.name,
+            on_decision=self.decisions.append,
+            late_after_steps=late_after_steps,
+            late_after_s=late_after_s,
+            **more,
+        )
+
+    def listen(self, now: float = 0.0, *, final: bool = False) -> list[StepView]:
+        """Hear what there is; return the steps that closed."""
+        closed: list[StepView] = []
+        while True:
+            records = self.follower.poll(final=final)
+            self.assembler.take(records, now)
+            closed += self.assembler.close(now, self.follower.behind)
+            if not records:
+                break
+        self.views += closed
+        return closed
+
+    def finish(self, now: float = 0.0) -> list[StepView]:
+        """The run is over: close what is left."""
+        closed = self.listen(now, final=True)
+        closed += self.assembler.finish(now)
+        self.views += closed[len(closed) :]
+        return closed
+
+
+def seen(view: StepView) -> tuple[object, ...]:
+    """All that a judge can see of a step, to compare."""
+    return (
+        view.run,
+        view.attempt,
+        view.step,
+        view.time,
+        view.rows.tobytes(),
+        view.row_rank.tolist(),
+        view.row_logical.tolist(),
+        view.tensors,
+        view.stats.tobytes(),
+        view.present.tolist(),
+        repr(view.scalars),
+        view.health,
+        view.is_skipped,
+        view.num_expected,
+    )
