@@ -48,7 +48,8 @@ class Boundary:
         self.watched: list[Watched] = []
         self.is_explicit = False
         self._is_over = False
-        self._is_dirty = False
+        self.is_dirty = False
+        """A backward ran since the step began, or since the last optimizer step in it."""
         self._first_to_step: Watched | None = None
         self._on_gradients_ready = on_gradients_ready
         self._on_gradients_doomed = on_gradients_doomed
@@ -144,9 +145,15 @@ class Boundary:
 
     def mark_backward(self) -> None:
         """A backward ran: gradients that someone may throw away now exist."""
-        self._is_dirty = True
+        self.is_dirty = True
         for watched in self.watched:
             watched.is_dirty = True
+
+    def skip(self) -> None:
+        """The gradients of a backward are gone and nobody stepped: the step is over."""
+        self._is_over, self.is_dirty = True, False
+        for watched in self.watched:
+            watched.is_dirty = False
 
     def _before_step(self, watched: Watched, args: Any, kwargs: Any) -> None:
         try:
@@ -165,6 +172,7 @@ class Boundary:
             if self._first_to_step is None or not any(w.has_stepped for w in self.watched):
                 self._first_to_step = watched
             watched.has_stepped, watched.is_dirty = True, False
+            self.is_dirty = False
             if all(w.has_stepped or w.was_zeroed for w in self.watched):
                 self._is_over = True
         except Exception as error:
@@ -172,9 +180,9 @@ class Boundary:
 
     def _zeroed(self, one: Watched | None) -> None:
         if not self.watched:
-            if self._is_dirty:
+            if self.is_dirty:
                 self._on_gradients_doomed(None)
-                self._is_over, self._is_dirty = True, False
+                self.skip()
             return
         dirty = [w for w in ([one] if one is not None else self.watched) if w.is_dirty]
         if not dirty:
@@ -207,7 +215,7 @@ class Boundary:
 
     def close(self) -> None:
         """Forget the step that ended."""
-        self._is_over = False
+        self._is_over = self.is_dirty = False
         for watched in self.watched:
             watched.has_stepped = watched.was_zeroed = False
 

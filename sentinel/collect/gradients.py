@@ -45,6 +45,8 @@ class Parameters:
         self.doomed: set[int] = set()
         """Parameters whose row was read only because zero_grad was about to clear it: a later read replaces it."""
         self.place = Place()
+        self._keeps_grads = False
+        """Gradients were once found where torch keeps them, in `.grad`."""
 
     def refresh(self, chunks: Sequence[Any]) -> None:
         """Look for parameters that are not known yet."""
@@ -103,6 +105,7 @@ class Parameters:
         found = []
         for one in parameters:
             grad = one.param.grad
+            self._keeps_grads |= grad is not None
             if grad is None:
                 grad = getattr(one.param, "main_grad", None)
             key = id(one.param)
@@ -123,6 +126,10 @@ class Parameters:
                 self.doomed.discard(key)
             found.append((one, local, touched, row))
         return found
+
+    def are_thrown_away(self) -> bool:
+        """Whether every gradient is gone although this trainer keeps them in `.grad`: cleared by hand."""
+        return self._keeps_grads and all(one.param.grad is None for one in self.all)
 
     def note_versions(self) -> None:
         """Remember how often each gradient was written up to now: a write after this is somebody else's."""

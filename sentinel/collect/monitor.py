@@ -75,6 +75,7 @@ class Monitor:
         self._begun = False
         self._begun_steps = 0
         self._is_due = False
+        self._is_seen = False
         self._scalars = Scalars()
         self._due: dict[str, int] = {}
         self._leaf_handles: list[RemovableHandle] = []
@@ -253,10 +254,13 @@ class Monitor:
 
     def before_forward(self, chunk: Chunk) -> None:
         """A training forward begins: end the step that is over, begin the new one."""
+        if self.boundary.is_dirty and self.parameters.are_thrown_away():
+            self.boundary.skip()
         if self.boundary.is_over:
             self._end_step()
         if not self._begun:
             self._begin_step()
+        self._is_seen = True
         share = self._grad_acc_steps is not None and chunk.num_forwards and not chunk.had_backward
         chunk.micro_step = max(0, chunk.num_forwards - 1) if share else chunk.num_forwards
         self._mark = (self.recording.rows.num_rows, self.recording.call_id)
@@ -300,6 +304,7 @@ class Monitor:
             self.guard("backward", error)
 
     def _gradients_ready(self, params: list[torch.Tensor] | None) -> None:
+        self._step_without_forward()
         self._read_gradients(params, is_doomed=False)
 
     def _gradients_doomed(self, params: list[torch.Tensor] | None) -> None:
@@ -309,8 +314,23 @@ class Monitor:
         if self.is_alive and self._begun and self._is_due and self.plan.takes(Kind.WGRAD):
             self.recording.read_gradients(self.parameters, self.parameters.of(params), is_doomed=is_doomed)
 
+    def _step_without_forward(self) -> None:
+        """An optimizer steps although no forward was seen: the hooks are compiled away, or on another copy."""
+        if self._is_seen or not self.is_alive or self.boundary.is_explicit:
+            return
+        if self._begun and self.boundary.is_over:
+            self._end_step()
+        if not self._begun:
+            self._begin_step()
+            self.recording.tell(
+                "blind_forward",
+                "an optimizer steps, but no training forward of the attached model was seen: was it compiled or copied "
+                "after attach? Parameters and gradients are measured, the black box is blind; attach to what is called",
+            )
+
     def _before_clip(self, params: list[torch.Tensor], total_norm: torch.Tensor | None) -> None:
         try:
+            self._step_without_forward()
             if not self.is_alive or not self._begun:
                 return
             mine = self.parameters.of(params)

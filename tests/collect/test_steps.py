@@ -328,3 +328,59 @@ def test_partial_step_at_the_end_is_sent_as_such(run: Path) -> None:
     assert [(end.step, end.is_partial) for end in said.ends] == [(0, False), (1, True)]
     assert said.byes[-1].reason == "detached"
     assert np.isfinite(norm(said.of(1, "activation", "blocks.1")[0]))
+
+
+def test_gradients_cleared_by_hand_end_a_skipped_step(run: Path) -> None:
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = sentinel.attach(model, optimizer)
+    for step in range(5):
+        for p in model.parameters():
+            p.grad = None
+        for micro_step in range(2):
+            loss_of(model, 10 * step + micro_step).backward()
+        if step != 3:
+            optimizer.step()
+        monitor.log(at=step)
+    monitor.detach()
+
+    said = Said(run)
+
+    assert [end.scalars["at"] for end in said.ends] == [0, 1, 2, 3, 4]
+    assert [end.is_skipped for end in said.ends] == [False, False, False, True, False]
+    assert [end.num_micro_steps for end in said.ends] == [2] * 5
+
+
+def test_model_compiled_after_attach_is_said_and_its_gradients_still_measured(run: Path) -> None:
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = sentinel.attach(model, optimizer)
+    compiled = torch.compile(model, backend="eager")
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(compiled, step).backward()
+        optimizer.step()
+        monitor.log(at=step)
+    monitor.detach()
+
+    said = Said(run)
+
+    assert [end.scalars["at"] for end in said.ends] == [0, 1, 2]
+    assert "blind_forward" in {health.code for health in said.health}
+    assert all(len(said.of(step, "wgrad")) == len(list(model.parameters())) for step in range(3))
+
+
+def test_compiled_model_that_is_attached_has_its_outer_borders(run: Path) -> None:
+    model = torch.compile(TinyModel(), backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = sentinel.attach(model, optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    monitor.detach()
+
+    said = Said(run)
+
+    assert [end.num_micro_steps for end in said.ends] == [1, 1, 1]
+    assert len(said.of(1, "activation", "")) == len(said.of(1, "dgrad", "")) == 1
