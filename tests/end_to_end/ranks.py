@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from sentinel.anomaly import Anomaly, Incident
-from sentinel.messages import Descriptor, EndStep, Health
+from sentinel.messages import Ack, Descriptor, EndStep, Health
 from sentinel.record import ROW_DTYPE
 from sentinel.wire.frame import FrameType, decode_message
 from sentinel.wire.spool import SpoolReader
@@ -101,6 +101,7 @@ class Spoken:
         self.descriptor: Descriptor | None = None
         self.ends: dict[int, EndStep] = {}
         self.health: list[Health] = []
+        self.acks: list[Ack] = []
         self.rows: dict[int, list[np.ndarray]] = defaultdict(list)
         for folder in sorted((run_dir / "spool").glob(f"r{rank:05d}-*")):
             reader = SpoolReader(folder)
@@ -116,6 +117,8 @@ class Spoken:
                         self.ends[message.step] = message
                     elif isinstance(message, Health):
                         self.health.append(message)
+                    elif isinstance(message, Ack):
+                        self.acks.append(message)
 
     @property
     def num_rows(self) -> int:
