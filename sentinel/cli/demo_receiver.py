@@ -32,7 +32,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
         if self.to == "Alertmanager":
             told = [
                 f"{one['labels'].get('alertname')} severity={one['labels'].get('severity')} "
-                f"page={one['labels'].get('page')}"
+                f"page={one['labels'].get('page')} ({one.get('annotations', {}).get('change', '')})"
                 for one in self.body
             ]
             return "; ".join(told)

@@ -1,0 +1,105 @@
+"""The demo's own judgement: it must be hard to please."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from sentinel.anomaly import Anomaly, Incident, Severity
+from sentinel.cli.demo_plan import Outcome, Plan, judge
+from sentinel.cli.demo_receiver import Message, Receiver
+from sentinel.cli.demo_story import Scene, story
+
+PLAN = Plan()
+
+
+def anomaly(step: int, name: str, **others: Any) -> Anomaly:
+    fields: dict[str, Any] = {
+        "id": f"{step}-{name}-{others.get('rank', PLAN.rank)}", "run": "run", "attempt": 0, "rank": PLAN.rank,
+        "step": step, "micro_step": PLAN.micro_step, "pp_stage": 0, "vpp_stage": 0, "call_id": 10, "tag_name": name,
+        "kind": "activation", "statistic": "nans", "rule": "non-finite", "detector": "AnomalyNan",
+        "severity": Severity.CRITICAL, "value": 1.0, "segment": PLAN.segment,
+    }  # fmt: skip
+    return Anomaly(**{**fields, **others})
+
+
+def incident(root: Anomaly, **others: Any) -> Incident:
+    fields: dict[str, Any] = {
+        "id": f"i-{root.id}", "revision": 1, "run": "run", "attempt": 0, "state": "open", "opened_step": root.step,
+        "last_step": root.step, "severity": root.severity, "title": root.tag_name, "root": root.id,
+        "detectors": (root.detector,),
+    }  # fmt: skip
+    return Incident(**{**fields, **others})
+
+
+SPIKE = anomaly(
+    PLAN.batch_step, "loss", kind="scalar", statistic="value", detector="LossSpike", rule="loss-spike", rank=None,
+    micro_step=None, call_id=None, segment="", value=7.6, severity=Severity.WARNING,
+)  # fmt: skip
+BORDER = anomaly(PLAN.nan_steps[0], PLAN.segment, border="block_output")
+INNER = anomaly(PLAN.nan_steps[1], PLAN.module)
+
+
+def outcome(anomalies: list[Anomaly], module: str = PLAN.module, early: bool = False, **counts: int) -> Outcome:
+    incidents = [incident(SPIKE), incident(BORDER, module=module)]
+    told = [*incidents, *([incident(anomaly(3, "x"))] if early else [])]
+    return judge(PLAN, anomalies, incidents, told, **{"num_judged": PLAN.num_steps, "num_dropped": 0, **counts})
+
+
+def test_what_was_planted_and_found_satisfies_it() -> None:
+    found = outcome([SPIKE, BORDER, INNER])
+
+    assert found.holds, found.claims
+    assert (found.black_box_step, found.escalated_step) == PLAN.nan_steps[:2]
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        outcome([]),
+        outcome([BORDER, INNER]),
+        outcome([SPIKE, BORDER]),
+        outcome([SPIKE, INNER]),
+        outcome([SPIKE, anomaly(PLAN.nan_steps[0], "blocks.0", segment="blocks.0", border="block_output"), INNER]),
+        outcome([SPIKE, anomaly(PLAN.nan_steps[0], PLAN.segment, border="block_output", rank=3), INNER]),
+        outcome([SPIKE, anomaly(PLAN.nan_steps[0], PLAN.segment, border="block_output", micro_step=1), INNER]),
+        outcome([SPIKE, BORDER, anomaly(PLAN.nan_steps[1], "blocks.1.mlp.fc2")]),
+        outcome([SPIKE, BORDER, anomaly(PLAN.nan_steps[1], PLAN.module, rank=0)]),
+        outcome([SPIKE, BORDER, INNER], module=""),
+        outcome([SPIKE, BORDER, INNER], early=True),
+        outcome([SPIKE, BORDER, INNER], num_judged=PLAN.num_steps - 1),
+        outcome([SPIKE, BORDER, INNER], num_dropped=1),
+    ],
+)
+def test_anything_less_does_not(found: Outcome) -> None:
+    assert not found.holds
+
+
+def test_story_and_report_are_told_of_anything() -> None:
+    for found in (outcome([SPIKE, BORDER, INNER]), outcome([])):
+        scene = Scene(
+            plan=PLAN, outcome=found, topk={230: [msgspec.to_builtins(BORDER)]}, gauges=["sentinel_loss 2.4"],
+            messages=[Message(to="Slack", body={"text": "hello", "blocks": []})], run_dir=Path("run"), url="http://x",
+            seconds=1.0,
+        )  # fmt: skip
+
+        assert list(story(scene))
+        assert json.loads(json.dumps(scene.report(), allow_nan=False))["ok"] == found.holds
+
+
+def test_receiver_keeps_what_it_is_sent() -> None:
+    heard: list[Message] = []
+    receiver = Receiver(heard.append)
+    try:
+        body = json.dumps({"text": "loss\nspike"}).encode()
+        with urllib.request.urlopen(urllib.request.Request(f"{receiver.url}/slack", body)) as answer:
+            assert answer.status == 200
+    finally:
+        receiver.close()
+
+    assert [(one.to, one.text) for one in heard] == [("Slack", "loss spike")] == [(m.to, m.text) for m in receiver.messages]
