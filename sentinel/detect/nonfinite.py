@@ -94,6 +94,8 @@ class HiddenNan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """A scalar that drops to exactly 0.0, or repeats exactly, after a life of change: a trainer that hides its NaNs."""
 
     summary: ClassVar[str] = "a loss of exactly 0.0, or exactly repeated, after a life of change"
+    phrase: ClassVar[str] = "exactly 0.0 or exactly repeated: a hidden NaN?"
+    """What an anomaly says behind its numbers."""
     statistics: ClassVar[tuple[str, ...]] = ("value",)
     raw_values: ClassVar[bool] = False
 

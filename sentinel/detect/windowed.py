@@ -19,6 +19,8 @@ MAD_TO_SIGMA = 1.4826
 """A Gaussian's standard deviation over its median absolute deviation."""
 DECILE_TO_SIGMA = 0.6080
 """And over the ninth decile of its absolute deviation, 1 / 1.6449."""
+STAGGER, STAGGER_AFTER = 4, 64
+"""From this many residuals on, the spread is formed anew every fourth point."""
 SURE_SCORE = 2.5
 SURE_RISE = math.log(1.3)
 """One point alone is certain at this score (20 robust sigma by default) and this rise: healthy noise, heavy-tailed
@@ -99,25 +101,19 @@ class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "points": np.full((num_series, self.window), np.nan),
             "residuals": np.full((num_series, self.memory), np.nan),
             "held": np.full((num_series, max(self.settle_after, 1)), np.nan),
-            "unit": np.zeros(num_series),
+            "unit": np.full(num_series, 1e-300),
+            "center": np.full(num_series, np.nan),
+            "spread": np.zeros(num_series),
             "count": np.zeros(num_series, dtype=np.int64),
             "run": np.zeros(num_series, dtype=np.int64),
             "settled": np.zeros(num_series, dtype=bool),
         }
 
-    def _unit(self, state: State) -> np.ndarray:
-        return np.where(state["unit"] > 0, state["unit"], 1e-300)
-
-    def _center(self, state: State) -> np.ndarray:
-        return _median(state["points"], np.minimum(state["count"], self.window))
-
     def score(self, values: np.ndarray, state: State) -> Scores:
         """Score the height above the median; 0.0 below it, in the warm-up, and for what is not finite."""
-        unit, center = self._unit(state), self._center(state)
+        unit, center = state["unit"], state["center"].copy()
         residual = _asinh(values, unit) - _asinh(center, unit)
-        num_residuals = np.minimum(np.maximum(state["count"] - self.warmup, 0), self.memory)
-        spread = _spread(state["residuals"], num_residuals)
-        bound = np.maximum(self.k * spread, math.log1p(self.floor))
+        bound = np.maximum(self.k * state["spread"], math.log1p(self.floor))
         ready = (state["count"] >= 2 * self.warmup) & np.isfinite(values)
         with np.errstate(invalid="ignore"):
             score = np.where(ready, np.maximum(residual / bound, 0.0), 0.0)
@@ -133,22 +129,32 @@ class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         state["settled"].fill(False)
         finite = np.isfinite(values)
         self._take(values, state, np.flatnonzero(finite & ~anomalous))
-        self._hold(values, state, np.flatnonzero(finite & anomalous))
+        held = finite & anomalous
+        if held.any():
+            self._hold(values, state, np.flatnonzero(held))
 
     def _take(self, values: np.ndarray, state: State, rows: np.ndarray) -> None:
         if not rows.size:
             return
-        part = {name: state[name][rows] for name in ("points", "unit", "count")}
-        has_residual = rows[part["count"] >= self.warmup]
-        if has_residual.size:
-            some = {name: state[name][has_residual] for name in ("points", "unit", "count")}
-            unit = self._unit(some)
-            residual = _asinh(values[has_residual], unit) - _asinh(self._center(some), unit)
-            state["residuals"][has_residual, (some["count"] - self.warmup) % self.memory] = residual
-        state["points"][rows, part["count"] % self.window] = values[rows]
-        state["count"][rows] += 1
+        count, new = state["count"][rows], values[rows]
+        at = rows[count >= self.warmup]
+        if at.size:
+            unit, seen = state["unit"][at], state["count"][at] - self.warmup
+            residual = _asinh(values[at], unit) - _asinh(state["center"][at], unit)
+            state["residuals"][at, seen % self.memory] = residual
+            # The spread of many residuals hardly moves in a step: sorting them is the dearest thing here.
+            due = (seen < STAGGER_AFTER) | (seen % STAGGER == 0)
+            if due.any():
+                at, seen = at[due], seen[due]
+                state["spread"][at] = _spread(state["residuals"][at], np.minimum(seen + 1, self.memory))
+        state["points"][rows, count % self.window] = new
+        count += 1
+        state["count"][rows] = count
         state["run"][rows] = 0
-        self._choose_unit(state, rows)
+        state["center"][rows] = _median(state["points"][rows], np.minimum(count, self.window))
+        needy = (count == self.warmup) | (new <= 0.0)
+        if needy.any():
+            self._choose_unit(state, rows[needy])
 
     def _choose_unit(self, state: State, rows: np.ndarray) -> None:
         """Decide below what the scale is linear: at the end of the warm-up, and when a window comes to zero and below."""
@@ -171,7 +177,7 @@ class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         state["run"][rows] += 1
         for row in rows[state["run"][rows] >= self.settle_after]:
             held = np.roll(state["held"][row], -int(state["run"][row] % self.settle_after))
-            unit = np.maximum(state["unit"][row], 1e-300)
+            unit = state["unit"][row]
             z = _asinh(held, unit)
             half = len(z) // 2
             # Still climbing is no level: the two halves of what is held must agree but for the noise within them.
@@ -183,6 +189,7 @@ class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             state["points"][row, : len(take)] = take
             # The spread stays what it was; only as many points are counted as are there.
             state["count"][row] = max(len(take), 2 * self.warmup) if len(take) >= self.warmup else len(take)
+            state["center"][row] = np.median(take)
             state["run"][row] = 0
             state["settled"][row] = True
 

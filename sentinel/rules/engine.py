@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from sentinel.anomaly import Anomaly
-from sentinel.detect import SeriesDetector, known_detectors
+from sentinel.detect import SeriesDetector, known_detectors, state_bytes
 from sentinel.errors import RuleError
 from sentinel.rules.loader import build_detector
 from sentinel.rules.row_watch import RowWatch, raw_statistic
@@ -59,6 +59,13 @@ class Engine:
         for watch in self._watches:
             points[watch.rule.name] += watch.num_points
         return points
+
+    @property
+    def state_bytes_per_tensor(self) -> float:
+        """Bytes of detector state a logical tensor has, all rules together; scalars, which keep windows, left out."""
+        watches = [watch for watch in self._watches if isinstance(watch, TensorWatch)]
+        tensors = {key for watch in watches for key in watch.keys}
+        return sum(state_bytes(watch.state) for watch in watches) / max(len(tensors), 1)
 
     def judge(self, view: StepView) -> list[Anomaly]:
         """Return the anomalies of one closed step: onsets, and ends of episodes; unordered and uncapped."""

@@ -32,6 +32,7 @@ class ScalarWatch(SeriesWatch):
         self._seen: tuple[str, ...] | None = None
         self._names: list[str] = []
         self._slots = np.zeros(0, dtype=np.int64)
+        self._whole = False
 
     def series_keys(self) -> object:
         """Return the names in order of slots."""
@@ -51,11 +52,11 @@ class ScalarWatch(SeriesWatch):
             slots = [self._slot_of.setdefault(name, len(self._slot_of)) for name in self._names]
             self._slots = np.array(slots, dtype=np.int64)
             self._grow(len(self._slot_of))
+            self._whole = slots == list(range(self.num_series))
         if not self._names:
             return self.quiet(view)
         values = np.array([view.scalars[name].mean for name in self._names], dtype=np.float64)
-        whole = len(self._slots) == self.num_series and bool((self._slots == np.arange(self.num_series)).all())
-        scores, anomalous, settled = self._run(values, None if whole else self._slots)
+        scores, anomalous, settled = self._run(values, None if self._whole else self._slots)
         if settled is None and not anomalous.any() and not len(self.episodes):
             return []
         at = np.flatnonzero(anomalous)
@@ -97,7 +98,8 @@ class _ScalarPoints(Points):
         # A logged value is no tensor: alone it is shown, but unless it is the loss it pages nobody until it lasts.
         severity = rule.severity if full else min(rule.severity, Severity.WARNING, key=lambda s: s.level)
         if math.isfinite(value):
-            lasts = why if "in a row" in why else ""
+            phrase = str(getattr(self._watch.detector, "phrase", ""))
+            lasts = "; ".join(part for part in (phrase, why if "in a row" in why else "") if part)
             sign = int(direction[at]) if direction is not None else 0
             text = wording.excursion("scalar", name, "value", value, baseline, score, sign, lasts)
             bad: tuple[int, ...] = ()

@@ -61,6 +61,11 @@ class TensorWatch(SeriesWatch):
             return False
         return self.rule.match.takes_name(tensor.name)
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the logical tensors watched so far."""
+        return tuple(self._slot_of)
+
     def series_keys(self) -> object:
         """Return the tensor keys in order of slots."""
         return list(self._slot_of)

@@ -68,7 +68,8 @@ def bad_scalar(name: str, text: str, ranks: tuple[int, ...], num_ranks: int) -> 
 
 def ending(onset: Anomaly, lasted: int, settled: bool, goes_on_as: str = "") -> str:
     """Return the message of an episode's end."""
-    what = onset.message.split(" is ", 1)[0] if onset.value_text == "" and onset.baseline is not None else onset.tag_name
+    named = onset.tag_name if onset.kind == "scalar" else f"{onset.kind} {onset.tag_name}"
+    what = onset.message.split(" is ", 1)[0] if onset.baseline is not None else named
     if settled:
         return f"{what} settled at a new level, which is the new normal, after {count(lasted, 'step')}"
     if goes_on_as:

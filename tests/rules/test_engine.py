@@ -159,6 +159,7 @@ def test_an_episode_has_one_onset_and_one_end(paper_run, with_nan):
 
     assert [(a.event, a.step) for a in found] == [("onset", 10), ("end", 34)]
     assert found[1].count == 5 and found[1].onset_id == found[0].id
+    assert found[1].message == "dgrad layers.0.mlp is back to normal; it was anomalous in 5 steps"
 
 
 def test_nan_on_another_rank_or_micro_step_is_a_new_onset(paper_run, with_nan):
