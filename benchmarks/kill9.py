@@ -83,7 +83,12 @@ def finish(run_dir: Path, config: Path, num_steps: int, timeout_s: float = 60.0)
     """Serve until every step is judged, then end in order."""
     process = serve(run_dir, config)
     deadline = time.monotonic() + timeout_s
-    while progress(run_dir)[1] < num_steps and time.monotonic() < deadline and process.poll() is None:
+    lock = RunPaths.of(run_dir).lock_directory / "lock"
+    # Its own name in the lock says that it has begun, and so has handlers for the signal that ends it in order.
+    while time.monotonic() < deadline and process.poll() is None:
+        has_begun = lock.exists() and lock.read_text().startswith(f"{process.pid} ")
+        if has_begun and progress(run_dir)[1] >= num_steps:
+            break
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     _, talk = process.communicate(timeout=30)

@@ -1,4 +1,4 @@
-"""Recordings for the benchmarks and tests of the daemon: spools of several ranks with planted faults, always the same bytes."""
+"""Recordings for the daemon's benchmarks and tests: spools of several ranks with planted faults, always the same bytes."""
 
 from __future__ import annotations
 

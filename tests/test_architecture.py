@@ -99,8 +99,11 @@ def test_only_collect_imports_torch() -> None:
     wrong = [
         f"{path.relative_to(ROOT.parent)}:{line}"
         for path in FILES
-        for line, module, _ in imports_of(path, with_types=True)
-        if module.partition(".")[0] in ("torch", "triton") and stage_of(module_of(path)) not in ("collect",)
+        for line, module, is_lazy in imports_of(path, with_types=True)
+        if module.partition(".")[0] in ("torch", "triton")
+        and stage_of(module_of(path)) != "collect"
+        # A verb that trains (the demo) may look whether there is torch, when it is called.
+        and not (is_lazy and stage_of(module_of(path)) == "cli")
     ]
 
     assert not wrong, wrong

@@ -75,6 +75,9 @@ class Companion:
 
     def _start(self) -> None:
         self._log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Blocked until the daemon has its handlers: a command that ends at once must not find it half started, to be
+        # killed by the very signal that asks it to judge what is left. The mask is inherited, and undone by the daemon.
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         with self._log.open("ab") as log:
             try:
                 self._process = subprocess.Popen(
@@ -86,3 +89,5 @@ class Companion:
                 )
             except OSError as error:
                 self.problem = f"the daemon could not be started: {error}"
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, former)

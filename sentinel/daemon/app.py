@@ -104,6 +104,8 @@ class Daemon:
         former = {
             number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         }
+        # `sentinel run` starts us with SIGTERM held back.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, former.keys())
         try:
             self._start()
             self._loop()

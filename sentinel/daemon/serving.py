@@ -223,6 +223,9 @@ class ServedRun:
         self._recover(self._anomaly_log, "anomalies", snapshot.anomalies if snapshot else None)
         self._recover(self._incident_log, "incidents", snapshot.incidents if snapshot else None)
         self._offer_pack()
+        for _, _, body in self.journal.decisions(after=self._judged - 1, until=self._judged):
+            newest = _DECISION.decode(body)
+            self._gauges.metrics.attempt, self._gauges.metrics.judged_step = newest.attempt, newest.step
         decisions = [_DECISION.decode(body) for _, _, body in self.journal.decisions(after=self._snapshot_seq)]
         self._assembler.replay_decisions(decisions)
         if decisions:

@@ -45,7 +45,7 @@ def packs(*paths: Path) -> RulePacks:
 
 
 def served(run_dir: Path, config: DaemonConfig = EVERY_STEP, rules: RulePacks | None = None) -> ServedRun:
-    os.chmod(run_dir, 0o700)
+    run_dir.chmod(0o700)
     return ServedRun(RunPaths.of(run_dir), config, rules or packs())
 
 
