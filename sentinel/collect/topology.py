@@ -31,6 +31,8 @@ class Topology:
         self._given = given
         self.stages: dict[int, Any] = {}
         """id of an unwrapped chunk -> the pipeline stage that runs it."""
+        self.wrapped: dict[int, nn.parallel.DistributedDataParallel] = {}
+        """id of an unwrapped model -> the DDP around it, also when that was made after attach."""
         self.meshes: list[Any] = []
         self.schedule = ""
 
@@ -42,12 +44,14 @@ class Topology:
         stage_type = getattr(staged, "_PipelineStageBase", None)
         schedule_type = getattr(scheduled, "_PipelineSchedule", None)
         mesh_type = getattr(meshed, "DeviceMesh", None)
-        if stage_type is None and mesh_type is None:
+        if not (dist.is_available() and dist.is_initialized()):
             return
         self.meshes = []
         for thing in gc.get_objects():
             kind = type(thing)
-            if stage_type is not None and issubclass(kind, stage_type):
+            if kind is nn.parallel.DistributedDataParallel:
+                self.wrapped[id(unwrap(thing))] = thing
+            elif stage_type is not None and issubclass(kind, stage_type):
                 self.note_stage(thing)
             elif schedule_type is not None and issubclass(kind, schedule_type):
                 self.schedule = kind.__name__.removeprefix("Schedule").removesuffix("Schedule").lower()
@@ -88,20 +92,22 @@ class Topology:
         schedule = self.schedule if stages else ""
         return Place(rank=rank, world_size=world, vpp_size=max(1, len(models)), schedule=schedule, **fields)
 
-    @staticmethod
-    def _fill_dp(coordinates: dict[str, tuple[int, int]], models: Sequence[nn.Module], rank: int, world: int) -> None:
+    def _fill_dp(
+        self, coordinates: dict[str, tuple[int, int]], models: Sequence[nn.Module], rank: int, world: int
+    ) -> None:
         if "dp" in coordinates:
             return
         for model in models:
-            group = getattr(model, "process_group", None)
-            if isinstance(model, nn.parallel.DistributedDataParallel) and group is not None:
+            wrapper = self.wrapped.get(id(unwrap(model)))
+            if wrapper is not None and wrapper.process_group is not None:
+                group = wrapper.process_group
                 coordinates["dp"] = (dist.get_rank(group), dist.get_world_size(group))
                 return
         split = 1
         for _, size in coordinates.values():
             split *= size
-        if split > 1 and world % split == 0:
-            # Nothing names the replicas: ranks that differ in no known axis are replicas, in the usual order (dp within pp).
+        if world > split and world % split == 0:
+            # Nothing names the replicas: ranks that differ in no known axis are replicas, in the usual order.
             size = world // split
             coordinates["dp"] = (rank % size, size) if "pp" in coordinates else (rank // split, size)
 
