@@ -158,6 +158,9 @@ class _State(msgspec.Struct):
     """(life, generation, attempt, order)"""
     ended: dict[bytes, _Ended]
     positions: dict[str, Position]
+    heard: dict[bytes, int] = {}
+    blindness: dict[str, int] = {}
+    num_late_rows: dict[int, int] = {}
 
 
 class _Attempt:
@@ -216,6 +219,10 @@ class StepAssembler:
         self._heard: dict[bytes, tuple[int, tuple[int, int]]] = {}
         """Life -> (seq, place behind) of its last frame taken."""
         self._blindness: dict[str, int] = {}
+        """Untold; below zero while a replay has not met yet what its decisions told."""
+        self._counted: dict[int, int] = {}
+        """Attempt -> newest step that was closed at the snapshot, and life -> newest frame then: counted already."""
+        self._counted_seq: dict[bytes, int] = {}
         self._replays: deque[Decision] = deque()
         self._layouts: dict[tuple[tuple[int, bytes, int], ...], Layout] = {}
 
@@ -277,7 +284,8 @@ class StepAssembler:
         life, header = record.life, record.frame.header
         step, seq = header.step, header.seq
         if record.descriptor is None and life.descriptor is None:
-            self._blind("unplaced_rows", header.row_count)
+            if seq > self._counted_seq.get(life.id, 0):
+                self._blind("unplaced_rows", header.row_count)
             return
         ended = self._ended.setdefault(life.id, _Ended())
         if step <= ended.step and seq > ended.seq:
@@ -293,11 +301,9 @@ class StepAssembler:
         if descriptor is not None and attempt.stints.get(stint.life.rank) is stint:
             attempt.state.world_size = descriptor.place.world_size
         if step <= attempt.state.closed_step and not self._is_wanted(attempt.number, step, stint):
-            if header.row_count:
-                self.num_late_rows[life.rank] = self.num_late_rows.get(life.rank, 0) + header.row_count
-                self._blind("late_rows", header.row_count)
-            else:
-                self._blind("late_frames", 1)
+            closed_before, heard_before = self._counted.get(attempt.number, -1), self._counted_seq.get(life.id, 0)
+            if step > closed_before or seq > heard_before:
+                self._count_late(life.rank, header.row_count, 0 if header.row_count else 1)
             return
         attempt.newest_step = max(attempt.newest_step, step)
         opened = attempt.open.get(step)
@@ -392,6 +398,8 @@ class StepAssembler:
         Between two views, `snapshot` is the state after the one that was handed out last.
         """
         yield from self._replay(behind)
+        if not self._replays and not behind:
+            self._blindness = {what: count for what, count in self._blindness.items() if count > 0}
         while not self._replays:
             found = self._next(now, behind, settled_step)
             if found is None:
@@ -504,9 +512,9 @@ class StepAssembler:
         decision = Decision(
             seq=self._seq, run=self.run, attempt=attempt.number, step=step, ranks=ranks, missing=missing, why=why,
             time=max(wall_ns, default=0) / 1e9, pack_hash=self.pack_hash, described=tuple(described),
-            blindness=dict(sorted(self._blindness.items())),
+            blindness={what: count for what, count in sorted(self._blindness.items()) if count > 0},
         )  # fmt: skip
-        self._blindness = {}
+        self._tell(decision)
         self._on_decision(decision)
         return self._view(decision)
 
@@ -565,12 +573,13 @@ class StepAssembler:
         """Count what lies in a closed step without being part of it: replaced lives, and on replay what came late."""
         if opened is None:
             return
-        taken = {(one.life, one.generation): one.last_seq for one in decision.ranks}
+        taken = {(one.life, one.generation): one for one in decision.ranks}
         for key, part in opened.parts.items():
-            last_seq = taken.get(key, -1)
-            num_late = sum(count for seq, count, _ in part.rows if seq > last_seq)
-            if num_late:
-                self.num_late_rows[part.life.rank] = self.num_late_rows.get(part.life.rank, 0) + num_late
+            one = taken.get(key)
+            num_rows = sum(count for seq, count, _ in part.rows if one is None or seq > one.last_seq)
+            num_frames = part.end is not None and (one is None or not one.is_ended)
+            if num_rows or num_frames:
+                self._count_late(part.life.rank, num_rows, int(num_frames))
 
     def _layout(self, table: Mapping[int, tuple[bytes, int]]) -> Layout:
         key = tuple((rank, life, layout_id) for rank, (life, layout_id) in sorted(table.items()))
@@ -588,8 +597,20 @@ class StepAssembler:
             self._layouts[key] = layout
         return layout
 
+    def _count_late(self, rank: int, num_rows: int, num_frames: int) -> None:
+        if num_rows:
+            self.num_late_rows[rank] = self.num_late_rows.get(rank, 0) + num_rows
+            self._blind("late_rows", num_rows)
+        if num_frames:
+            self._blind("late_frames", num_frames)
+
     def _blind(self, what: str, count: int) -> None:
         self._blindness[what] = self._blindness.get(what, 0) + count
+
+    def _tell(self, decision: Decision) -> None:
+        """Take off what a decision tells; what it told before it was met again on a replay stands below zero until then."""
+        for what, count in decision.blindness.items():
+            self._blind(what, -count)
 
     # -- restarts ---------------------------------------------------------------------------------------------------
 
@@ -610,7 +631,7 @@ class StepAssembler:
     def _replayed(self) -> StepView:
         decision = self._replays.popleft()
         self._seq = max(self._seq, decision.seq)
-        self._blindness = {}
+        self._tell(decision)
         return self._view(decision)
 
     def _is_replayable(self, decision: Decision) -> bool:
@@ -656,6 +677,9 @@ class StepAssembler:
             stints=[(life, generation, stint.attempt, stint.order) for (life, generation), stint in self._stints.items()],
             ended=self._ended,
             positions=self.positions(),
+            heard={life: seq for life, (seq, _) in self._heard.items()},
+            blindness=self._blindness,
+            num_late_rows=self.num_late_rows,
         )
         return msgspec.msgpack.encode(state)
 
@@ -665,6 +689,9 @@ class StepAssembler:
         self._seq = state.seq
         self._declared = state.declared
         self._ended = state.ended
+        self._blindness, self.num_late_rows = state.blindness, state.num_late_rows
+        self._counted = {one.number: one.closed_step for one in state.attempts}
+        self._counted_seq = state.heard
         self._lives = dict(lives)
         self._attempts = {one.number: _Attempt(one) for one in state.attempts}
         for life_id, generation, number, order in sorted(state.stints, key=lambda one: one[3]):

@@ -484,3 +484,29 @@ def test_rows_judged_equals_rows_expected(run_dir: Path) -> None:
     assert [(view.num_rows, view.num_expected) for view in ears.views] == [(run.rows_per_step, run.rows_per_step)] * 4
     assert all((view.row_logical >= 0).all() and view.present.all() for view in ears.views)
     assert np.unique(ears.views[0].row_rank).tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("has_snapshot", [False, True])
+@pytest.mark.parametrize("is_heard_before", [False, True], ids=["late while down", "late before the crash"])
+def test_late_rows_are_told_once_across_a_restart(run_dir: Path, has_snapshot: bool, is_heard_before: bool) -> None:
+    run, ears = SyntheticRun(run_dir, dp=2), Ears(run_dir)
+    run.hold(1)
+    run.write(4)
+    ears.listen()
+    if is_heard_before:
+        run.release(1)
+        ears.listen()
+    snapshot = ears.assembler.snapshot()
+    run.release(1)
+    run.write(2)
+
+    again = Ears(run_dir)
+    if has_snapshot:
+        again.follower.restore(snapshot_positions(snapshot))
+        again.assembler.restore(snapshot, again.follower.lives)
+    again.assembler.replay_decisions([] if has_snapshot else ears.decisions)
+    again.listen()
+
+    told = [one.blindness.get("late_rows", 0) for one in ears.decisions + again.decisions]
+    assert sum(told) == 2 * run.num_rows(1)
+    assert again.assembler.num_late_rows == {1: 2 * run.num_rows(1)}
