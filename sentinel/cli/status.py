@@ -15,7 +15,7 @@ from sentinel.anomaly import Incident, Severity
 from sentinel.cli.main import CLEAN, FOUND, say
 from sentinel.cli.places import find_run, runs_directory
 from sentinel.store.journal import Journal
-from sentinel.store.whereabouts import RunPaths, runs_in
+from sentinel.store.whereabouts import RunPaths, printable, runs_in
 
 
 @click.command()
@@ -40,7 +40,7 @@ def status(where: str | None, as_json: bool) -> int:
             continue
         daemon = f"judged by process {state['daemon']}" if state["daemon"] else "no daemon"
         step = "nothing judged" if state["step"] is None else f"attempt {state['attempt']}, step {state['step']} judged"
-        click.echo(f"{state['run']}: {step}; {daemon}; {state['num_anomalies']} anomalies")
+        click.echo(f"{printable(state['run'])}: {step}; {daemon}; {state['num_anomalies']} anomalies")
         for one in open_incidents:
             click.echo(
                 f"  {one['severity']:8} {one['title']} ({one['id']}), first cause: {one['root_name'] or 'unknown'}"

@@ -27,7 +27,7 @@ from sentinel.errors import SentinelError, StoreError
 from sentinel.report.pipeline import Notifier, RetryPolicy
 from sentinel.report.sinks.table import build_sinks
 from sentinel.store.disk import refuse_foreign
-from sentinel.store.whereabouts import RunPaths, is_run, runs_in, write_whole
+from sentinel.store.whereabouts import RunPaths, is_run, printable, refuse_unprintable, runs_in, write_whole
 
 log = logging.getLogger("sentinel.daemon")
 
@@ -178,23 +178,24 @@ class Daemon:
                 if run.has_alerts:
                     run.has_alerts = False
                     self._notifier.wake()
-            except SentinelError as error:
-                self._drop(name, str(error))
-            except OSError as error:
-                self._drop(name, f"{run.paths.run_dir}: {error}")
+            except Exception as error:  # whatever is wrong with one run, the others are judged on
+                self._drop(name, _why(run.paths.run_dir, error))
         return has_moved
 
     def _discover(self, now: float) -> None:
         for run_dir in [self._options.directory] if self._is_single else runs_in(self._options.directory):
-            name = run_dir.absolute().name
+            name = printable(run_dir.absolute().name)
             if name in self._runs or now < self._retry_at.get(name, 0.0):
                 continue
             try:
-                refuse_foreign(run_dir)
+                refuse_unprintable(run_dir)
+                for one in (run_dir, run_dir / "spool"):
+                    if one.exists():
+                        refuse_foreign(one)
                 paths = RunPaths.of(run_dir, self._options.state_dir)
                 run = ServedRun(paths, self._options.config, self._packs)
-            except (SentinelError, OSError) as error:
-                self._refuse(name, str(error), now)
+            except Exception as error:
+                self._refuse(name, _why(run_dir, error), now)
                 continue
             self._problems.pop(name, None)
             self._runs[name] = run
@@ -219,8 +220,11 @@ class Daemon:
             return
         self._systemd.reloading()
         outcome = self._packs.reload(time.time())
-        for run in self._runs.values():
-            run.note_reload(outcome, time.time())
+        for name, run in list(self._runs.items()):
+            try:
+                run.note_reload(outcome, time.time())
+            except SentinelError as error:
+                self._drop(name, str(error))
         self._systemd.ready()
         self.console.reloaded()
 
@@ -243,8 +247,11 @@ class Daemon:
         deadline = time.monotonic() + self._options.drain_s
         while self._turn() and time.monotonic() < deadline:
             pass
-        for run in self._runs.values():
-            run.finish(time.time(), is_over=self._options.is_owned, deadline=deadline)
+        for name, run in list(self._runs.items()):
+            try:
+                run.finish(time.time(), is_over=self._options.is_owned, deadline=deadline)
+            except Exception as error:
+                self._drop(name, _why(run.paths.run_dir, error))
         self._notifier.wake()
         waiting: Sequence[int] = ()
         while time.monotonic() < deadline:
@@ -266,3 +273,13 @@ class Daemon:
             self._ask_reload()
         else:
             self.stop()
+
+
+def _why(run_dir: Path, error: Exception) -> str:
+    """Return why a run is not served, in words; what should never happen is logged with where it did."""
+    if isinstance(error, SentinelError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{run_dir}: {error}"
+    log.error("run %s: a defect of Sentinel, please report it", run_dir.name, exc_info=error)
+    return f"{run_dir}: a defect of Sentinel, its log says where: {type(error).__name__}: {error}"

@@ -148,10 +148,17 @@ class ServedRun:
         self._lock.close()
 
     def note_reload(self, outcome: str, now: float) -> None:
-        """Judge by the rules now in use from the next decision on, and write down that they were read again."""
-        self._offer_pack()
+        """Judge by the rules now in use from the next decision on, and write down that they were read again.
+
+        SentinelError when the journal cannot be written, as of `turn`.
+        """
         problem = {"problem": self._packs.problem} if self._packs.problem else {}
-        self.journal.audit(now, "daemon", "reload", {"outcome": outcome, "pack_hash": self._packs.pack_hash, **problem})
+        details = {"outcome": outcome, "pack_hash": self._packs.pack_hash, **problem}
+        try:
+            self._offer_pack()
+            self.journal.audit(now, "daemon", "reload", details)
+        except sqlite3.Error as error:
+            raise StoreError(f"{self.paths.journal}: {error}") from error
 
     def standing(self, routes: Sequence[tuple[str, RouteConfig]]) -> list[Alert]:
         """Return the open incidents that each sink has been told of: what a keep-alive repeats after a restart."""

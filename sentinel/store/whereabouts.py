@@ -26,6 +26,21 @@ def runs_in(directory: Path) -> list[Path]:
     return [one for one in entries if not one.name.startswith(".") and not one.is_symlink() and is_run(one)]
 
 
+def printable(name: str) -> str:
+    """Return a file's name with everything escaped that is no visible character: line breaks, bytes that are not UTF-8."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in name)
+
+
+def refuse_unprintable(run_dir: Path) -> None:
+    """Raise StoreError when a run's name cannot stand in a log line, a label or JSON."""
+    name = run_dir.absolute().name
+    if not name.isprintable():
+        raise StoreError(
+            f'run name: expected visible characters in UTF-8, got "{printable(name)}"; rename the directory in '
+            f"{printable(str(run_dir.absolute().parent))}"
+        )
+
+
 @dataclass(frozen=True)
 class RunPaths:
     """The places of one run. state: the directory of its journal."""

@@ -1,0 +1,133 @@
+"""The loop over many runs: what is wrong with one of them is said, and the others are judged on."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sqlite3
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sentinel.daemon.app import Daemon, ServeOptions
+from sentinel.daemon.http import HttpConfig
+from sentinel.daemon.serving import ServedRun
+from sentinel.store.journal import Journal
+from sentinel.testing import SyntheticRun
+
+
+def write_run(directory: Path) -> None:
+    source = SyntheticRun(directory, layers=1, d_model=8, elements=8, micro_steps=1)
+    source.write(3)
+    source.end()
+    directory.chmod(0o700)
+
+
+@contextmanager
+def daemon(directory: Path) -> Iterator[Daemon]:
+    directory.chmod(0o700)
+    one = Daemon(ServeOptions(directory=directory, http=HttpConfig(port=0), drain_s=2.0), {}, io.StringIO())
+    thread = threading.Thread(target=one.run)
+    # Signal handlers belong to the main thread; here nobody sends signals.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sentinel.daemon.app.signal.signal", lambda number, handler: None)
+        thread.start()
+        try:
+            yield one
+        finally:
+            one.stop()
+            thread.join(20)
+    assert not thread.is_alive()
+
+
+def wait_for(is_so: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        found = is_so()
+        if found:
+            return found
+        time.sleep(0.02)
+    raise AssertionError("waited 20 s")
+
+
+def judged(one: Daemon) -> dict[str, int | None]:
+    return {run["run"]: run["judged_step"] for run in one.console.runs()}
+
+
+def url(directory: Path) -> str:
+    path = directory / ".daemon" / "http.json"
+    return str(wait_for(lambda: path.exists() and json.loads(path.read_text())["url"]))
+
+
+@pytest.mark.parametrize("name", [b"a\nb", b"not-utf8-\xff", b"red\x1b[31m"])
+def test_a_run_with_an_unprintable_name_is_refused_and_hides_no_other(tmp_path: Path, name: bytes) -> None:
+    write_run(tmp_path / "good")
+    strange = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+    (strange / "spool").mkdir(parents=True)
+
+    with daemon(tmp_path) as one:
+        wait_for(lambda: judged(one).get("good") == 2 and one.console.health()["problems"])
+        for path in ("/", "/metrics", "/api/v1/runs", "/healthz"):
+            with urllib.request.urlopen(url(tmp_path) + path, timeout=10) as answer:
+                body = answer.read().decode()
+        assert list(judged(one)) == ["good"]
+
+    [problem] = json.loads(body)["problems"]
+    assert "expected visible characters in UTF-8" in problem
+    assert problem.isprintable()
+
+
+def test_a_spool_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "good")
+    write_run(tmp_path / "open")
+    (tmp_path / "open" / "spool").chmod(0o777)
+
+    with daemon(tmp_path) as one:
+        wait_for(lambda: judged(one).get("good") == 2 and one.console.health()["problems"])
+        assert list(judged(one)) == ["good"]
+        [problem] = one.console.health()["problems"]
+
+    assert "open/spool: expected a directory that only its owner may write" in problem
+
+
+def test_what_breaks_one_run_leaves_the_others_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "bad")
+    write_run(tmp_path / "good")
+    turn = ServedRun.turn
+
+    def stumble(self: ServedRun, now: float) -> bool:
+        if self.name == "bad":
+            raise ValueError("never seen before")
+        return turn(self, now)
+
+    monkeypatch.setattr(ServedRun, "turn", stumble)
+    with daemon(tmp_path) as one:
+        wait_for(lambda: judged(one).get("good") == 2 and one.console.health()["problems"])
+        [problem] = one.console.health()["problems"]
+
+    assert "ValueError: never seen before" in problem
+
+
+def test_a_reload_on_a_full_disk_does_not_end_the_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "run")
+    is_full = True
+
+    def audit(self: Journal, *arguments: Any) -> None:
+        if is_full:
+            raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Journal, "audit", audit)
+    monkeypatch.setattr("sentinel.daemon.app.RETRY_RUN_S", 0.1)
+    with daemon(tmp_path) as one:
+        wait_for(lambda: judged(one).get("run") == 2)
+        assert one.console.reload()["outcome"] == "ok"
+        assert "disk is full" in one.console.health()["problems"][0]
+        is_full = False
+        wait_for(lambda: judged(one).get("run") == 2 and not one.console.health()["problems"])
