@@ -367,10 +367,12 @@ class Journal:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            # A full disk may have ended the transaction already, or left it open under a COMMIT that failed.
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
 
     def _version(self) -> int:
         row = self._row("SELECT name FROM sqlite_master WHERE name = 'meta'")

@@ -261,3 +261,40 @@ def test_a_run_is_locked_by_one(tmp_path: Path) -> None:
         RunLock(tmp_path / "state", "run x")
     first.close()
     RunLock(tmp_path / "state", "run x").close()
+
+
+def test_a_full_disk_leaves_the_journal_as_it_was_and_usable(journal: Journal) -> None:
+    journal.remember("before", "kept")
+    pages = journal._one("PRAGMA page_count")
+    journal._db.execute(f"PRAGMA max_page_count = {pages}")
+
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        journal.record([(number, "step", bytes(4096)) for number in range(1, 100)])
+
+    assert journal.last_seq == 0
+    journal._db.execute("PRAGMA max_page_count = 1000000")
+    journal.record([(1, "step", b"again")])
+    assert journal.recall("before") == "kept"
+
+
+def test_a_commit_that_fails_is_taken_back(journal: Journal) -> None:
+    class FailsAtCommit:
+        def __init__(self, db: sqlite3.Connection) -> None:
+            self._db = db
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._db, name)
+
+        def execute(self, statement: str, *values: object) -> object:
+            if statement == "COMMIT":
+                raise sqlite3.OperationalError("database or disk is full")
+            return self._db.execute(statement, *values)
+
+    db = journal._db
+    journal._db = FailsAtCommit(db)  # type: ignore[assignment]
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        journal.remember("lost", "never said")
+    journal._db = db
+
+    journal.remember("next", "works")
+    assert journal.recall("lost") is None
