@@ -23,8 +23,10 @@ STAGGER, STAGGER_AFTER = 4, 64
 """From this many residuals on, the spread is formed anew every fourth point."""
 SURE_SCORE = 2.5
 SURE_RISE = math.log(1.3)
-"""One point alone is certain at this score (20 robust sigma by default) and this rise: healthy noise, heavy-tailed
-noise of a few percent included, is nowhere near. What is less far is certain when it lasts."""
+SURE_MULTIPLE = math.log(2.0)
+"""One point alone is certain at this score (20 robust sigma by default) and this rise, or where it is anomalous at all
+(8 robust sigma) and twice the median: healthy noise, heavy-tailed noise of a few percent included, is nowhere near. What
+is less far is certain when it lasts."""
 
 
 def _spread(residuals: np.ndarray, count: np.ndarray) -> np.ndarray:
@@ -119,7 +121,7 @@ class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             score = np.where(ready, np.maximum(residual / bound, 0.0), 0.0)
 
         def explain() -> Explanation:
-            far = (score >= SURE_SCORE) & (residual >= SURE_RISE)
+            far = ((score >= SURE_SCORE) & (residual >= SURE_RISE)) | ((score >= 1.0) & (residual >= SURE_MULTIPLE))
             return center, {"direction": (score > 0).astype(np.int8), "corroborated": far}
 
         return Scores(score, explain)

@@ -13,6 +13,7 @@ from sentinel.rules.schema import Rule
 if TYPE_CHECKING:
     from sentinel.ingest.merge import LogicalTensor, StepView
 
+FORWARD_KINDS = frozenset({"activation_in", "activation", "residual", "attention"})
 GRADIENT_KINDS = frozenset({"wgrad", "wgrad_unreduced", "dgrad", "dgrad_in"})
 _LOSS_SCALE = re.compile(r"(loss|grad|amp)[._ -]?scale", re.IGNORECASE)
 

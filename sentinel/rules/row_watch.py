@@ -12,7 +12,7 @@ from sentinel.detect import SeriesDetector
 from sentinel.moments import Moments
 from sentinel.record import NONE_ID
 from sentinel.rules import wording
-from sentinel.rules.facts import GRADIENT_KINDS, is_loss_scaling, tensor_anomaly
+from sentinel.rules.facts import FORWARD_KINDS, GRADIENT_KINDS, is_loss_scaling, tensor_anomaly
 from sentinel.rules.schema import Rule
 from sentinel.rules.watch import AGREEING_TENSORS, LASTING_STEPS, Plan, Watch
 
@@ -134,6 +134,9 @@ class RowWatch(Watch):
             )
             if tensor.kind in GRADIENT_KINDS and is_loss_scaling(view):
                 severity = min(severity, Severity.WARNING, key=lambda s: s.level)
+            if tensor.kind in FORWARD_KINDS and not num_nan and not int(row["num_pos_inf"]):
+                # Attention scores before a softmax are masked with -inf by design; a -inf that does harm turns into a NaN.
+                severity = Severity.INFO
         else:
             statistic, value = self.statistic, self._raw(row)
             baseline = float(getattr(self.detector, "threshold", None) or math.nan)

@@ -60,6 +60,27 @@ def test_infinities_fire_without_a_threshold(paper_run):
     assert (anomaly.statistic, anomaly.value) == ("infs", 2.0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "field", "severity"),
+    [
+        ("activation", "num_neg_inf", Severity.INFO),
+        ("activation", "num_pos_inf", Severity.CRITICAL),
+        ("activation", "num_nan", Severity.CRITICAL),
+        ("dgrad", "num_neg_inf", Severity.CRITICAL),
+        ("wgrad", "num_neg_inf", Severity.CRITICAL),
+    ],
+)
+def test_minus_infinity_alone_in_an_activation_pages_nobody(paper_run, kind, field, severity):
+    run = paper_run([("attn.scores", kind)])
+
+    def mask(rank, rows):
+        rows[field][0], rows["count"][0] = 40, 60
+
+    (anomaly,) = Engine(load_pack()).judge(run.view(0, change=mask))
+
+    assert anomaly.severity is severity
+
+
 def test_several_rules_all_kept(paper_run, rng):
     run = paper_run(TENSORS)
     rules = [
