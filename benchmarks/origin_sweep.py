@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import json
 import os
 import subprocess
@@ -25,6 +26,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import msgspec
+import torch
 
 from sentinel.anomaly import Anomaly
 from sentinel.order.causal import leading_causes, origin
@@ -228,6 +230,7 @@ def main() -> int:
     parser.add_argument("--monitoring", choices=("on", "off", "both"), default="both")
     parser.add_argument("--every", type=int, default=1, help="take every N-th cell; default 1: all")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", action="store_true", help="write the results into benchmarks/results")
     parser.add_argument("--keep", type=Path, help="leave the run's files in this folder (one layout, one monitoring)")
     parser.add_argument("trainer", nargs="*", help="further arguments of the trainer, behind --")
     options = parser.parse_args()
@@ -247,6 +250,11 @@ def main() -> int:
             )
             for cell in one["wrong"]:
                 print(f"    {cell}")
+    if options.write:
+        path = ROOT / "benchmarks" / "results" / f"origin_sweep-{datetime.datetime.now(datetime.UTC).date()}.json"
+        path.parent.mkdir(exist_ok=True)
+        told = {"command": "python benchmarks/origin_sweep.py " + " ".join(sys.argv[1:]), "torch": torch.__version__}
+        path.write_text(json.dumps({**told, "cores": os.cpu_count(), "results": results}, indent=1) + "\n")
     return 0 if all(one["right"] == one["cells"] for one in results) else 1
 
 
