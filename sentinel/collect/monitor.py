@@ -466,6 +466,7 @@ class Monitor:
     def _replan(self) -> None:
         for chunk in self.chunks:
             chunk.plan(self.plan.wanted, self.config.black_box)
+        self._table.is_changed = True  # Sites get new places in the next forward.
 
     def _descriptor(self) -> Descriptor:
         return self._introduction.descriptor(

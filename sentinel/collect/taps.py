@@ -33,6 +33,10 @@ def in_backward() -> bool:
     return _graph_task is not None and _graph_task() >= 0
 
 
+SITE_GAP = 64
+"""Distance of two neighbouring sites in `site_pos`: room for sites that are seen first in a later forward."""
+
+
 class Recorder(Protocol):
     """What taps need of the monitor."""
 
@@ -89,7 +93,11 @@ class Chunk:
         self.had_backward = False
         self.backward_micro_step = 0
         self.generation = 0
-        self.next_pos = 0
+        self.next_pos = SITE_GAP
+        self._cursor = 0
+        """site_pos of the site that the running forward passed last."""
+        self._is_placed = False
+        """A whole forward has passed since the taps were changed: every usual site has its place."""
         self.recomputes = False
         """A forward without graph was seen inside a training forward: reentrant checkpointing."""
         self.has_trained = False
@@ -141,7 +149,7 @@ class Chunk:
                 tap = self.taps[name] = ModuleTap(self, name, module)
             tap.configure(kinds, mine)
         self.generation += 1
-        self.next_pos = 0
+        self.next_pos, self._is_placed = SITE_GAP, False
 
     def _is_training(self) -> bool:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_inference() or in_backward():
@@ -161,7 +169,7 @@ class Chunk:
                 return
             self.recorder.before_forward(self)
             self.in_forward = True
-            self._seen, self._pending = {}, []
+            self._seen, self._pending, self._cursor = {}, [], 0
             for tap in self.taps.values():
                 tap.come_last()
             own = self.taps.get("")
@@ -183,7 +191,7 @@ class Chunk:
             if tap is not None:
                 tap.take_outputs(output)
             self.settle("")
-            self.in_forward, self._seen = False, {}
+            self.in_forward, self._seen, self._is_placed = False, {}, True
             self._mark(output)
             self.recorder.after_forward(self)
         except Exception as error:
@@ -231,10 +239,19 @@ class Chunk:
         self._pending = left
 
     def place_site(self, entry: Entry) -> None:
-        """Give the site its place in forward order, at its first appearance since the taps were last changed."""
+        """Give the site its place in forward order, at its first appearance since the taps were last changed.
+
+        One that appears later (an output that is usually handed on as it is, until somebody changes it) comes right behind
+        the site before it, so that ranks which never see it agree on all others.
+        """
         if entry.generation != self.generation:
-            entry.generation, entry.site_pos = self.generation, self.next_pos
-            self.next_pos += 1
+            entry.generation = self.generation
+            if self._is_placed:
+                entry.site_pos = self._cursor + 1
+            else:
+                entry.site_pos = self.next_pos
+                self.next_pos += SITE_GAP
+        self._cursor = entry.site_pos
 
     def hook_gradient(self, tensor: torch.Tensor, entry: Entry) -> None:
         """Take the gradient of `tensor` when its backward comes, once."""

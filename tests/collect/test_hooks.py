@@ -603,3 +603,30 @@ def test_forked_child_is_disarmed(run: Path) -> None:
     assert os.waitstatus_to_exitcode(status) == 0
     assert [(end.step, end.num_micro_steps) for end in said.ends] == [(0, 1)]
     assert len(said.byes) == 1
+
+
+def test_site_seen_late_has_its_place_between_the_others(run: Path) -> None:
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = sentinel.attach(model, optimizer, {"kinds": ALL_KINDS})
+    strikes = [False]
+    # Usually the block hands its input's sum on; once its output is changed behind the head's back.
+    model.head.register_forward_hook(lambda m, i, o: o * float("nan") if strikes[0] else None)
+    model.norm.register_forward_pre_hook(lambda m, i: (i[0] * 1.0,) if strikes[0] else None)
+    for step in range(3):
+        strikes[0] = step == 2
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    monitor.detach()
+
+    said = Said(run)
+    places = [
+        {(t.kind, t.name): int(row["site_pos"]) for t, row in said.rows[step] if "activation" in t.kind} for step in (1, 2)
+    ]
+    new = set(places[1]) - set(places[0])
+
+    assert new == {("activation_in", "norm")}
+    assert all(places[1][site] == at for site, at in places[0].items() if site in places[1])
+    late = places[1]["activation_in", "norm"]
+    assert places[1]["activation", "blocks.1"] < late < places[1]["activation", "norm"] < places[1]["activation", "head"]
