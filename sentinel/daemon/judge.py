@@ -67,9 +67,12 @@ class Judge:
         """Return the verdict on one closed step. Anomaly.time is the record's."""
         found = sorted(self._engine.judge(view), key=sort_key)
         kept = truncate(found, self._max_anomalies)
+        # An end that is not written still ends its episode: its incident would stay open for ever.
+        written = {one.id for one in kept}
+        unwritten_ends = [one for one in found if one.event == "end" and one.id not in written]
         incidents = self._tracker.update(
             view.step,
-            kept,
+            [*kept, *unwritten_ends],
             attempt=view.attempt,
             time=view.time,
             is_skipped=view.is_skipped,
@@ -134,4 +137,4 @@ def truncate(anomalies: Sequence[Anomaly], most: int) -> list[Anomaly]:
 
 def _incident_config(pack: Pack) -> IncidentConfig:
     # A rule whose episodes have no end records must not keep its incidents open for ever.
-    return IncidentConfig(episode_quiet_steps=min((rule.episode_quiet_steps for rule in pack.rules), default=20))
+    return IncidentConfig(rules_without_ends=tuple(rule.name for rule in pack.rules if rule.episode_quiet_steps == 0))
