@@ -14,8 +14,8 @@ import msgspec
 from sentinel.errors import WireError
 from sentinel.messages import Bye, Descriptor, EndStep, Heartbeat
 from sentinel.version import VERSION
-from sentinel.wire.frame import NO_ATTEMPT, PROTOCOL, Frame, FrameType, Message, decode_message
-from sentinel.wire.spool import SpoolReader, parse_life_folder
+from sentinel.wire.frame import NO_ATTEMPT, PROTOCOL, Frame, FrameType, Message, decode_message, row_dtype
+from sentinel.wire.spool import SpoolReader, file_name, parse_life_folder
 
 log = logging.getLogger("sentinel.ingest")
 
@@ -203,6 +203,12 @@ class RunFollower:
         (self._behind.discard if reader.is_caught_up else self._behind.add)(folder)
         if reader.foreign:
             self._say_foreign(folder, reader)
+        if reader.num_corrupt:
+            self._say(
+                f"{folder}/corrupt",
+                f"spool {folder}: expected frames, got bytes that are none, before offset {reader.offset} of "
+                f"{file_name(reader.file_index)}; they were skipped and are counted, check this rank's disk",
+            )
         num_bytes = 1
         for frame in frames:
             if frame.file_index != begin[0]:
@@ -296,6 +302,7 @@ class RunFollower:
                 self._say(f"{folder}/undecodable", str(error))
                 return None
         if isinstance(message, Descriptor):
+            self._check_rows(folder, message)
             self._describe(life, header.layout_id, message, begin)
         elif isinstance(message, EndStep):
             life.last_step = header.step
@@ -313,6 +320,12 @@ class RunFollower:
         life.layouts[layout_id] = life.descriptor
         if len(life.layouts) > MAX_LAYOUTS:
             del life.layouts[next(key for key in life.layouts if key != layout_id)]
+
+    def _check_rows(self, folder: str, descriptor: Descriptor) -> None:
+        try:
+            row_dtype(descriptor)
+        except WireError as error:
+            self._say(f"{folder}/rows", f"{error}; its rows are left out")
 
     @staticmethod
     def _is_new(life: Life, seq: int) -> bool:

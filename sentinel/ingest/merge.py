@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import numpy as np
@@ -25,6 +25,9 @@ WEIGHT_KINDS = frozenset({"param", "wgrad", "exp_avg", "exp_avg_sq"})
 """Data-parallel ranks hold copies of these; of all else each holds its own part of the batch."""
 KEPT_APART = ("unknown", "partial", "owned")
 """Placements that nobody may merge over: each rank keeps its own series, told apart by its coordinate."""
+
+
+_Coordinates: TypeAlias = tuple[tuple[str, int], ...]
 
 
 class LogicalTensor(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,16 +95,26 @@ class Layout:
         drafts: list[dict[str, object]] = []
         ranks: list[list[int]] = []
         copies: dict[tuple[int, tuple[tuple[str, int], ...]], tuple[list[tuple[int, int]], int]] = {}
+        known_names: dict[tuple[str, int, tuple[tuple[str, str], ...]], str] = {}
         for rank, descriptor in self.descriptors.items():
             chunks = {chunk.vpp_stage: chunk for chunk in descriptor.chunks}
             coupled = _coupled_modules(descriptor)
             size = max((tensor.id for tensor in descriptor.tensors), default=-1) + 1
             to_logical = np.full(size, -1, np.int32)
             to_copy = np.full(size, -1, np.int32)
+            where: dict[tuple[bool, tuple[tuple[str, str], ...]], tuple[_Coordinates, _Coordinates]] = {}
+            map_key = tuple(descriptor.name_map.items())
             for tensor in descriptor.tensors:
                 chunk = chunks.get(tensor.chunk, ChunkInfo(vpp_stage=tensor.chunk, depth=0))
-                apart, sharded = self._coordinates(tensor, descriptor.place)
-                name = self.names.of(tensor.name, chunk.depth, descriptor.name_map)
+                # Ranks by tensors are many, their placements and names are few.
+                placed = (tensor.kind in WEIGHT_KINDS, tuple(tensor.placements.items()))
+                if placed not in where:
+                    where[placed] = self._coordinates(tensor, descriptor.place)
+                apart, sharded = where[placed]
+                name = known_names.get((tensor.name, chunk.depth, map_key))
+                if name is None:
+                    name = self.names.of(tensor.name, chunk.depth, descriptor.name_map)
+                    known_names[tensor.name, chunk.depth, map_key] = name
                 at = keys.setdefault((name, tensor.kind, apart), len(drafts))
                 if at == len(drafts):
                     draft = self._draft(tensor, chunk, descriptor, name, apart, at)
@@ -224,6 +237,11 @@ class RankStep(msgspec.Struct, frozen=True, kw_only=True):
     health: tuple[Health, ...] = ()
 
 
+def _joined(rows: Sequence[npt.NDArray[np.void]]) -> npt.NDArray[np.void]:
+    """Return the rows one behind the other. As bytes: numpy copies records field by field."""
+    return np.frombuffer(b"".join([np.ascontiguousarray(one).view(np.uint8).data for one in rows if len(one)]), ROW_DTYPE)
+
+
 class StepView:
     """All that a judge may know of one closed step."""
 
@@ -250,10 +268,8 @@ class StepView:
         """Rows that the ranks said they sent."""
         self.step_time_s: float = max((end.step_time_s for end in ends), default=0.0)
         self.health: list[tuple[int, Health]] = [(part.rank, h) for part in self.parts for h in part.health]
-        self.rows: npt.NDArray[np.void] = (
-            np.concatenate([part.rows for part in self.parts]) if self.parts else np.empty(0, ROW_DTYPE)
-        )
-        """[num_rows] ROW_DTYPE: every rank's rows, ranks in rising order."""
+        self.rows: npt.NDArray[np.void] = _joined([part.rows for part in self.parts])
+        """[num_rows] ROW_DTYPE, read only: every rank's rows, ranks in rising order."""
         self.row_rank: npt.NDArray[np.int32] = np.repeat(
             np.array([part.rank for part in self.parts], np.int32), [len(part.rows) for part in self.parts]
         )
@@ -297,8 +313,7 @@ class StepView:
     @cached_property
     def stats(self) -> npt.NDArray[np.void]:
         """[num_tensors] STATS_DTYPE: shards and micro-steps merged, replicas taken once."""
-        chosen = self._counted
-        return merge_rows(self.rows[chosen], self.row_logical[chosen], len(self.tensors))
+        return merge_rows(self.rows, np.where(self._counted, self.row_logical, -1), len(self.tensors))
 
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:

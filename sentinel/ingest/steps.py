@@ -563,7 +563,7 @@ class StepAssembler:
         return RankStep(
             rank=one.rank,
             descriptor=descriptor,
-            rows=np.concatenate(rows) if rows else np.empty(0, ROW_DTYPE),
+            rows=rows[0] if len(rows) == 1 else np.concatenate([np.empty(0, ROW_DTYPE), *rows]),
             end_step=end_step,
             time=_wall_ns(part, one.last_seq) / 1e9,
             health=health,
