@@ -51,6 +51,10 @@ class ChunkInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Local names of all modules, in order of registration."""
 
 
+MAX_TENSORS = 2**24
+"""Ids of tensors are below: tables are as long as the largest."""
+
+
 class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
     """The first frame of a life, sent again (whole) when tensors, placements or chunks change."""
 
@@ -66,6 +70,13 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
     first_step: int = 0
     layer_offset: int | None = None
     name_map: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for ids that no table of tensors can have."""
+        if self.tensors:
+            ids = [tensor.id for tensor in self.tensors]
+            if min(ids) < 0 or max(ids) >= MAX_TENSORS:
+                raise ValueError(f"tensors: expected ids in [0, {MAX_TENSORS}), got {min(ids)} to {max(ids)}")
 
 
 class EndStep(msgspec.Struct, frozen=True, kw_only=True):

@@ -235,6 +235,9 @@ def row_dtype(descriptor: Descriptor) -> np.dtype[np.void]:
     """
     names, formats, offsets = zip(*descriptor.row_fields, strict=True) if descriptor.row_fields else ((), (), ())
     try:
+        for name, form in zip(names, formats, strict=True):
+            if np.dtype(form).kind not in "iuf":
+                raise ValueError(f'{name}: expected a number, got "{form[:40]}"')
         return np.dtype(
             {"names": list(names), "formats": list(formats), "offsets": list(offsets), "itemsize": descriptor.row_bytes}
         )

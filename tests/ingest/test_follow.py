@@ -3,13 +3,14 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from sentinel.ingest.follow import Record, RunFollower
 from sentinel.messages import Bye, EndStep, Health
 from sentinel.testing import SyntheticRun
 from sentinel.wire import spool
-from sentinel.wire.frame import FrameType
+from sentinel.wire.frame import FrameType, encode_message
 
 
 def drain(follower: RunFollower, *, final: bool = False) -> list[Record]:
@@ -126,6 +127,35 @@ def test_a_flipped_bit_costs_its_frame_and_is_counted(run_dir: Path) -> None:
     assert spoken(records) == [(0, 0), (0, 1)]
     assert sum(record.frame.header.type == FrameType.ROWS for record in records) == 1
     assert (follower.num_corrupt, follower.num_lost) == (1, 1)
+
+
+def test_rubbish_in_a_spool_is_said_once_with_its_place(run_dir: Path) -> None:
+    problems: list[str] = []
+    run = SyntheticRun(run_dir)
+    run.write(1)
+    run.flip_bit(0, from_end=600)
+    run.write(1)
+    follower = RunFollower(run_dir, on_problem=problems.append)
+    drain(follower)
+    run.flip_bit(0, from_end=600)
+    run.write(1)
+    drain(follower)
+
+    assert len(problems) == 1
+    assert run.folder(0).name in problems[0]
+    assert "expected frames" in problems[0]
+
+
+def test_rows_that_cannot_be_laid_out_are_said(run_dir: Path) -> None:
+    problems: list[str] = []
+    run = SyntheticRun(run_dir)
+    strange = msgspec.structs.replace(run.descriptor(0), row_fields=(("tensor", "|O", 0),), row_bytes=8)
+    run._say(run._ranks[0], FrameType.DESCRIPTOR, encode_message(strange), -1, 0)
+    run.write(1)
+
+    assert spoken(drain(RunFollower(run_dir, on_problem=problems.append))) == [(0, 0)]
+    assert len(problems) == 1
+    assert "its rows are left out" in problems[0]
 
 
 def test_another_protocol_is_said_once_and_skipped(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import zlib
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -193,6 +195,29 @@ def test_a_descriptor_comes_back_and_lays_out_the_row(tmp_path) -> None:
     assert isinstance(frame, Frame)
     assert decode_message(frame) == descriptor
     assert row_dtype(descriptor) == ROW_DTYPE
+
+
+@pytest.mark.parametrize("form", ["|O", "<u4,<u4", "zzz", "|V8", "|S4"])
+def test_a_row_of_anything_but_numbers_is_refused(tmp_path: Path, form: str) -> None:
+    descriptor = SyntheticRun(tmp_path / "run", ranks=[]).descriptor(0)
+    strange = msgspec.structs.replace(descriptor, row_fields=(("tensor", form, 0),), row_bytes=8)
+
+    with pytest.raises(WireError, match="descriptor of rank 0: row layout"):
+        row_dtype(strange)
+
+
+@pytest.mark.parametrize("number", [-1, 2**40])
+def test_tensor_ids_that_no_table_can_have_are_refused(tmp_path: Path, number: int) -> None:
+    descriptor = SyntheticRun(tmp_path / "run", ranks=[]).descriptor(0)
+    told = msgspec.to_builtins(descriptor)
+    told["tensors"][0]["id"] = number
+    frame = scan(
+        frame_bytes(Header(type=FrameType.DESCRIPTOR, life=LIFE, run_id=1, rank=0, seq=1), msgspec.msgpack.encode(told))
+    )
+
+    assert isinstance(frame, Frame)
+    with pytest.raises(WireError, match="expected ids in"):
+        decode_message(frame)
 
 
 def test_a_newer_row_is_read_by_the_fields_that_are_known() -> None:
