@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sqlite3
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -98,6 +99,13 @@ def run_cli(arguments: Sequence[str] | None = None) -> int:
         # Whoever read our output left; Python must not complain about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLEAN
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        say(f"{where}{error.strerror or error}")
+        return FOUND
+    except sqlite3.Error as error:
+        say(f"journal: {error}")
+        return FOUND
     return result if isinstance(result, int) else CLEAN
 
 

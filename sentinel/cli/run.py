@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ from sentinel.cli.child import Child
 from sentinel.cli.companion import Companion
 from sentinel.cli.main import FOUND, say
 from sentinel.cli.places import run_name, runs_directory
+from sentinel.errors import ConfigError
 from sentinel.store.disk import refuse_foreign
 
 POLL_S = 0.05
@@ -72,12 +75,14 @@ def run(
     """
     home = runs_directory(directory)
     name = run_name(name)
+    # Mistakes are found before the training starts, not by a daemon that dies beside it, nor when it is over.
+    _check(packs, config, listen, report_file)
+    if shutil.which(command[0]) is None:
+        raise ConfigError(f'command "{command[0]}": expected a program that we may run, found none')
     run_dir = home / name
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     (run_dir / "spool").mkdir(mode=0o700, parents=True, exist_ok=True)
     refuse_foreign(run_dir)
-    # Mistakes are found before the training starts, not by a daemon that dies beside it.
-    _check(packs, config, listen)
 
     arguments = [str(run_dir), "--owned", "--listen", listen]
     for pack in packs:
@@ -114,7 +119,7 @@ def run(
         for line in report_lines(report):
             say(line)
     if report_file:
-        Path(report_file).write_text(json.dumps(report, indent=2) + "\n", "utf-8")
+        _write_report(Path(report_file), report)
     if code == 0 and fail_on is not None and _worst(report) >= Severity(fail_on).level:
         return FOUND
     return code
@@ -127,8 +132,9 @@ def make_report(run_dir: Path, exit_code: int, is_drained: bool) -> dict[str, An
     decode = msgspec.json.Decoder(Incident).decode
     if path.exists():
         for line in path.read_bytes().splitlines():
-            incident = decode(line)
-            newest[incident.id] = incident
+            with contextlib.suppress(msgspec.DecodeError):  # a line that a daemon was killed in; the journal has it whole
+                incident = decode(line)
+                newest[incident.id] = incident
     num_anomalies = sum(
         chunk.count(b"\n") for file in sorted((run_dir / "anomalies").glob("*.jsonl")) for chunk in _chunks(file)
     )
@@ -160,7 +166,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _check(packs: Sequence[str], config: str | None, listen: str) -> None:
+def _check(packs: Sequence[str], config: str | None, listen: str, report_file: str | None) -> None:
     from sentinel.daemon.config import load_config
     from sentinel.daemon.http import HttpConfig
     from sentinel.daemon.packs import RulePacks
@@ -168,6 +174,17 @@ def _check(packs: Sequence[str], config: str | None, listen: str) -> None:
     HttpConfig.parse(listen)
     load_config(Path(config) if config else None)
     RulePacks(packs).load()
+    if report_file and (Path(report_file).is_dir() or not os.access(Path(report_file).absolute().parent, os.W_OK)):
+        raise ConfigError(f'--report "{report_file}": expected a file in a directory that we may write, found none')
+
+
+def _write_report(path: Path, report: dict[str, Any]) -> None:
+    text = json.dumps(report, indent=2) + "\n"
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        # The command's exit code matters more than our report; what it says is in the run's files too.
+        say(f"the report could not be written: {path}: {error.strerror or error}; see {report['directory']}")
 
 
 def _worst(report: dict[str, Any]) -> int:

@@ -118,7 +118,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def parse(cls, listen: str, **others: Any) -> HttpConfig:
         """Return the configuration for `HOST:PORT` (`127.0.0.1:9464`, `[::1]:0`, `:9464` for loopback)."""
         host, colon, port = listen.rpartition(":")
-        if not colon or not port.isdigit():
+        if not colon or not (port.isascii() and port.isdigit()):
             raise ConfigError(f'http.listen must be HOST:PORT, got "{listen}"; for a free port write 127.0.0.1:0')
         return cls(host=host.strip("[]") or "127.0.0.1", port=int(port), **others)
 
@@ -297,7 +297,7 @@ def make_app(console: Console, gate: Gate) -> Starlette:
         text = request.query_params.get(name)
         if text is None:
             return otherwise
-        if not text.isdigit() or len(text) > 18:
+        if not (text.isascii() and text.isdigit()) or len(text) > 18:
             raise ValueError(f'{name} must be a whole number, got "{text[:40]}"')
         return min(int(text), most)
 

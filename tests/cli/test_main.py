@@ -38,6 +38,34 @@ def test_bad_usage_is_2_and_said_on_stderr(arguments: list[str], capsys: pytest.
     assert captured.err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--report", "/no/such/directory/report.json", "--", "true"],
+        ["--listen", "127.0.0.1:²", "--", "true"],
+        ["--", "no-such-program"],
+        ["--name", "../x", "--", "true"],
+    ],
+)
+def test_mistakes_are_found_before_the_command_runs_and_leave_no_run(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_cli(["run", "--dir", str(tmp_path), *arguments]) == 2
+    assert capsys.readouterr().err.startswith("sentinel: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_says_no_is_a_message_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(["run", "--dir", "/dev/null/runs", "--", "true"]) == 1
+    assert "/dev/null/runs: Not a directory" in capsys.readouterr().err
+
+
+def test_a_torn_line_of_incidents_does_not_cost_the_report(tmp_path: Path) -> None:
+    (tmp_path / "incidents.jsonl").write_bytes(b'{"id":"i1","rev')
+
+    assert make_report(tmp_path, 0, True)["incidents"] == []
+
+
 def test_the_nearest_verb_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     run_cli(["srve"])
 
