@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -35,7 +36,6 @@ from sentinel.collect.structure import read_structure, unwrap
 from sentinel.collect.taps import Chunk
 from sentinel.collect.tensors import Entry, TensorTable
 from sentinel.collect.topology import Topology
-from sentinel.command import Command
 from sentinel.errors import ConfigError
 from sentinel.messages import Ack, Descriptor, EndStep, Heartbeat
 from sentinel.place import Place
@@ -118,7 +118,7 @@ class Monitor:
         self._handover = Handover(
             attempt.directory, life=life, run=attempt.run, attempt=attempt.attempt, rank=self.place.rank,
             max_bytes=config.spool.max_bytes, file_bytes=config.spool.file_bytes, descriptor=self._descriptor(),
-            position=self._position, on_command=self._command_arrived, on_refused=self._command_refused,
+            position=self._position, on_command=self.orders.receive, on_refused=self._command_refused,
         )  # fmt: skip
         atexit.register(self._at_exit)
         _living.add(self)
@@ -142,11 +142,11 @@ class Monitor:
 
         Called before the next step begins (its first training forward, or `monitor.step()`), they belong to this one.
         """
-        try:
-            for name, value in scalars.items():
+        for name, value in scalars.items():
+            try:
                 self._scalars.note(name, value)
-        except Exception as error:
-            self.guard("log", error)
+            except Exception as error:
+                self.guard(f"log({name[:64]}=...)", error)
 
     def step(self) -> None:
         """End the current step here and now; from then on only this ends steps."""
@@ -360,12 +360,6 @@ class Monitor:
         if self.is_alive and not self._clips:
             self._note_versions()
 
-    def _command_arrived(self, command: Command) -> None:
-        """On the writer thread: answer at once, obey between steps."""
-        answer = self.orders.receive(command)
-        if answer is not None:
-            self.acknowledge(answer)
-
     def _command_refused(self, reason: str) -> None:
         self.recording.tell("command_refused", reason, reason[:60])
 
@@ -432,6 +426,9 @@ class Monitor:
         full = recording.swap()
         if full is None:
             self._handover.count_dropped(end.num_rows)
+            if descriptor is not None:
+                self._handover.post(descriptor)
+            self._handover.post(msgspec.structs.replace(end, num_rows=0))  # The rank has spoken: nobody waits for it.
             recording.tell("rows_dropped", f"step {end.step}: every row buffer is still on its way to the spool")
         else:
             full.begin_copy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,12 +24,19 @@ class Scalars:
     def note(self, name: str, value: Any) -> None:
         """Take a number, or a tensor of one element, which is copied and not synchronised; None is nothing.
 
-        ValueError for a tensor of several elements, TypeError or ValueError for what is no number.
+        ValueError, with the name, for what is no number; a number beyond all floats is an infinity.
         """
         if isinstance(value, torch.Tensor):
-            self._values[name] = _on_its_way(value.detach())
+            self._values[name] = _on_its_way(name, value.detach())
         elif value is not None:
-            self._values[name] = float(value)
+            try:
+                self._values[name] = float(value)
+            except OverflowError:
+                self._values[name] = math.inf if value > 0 else -math.inf
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"monitor.log({name}=...): expected a number or a tensor of one element, got {_brief(value)}"
+                ) from None
 
     def note_total_norm(self, norm: torch.Tensor) -> None:
         """Take the norm that clipping used: the step's `grad_norm`, unless the trainer logs its own."""
@@ -52,11 +60,17 @@ def resolver(rows: StepRows, scalars: Mapping[str, Any]) -> Callable[[], Mapping
     return prepare
 
 
-def _on_its_way(value: torch.Tensor) -> torch.Tensor:
+def _brief(value: Any) -> str:
+    return f"{type(value).__name__} {value!r}"[:80]
+
+
+def _on_its_way(name: str, value: torch.Tensor) -> torch.Tensor:
     """Return a copy on the host, or a pinned one on its way there."""
     value = getattr(value, "_local_tensor", value)
     if value.numel() != 1:
-        raise ValueError(f"log expects scalars, got a tensor of shape {tuple(value.shape)}")
+        raise ValueError(f"monitor.log({name}=...): expected one element, got a tensor of shape {tuple(value.shape)}")
+    if value.is_complex():
+        raise ValueError(f"monitor.log({name}=...): expected a real number, got a tensor of {value.dtype}")
     if value.device.type == "cpu":
         return value.to(torch.float64, copy=True)
     pinned = torch.empty((), dtype=torch.float64, pin_memory=True)
