@@ -114,6 +114,19 @@ def write_slowly(run_dir: Path, num_steps: int, pause_s: float) -> None:
     recording.bye(num_steps - 1)
 
 
+def wait_for_moment(run_dir: Path, num_steps: int, kills_left: int, rng: random.Random) -> None:
+    """Return at a random moment: while it starts, one time in four; else after a random share of the steps that are left."""
+    if rng.random() < 0.25:
+        time.sleep(rng.uniform(0.0, 0.8))
+        return
+    made = progress(run_dir)[0]
+    target = made + rng.randint(1, max(1, 2 * (num_steps - made) // kills_left))
+    deadline = time.monotonic() + 3.0
+    while progress(run_dir)[0] < min(target, num_steps) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    time.sleep(rng.uniform(0.0, 0.01))
+
+
 def campaign(
     where: Path, num_kills: int, rng: random.Random, *, num_steps: int = 300, is_live: bool = False
 ) -> Outcome:
@@ -128,16 +141,15 @@ def campaign(
     if is_live:
         disturbed.mkdir(mode=0o700, parents=True)
         (disturbed / "spool").mkdir(mode=0o700)
-        pause_s = num_kills * 0.8 / num_steps
+        pause_s = num_kills * 0.7 / num_steps
         writer = multiprocessing.get_context("spawn").Process(target=write_slowly, args=(disturbed, num_steps, pause_s))
         writer.start()
     else:
         record(disturbed, num_steps, **FAULTS)
     num_hit = 0
-    for _ in range(num_kills):
+    for number in range(num_kills):
         process = serve(disturbed, config)
-        # From before it opens the journal to well into judging: starting takes about half a second.
-        time.sleep(rng.uniform(0.3, 1.1))
+        wait_for_moment(disturbed, num_steps, num_kills - number, rng)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         made, judged = progress(disturbed)

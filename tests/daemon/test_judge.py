@@ -1,98 +1,117 @@
-"""The judge: caps after ordering, incidents that end, state that goes on."""
+"""The judge: pure, ordered, capped after ordering, and the same after a snapshot."""
 
 from __future__ import annotations
 
-import numpy as np
+import random
+
+import msgspec
 import pytest
 
-from sentinel.daemon.judge import Judge, truncate
-from sentinel.ingest.merge import Layout, RankStep, StepView
-from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
-from sentinel.moments import EMPTY
-from sentinel.place import Place
-from sentinel.record import NONE_ID, ROW_DTYPE, Kind
+from sentinel.anomaly import Anomaly, Severity
+from sentinel.daemon.judge import Judge, Verdict, truncate
+from sentinel.ingest.follow import RunFollower
+from sentinel.ingest.merge import StepView
+from sentinel.ingest.steps import StepAssembler
+from sentinel.order.causal import sort_key
 from sentinel.rules.loader import load_pack
+from sentinel.testing import LossSpike, Nan, SyntheticRun
 
-NUM_TENSORS = 40
+
+@pytest.fixture(scope="module")
+def views(tmp_path_factory: pytest.TempPathFactory) -> list[StepView]:
+    source = SyntheticRun(tmp_path_factory.mktemp("runs") / "run", pp=2, dp=2, layers=4, d_model=16, elements=8)
+    source.plant(Nan(step=12, module="layers.2"), LossSpike(step=40)).write(50)
+    source.end()
+    follower = RunFollower(source.directory)
+    assembler = StepAssembler("run", on_decision=lambda decision: None)
+    found: list[StepView] = []
+    while records := follower.poll(final=True):
+        assembler.take(records, 0.0)
+        found += assembler.close(0.0, follower.behind)
+    return found
 
 
-@pytest.fixture
-def layout():
-    tensors = tuple(
-        TensorInfo(id=at, name=f"layers.{at}.w", kind="wgrad", shape=(10,), site_pos=at) for at in range(NUM_TENSORS)
-    )
-    return Layout(
-        {
-            0: Descriptor(
-                version="1", place=Place(), chunks=(ChunkInfo(vpp_stage=0, depth=0),), tensors=tensors, row_fields=(),
-                row_bytes=ROW_DTYPE.itemsize,
-            )
-        }
+def judge_all(judge: Judge, views: list[StepView]) -> list[Verdict]:
+    verdicts = []
+    for view in views:
+        assert view.decision is not None
+        verdicts.append(judge.judge(view.decision, view))
+    return verdicts
+
+
+def test_the_same_steps_give_the_same_verdicts(views: list[StepView]) -> None:
+    first, second = (judge_all(Judge(load_pack()), views) for _ in range(2))
+
+    assert msgspec.json.encode(first) == msgspec.json.encode(second)
+    assert sum(len(one.anomalies) for one in first) > 10
+    assert any(one.proposal is not None for one in first)
+
+
+@pytest.mark.parametrize("at", [1, 13, 25, 41])
+def test_a_restored_judge_goes_on_as_the_other_would(views: list[StepView], at: int) -> None:
+    whole = judge_all(Judge(load_pack()), views)
+    former = Judge(load_pack())
+    judge_all(former, views[:at])
+
+    later = Judge(load_pack())
+    later.restore(former.snapshot())
+
+    assert msgspec.json.encode(judge_all(later, views[at:])) == msgspec.json.encode(whole[at:])
+    assert later.snapshot() == later.snapshot()
+
+
+def test_anomalies_come_in_total_order_with_the_records_time(views: list[StepView]) -> None:
+    for view, verdict in zip(views, judge_all(Judge(load_pack()), views), strict=True):
+        assert list(verdict.anomalies) == sorted(verdict.anomalies, key=sort_key)
+        times = {part.time for part in view.parts}
+        assert all(min(times) <= one.time <= max(times) for one in verdict.anomalies)
+
+
+def test_the_same_rules_again_change_nothing(views: list[StepView]) -> None:
+    whole = judge_all(Judge(load_pack()), views)
+    judge = Judge(load_pack())
+
+    found = judge_all(judge, views[:20])
+    judge.reload(load_pack())
+
+    assert msgspec.json.encode(found + judge_all(judge, views[20:])) == msgspec.json.encode(whole)
+
+
+def anomaly(number: int, severity: Severity) -> Anomaly:
+    return Anomaly(
+        id=f"{number:016x}", run="r", attempt=0, rank=number % 4, step=3, micro_step=0, pp_stage=0, vpp_stage=0,
+        call_id=number, tag_name=f"layers.{number}", kind="activation", statistic="norm", rule="x", detector="X",
+        severity=severity, value=1.0, time=float(number),
     )  # fmt: skip
 
 
-def view(layout, step, num_bad):
-    rows = np.zeros(NUM_TENSORS, ROW_DTYPE)
-    for name in EMPTY.dtype.names:
-        rows[name] = EMPTY[name]
-    rows["tensor"] = rows["call_id"] = rows["site_pos"] = np.arange(NUM_TENSORS)
-    rows["kind"], rows["micro_step"], rows["num_folded"] = int(Kind.WGRAD), -1, 1
-    rows["bad_call_id"], rows["bad_micro_step"] = NONE_ID, -1
-    rows["count"], rows["m2"] = 10, 10.0
-    rows["num_nan"][:num_bad] = 1
-    end = EndStep(step=step, num_rows=NUM_TENSORS, num_calls=NUM_TENSORS)
-    part = RankStep(rank=0, descriptor=layout.descriptors[0], rows=rows, end_step=end, time=float(step))
-    return StepView(run="r", attempt=0, step=step, layout=layout, parts=[part])
+def test_a_cap_applies_after_ordering_and_hides_nothing_worse() -> None:
+    flood = [anomaly(number, Severity.INFO) for number in range(50)]
+    flood[47] = anomaly(47, Severity.CRITICAL)
+
+    *kept, note = truncate(flood, 10)
+
+    assert [one.call_id for one in kept] == [*range(9), 47]
+    assert (note.event, note.count, note.rule, note.severity) == ("truncated", 40, "truncated", Severity.INFO)
+    assert note.time == 49.0
+    assert "40 more anomalies of step 3 were not written" in note.message
 
 
-def test_the_cap_comes_after_the_order_and_counts_what_it_left_out(layout):
-    everything = Judge(load_pack()).judge(None, view(layout, 0, NUM_TENSORS)).anomalies
+def test_nothing_is_said_when_nothing_is_left_out() -> None:
+    few = [anomaly(number, Severity.INFO) for number in range(10)]
+    random.Random(0).shuffle(few)
 
-    written = Judge(load_pack(), max_anomalies=5).judge(None, view(layout, 0, NUM_TENSORS)).anomalies
-
-    assert len(everything) == NUM_TENSORS
-    assert written[:5] == everything[:5]
-    assert (written[5].event, written[5].count) == ("truncated", NUM_TENSORS - 5)
+    assert truncate(few, 10) == few
+    assert truncate([], 10) == []
 
 
-def test_an_incident_ends_although_its_ends_were_not_written(layout):
-    judge = Judge(load_pack(), max_anomalies=5)
-    judge.judge(None, view(layout, 0, NUM_TENSORS))
-    states = []
-    for step in range(1, 60):
-        states += [incident.state for incident in judge.judge(None, view(layout, step, 0)).incidents]
+def test_a_capped_step_has_one_truncated_record(views: list[StepView]) -> None:
+    verdicts = judge_all(Judge(load_pack(), max_anomalies=3), views)
 
-    assert states[-1] == "resolved"
-    assert not judge.open_incidents
-
-
-def test_one_rule_without_ends_does_not_stop_the_waiting_for_others(layout, tmp_path):
-    pack = tmp_path / "pack.yaml"
-    pack.write_text(
-        "rules:\n- {name: brief, detector: AnomalyNan, match: {kind: activation}, episode_quiet_steps: 0}\n"
-    )
-    judge = Judge(load_pack([pack]))
-    judge.judge(None, view(layout, 0, 1))
-    states = {}
-    for step in range(1, 60):
-        for incident in judge.judge(None, view(layout, step, 1 if step < 30 else 0)).incidents:
-            states[step] = incident.state
-
-    # The fault goes on for 30 steps without a new onset: it is not quiet.
-    assert [step for step, state in states.items() if state == "resolved"] >= [49]
-
-
-def test_state_goes_on_where_it_was_taken(layout):
-    one, other = Judge(load_pack()), Judge(load_pack())
-    for step in range(5):
-        one.judge(None, view(layout, step, step % 3))
-    other.restore(one.snapshot())
-
-    for step in range(5, 40):
-        assert one.judge(None, view(layout, step, step % 4)) == other.judge(None, view(layout, step, step % 4))
-
-
-def test_truncate_keeps_what_is_few(layout):
-    few = Judge(load_pack()).judge(None, view(layout, 0, 3)).anomalies
-
-    assert truncate(few, 3) == list(few)
+    for verdict in verdicts:
+        *kept, last = verdict.anomalies or (None,)
+        if last is not None and last.event == "truncated":
+            assert len(kept) == 3
+        assert sum(one.event == "truncated" for one in verdict.anomalies) <= 1
+        assert len(verdict.anomalies) <= 4
+    assert any(one.event == "truncated" for verdict in verdicts for one in verdict.anomalies)

@@ -14,11 +14,11 @@ from kill9 import campaign
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("is_live", "num_kills"), [(False, 30), (True, 20)], ids=["recorded", "while a writer writes"])
+@pytest.mark.parametrize(("is_live", "num_kills"), [(False, 28), (True, 22)], ids=["recorded", "while a writer writes"])
 def test_kill_9_loses_nothing(tmp_path: Path, is_live: bool, num_kills: int) -> None:
     outcome = campaign(tmp_path, num_kills, random.Random(7), is_live=is_live)
 
     assert outcome.differences == []
     assert outcome.num_kills == num_kills
     assert outcome.num_anomalies > 10
-    assert outcome.num_hit >= 5
+    assert outcome.num_hit >= 3
