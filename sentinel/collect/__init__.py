@@ -70,10 +70,13 @@ def attach(
             models, optimizers, settings, Topology(environment, place), attempt, life,
             grad_acc_steps=grad_acc_steps, first_step=first_step,
         )  # fmt: skip
-    except (OSError, SentinelError, RuntimeError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    except (OSError, SentinelError) as error:
         return Unmeasured(str(error))
+    except Exception as error:  # The trainer never dies for Sentinel: a model that nobody foresaw trains unmeasured.
+        log.warning("sentinel: attach failed", exc_info=True)
+        return Unmeasured(f"{type(error).__name__}: {error}")
     for one in models:
         _attached[unwrap(one)] = monitor
     return monitor

@@ -99,27 +99,12 @@ class Monitor:
         self._clip_watch = ClipWatch(self._before_clip, self._before_clip_by_value)
         self._pipeline_watch = PipelineWatch(self._stage_seen, self._gradients_scaled)
         self.chunks: list[Chunk] = []
-        self._locate()
-        for position, model in enumerate(models):
-            root = unwrap(model)
-            vpp_stage = topology.vpp_stage(model, position)
-            chunk = Chunk(self, root, read_structure(root, config.blocks), vpp_stage, 0)
-            chunk.install()
-            self.chunks.append(chunk)
-        self._introduction.set_depths(self.chunks)
-        self._replan()
-        self.parameters.refresh(self.chunks)
-        zeroed: dict[int, nn.Module] = {id(m): m for model in models for m in (model, unwrap(model))}
-        self.boundary.watch(optimizers, list(zeroed.values()))
-        if not optimizers:
-            self.boundary.adopt(one.param for one in self.parameters.all)
-        self._clip_watch.install()
-        self._pipeline_watch.install()
-        self._handover = Handover(
-            attempt.directory, life=life, run=attempt.run, attempt=attempt.attempt, rank=self.place.rank,
-            max_bytes=config.spool.max_bytes, file_bytes=config.spool.file_bytes, descriptor=self._descriptor(),
-            position=self._position, on_command=self.orders.receive, on_refused=self._command_refused,
-        )  # fmt: skip
+        try:
+            self._install(models, optimizers)
+            self._handover = self._begin_life(attempt, life)
+        except BaseException:
+            self._uninstall()  # A model that cannot be watched is left as it was.
+            raise
         atexit.register(self._at_exit)
         _living.add(self)
         # A process made by multiprocessing's fork never runs atexit.
@@ -129,6 +114,39 @@ class Monitor:
             attempt.run, attempt.attempt, self.place.rank, len(self.parameters.all), self.recording.kernel.name,
             self.boundary.name,
         )  # fmt: skip
+
+    def _install(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
+        """Find out where this rank stands, and put every hook on."""
+        self._locate()
+        for position, model in enumerate(models):
+            root = unwrap(model)
+            vpp_stage = self._introduction.topology.vpp_stage(model, position)
+            chunk = Chunk(self, root, read_structure(root, self.config.blocks), vpp_stage, 0)
+            self.chunks.append(chunk)
+            chunk.install()
+        self._introduction.set_depths(self.chunks)
+        self._replan()
+        self.parameters.refresh(self.chunks)
+        zeroed: dict[int, nn.Module] = {id(m): m for model in models for m in (model, unwrap(model))}
+        self.boundary.watch(optimizers, list(zeroed.values()))
+        if not optimizers:
+            self.boundary.adopt(one.param for one in self.parameters.all)
+        self._clip_watch.install()
+        self._pipeline_watch.install()
+
+    def _begin_life(self, attempt: Attempt, life: bytes) -> Handover:
+        spool = self.config.spool
+        return Handover(
+            attempt.directory, life=life, run=attempt.run, attempt=attempt.attempt, rank=self.place.rank,
+            max_bytes=spool.max_bytes, file_bytes=spool.file_bytes, descriptor=self._descriptor(),
+            position=self._position, on_command=self.orders.receive, on_refused=self._command_refused,
+        )  # fmt: skip
+
+    def _uninstall(self) -> None:
+        for undo in (self.boundary.remove, self._clip_watch.remove, self._pipeline_watch.remove):
+            undo()
+        for chunk in self.chunks:
+            chunk.remove()
 
     @property
     def place(self) -> Place:
@@ -497,10 +515,7 @@ class Monitor:
         except Exception as error:
             self.guard("close", error)
         self.is_alive = False
-        for undo in (self.boundary.remove, self._clip_watch.remove, self._pipeline_watch.remove):
-            undo()
-        for chunk in self.chunks:
-            chunk.remove()
+        self._uninstall()
         self._handover.close(reason, timeout_s=5.0, health=self.recording.take_health())
         atexit.unregister(self._at_exit)
         self._finalizer.cancel()

@@ -630,3 +630,20 @@ def test_site_seen_late_has_its_place_between_the_others(run: Path) -> None:
     assert all(places[1][site] == at for site, at in places[0].items() if site in places[1])
     late = places[1]["activation_in", "norm"]
     assert places[1]["activation", "blocks.1"] < late < places[1]["activation", "norm"] < places[1]["activation", "head"]
+
+
+def test_attach_that_fails_leaves_the_model_as_it_was(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def explode(self: Any) -> None:
+        raise TypeError("no such thing")
+
+    monkeypatch.setattr("sentinel.collect.clipping.ClipWatch.install", explode)
+    monitor = sentinel.attach(model, optimizer)
+    losses = train(model)
+
+    assert len(losses) == 3
+    assert not monitor.is_alive
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert "zero_grad" not in vars(optimizer)
