@@ -29,18 +29,18 @@ class Child:
         self._former: dict[int, object] = {}
         # Handlers first: a signal between start and handler would end us and leave the child alone.
         self.pid = 0
+        self._early: list[int] = []
         for number in FORWARDED:
             if signal.getsignal(number) is signal.SIG_IGN and number == signal.SIGHUP:
                 continue  # nohup
             self._former[number] = signal.signal(number, self._forward)
-        self._early: list[int] = []
         try:
             self.pid = _spawn(command, environment, self._terminal)
         except OSError as error:
             self._restore()
             raise ConfigError(f'command "{command[0]}": {error.strerror or error}') from error
-        for number in self._early:
-            self._send(number)
+        for early in self._early:
+            self._send(early)
 
     def poll(self) -> int | None:
         """Return the exit code if it ended, else None. Never waits; passes a stop (Ctrl-Z) on to our own group."""

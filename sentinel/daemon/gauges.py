@@ -13,8 +13,8 @@ from sentinel.anomaly import Anomaly, Incident
 from sentinel.report.metrics import NormAggregate, RunMetrics
 
 if TYPE_CHECKING:
-    from sentinel.ingest.merge import StepView
-    from sentinel.ingest.steps import Decision
+    from sentinel.ingest.decision import Decision
+    from sentinel.ingest.merge import Layout, StepView
 
 RECENT_POINTS = 2000
 """Newest values kept of each scalar, for the page and the API (chosen)."""
@@ -30,7 +30,10 @@ class RunGauges:
         self._health: Counter[str] = Counter()
         self.late: tuple[int, ...] = ()
         """Ranks that the newest judged step was closed without, because they were late."""
-        self._bad: dict[tuple[int, str], list[int]] = {}
+        self._bad: dict[tuple[int, str], tuple[int, int]] = {}
+        """(pipeline stage, kind) -> (NaN elements, infinite elements) so far."""
+        self._layout: Layout | None = None
+        self._groups: dict[tuple[int, str], np.ndarray] = {}
         self._recent: dict[str, deque[tuple[int, int, float]]] = {}
 
     def take_step(self, decision: Decision, view: StepView, anomalies: Iterable[Anomaly], *, is_new: bool) -> None:
@@ -78,19 +81,14 @@ class RunGauges:
 
     def take_norms(self, view: StepView) -> None:
         """Aggregate the norms of the newest judged step, by pipeline stage and kind; once a batch of steps is enough."""
-        groups: dict[tuple[int, str], list[int]] = {}
-        present = view.present
-        for tensor in view.tensors:
-            if present[tensor.index]:
-                groups.setdefault((tensor.pp_stage, tensor.kind), []).append(tensor.index)
-        if not groups:
-            return
         norms = view.moments.statistic("norm")
+        is_there = view.present & np.isfinite(norms)
         shown = []
-        for (stage, kind), at in sorted(groups.items()):
-            values = norms[at]
-            values = values[np.isfinite(values)]
-            bad = self._bad.setdefault((stage, kind), [0, 0])
+        for (stage, kind), at in self._groups_of(view).items():
+            values = norms[at[is_there[at]]]
+            num_nan, num_inf = self._bad.get((stage, kind), (0, 0))
+            if not len(values) and not num_nan and not num_inf:
+                continue
             shown.append(
                 NormAggregate(
                     pp_stage=stage,
@@ -98,23 +96,35 @@ class RunGauges:
                     min=float(values.min()) if len(values) else 0.0,
                     mean=float(values.mean()) if len(values) else 0.0,
                     max=float(values.max()) if len(values) else 0.0,
-                    num_nan_total=bad[0],
-                    num_inf_total=bad[1],
+                    num_nan_total=num_nan,
+                    num_inf_total=num_inf,
                 )
             )
         self.metrics.norms = tuple(shown)
 
+    def _groups_of(self, view: StepView) -> dict[tuple[int, str], np.ndarray]:
+        """Return (pipeline stage, kind) -> indices of its tensors; the same layout is asked for every step."""
+        if self._layout is not view.layout:
+            groups: dict[tuple[int, str], list[int]] = {}
+            for tensor in view.tensors:
+                groups.setdefault((tensor.pp_stage, tensor.kind), []).append(tensor.index)
+            self._layout = view.layout
+            self._groups = {key: np.array(at, np.int64) for key, at in sorted(groups.items())}
+        return self._groups
+
     def _take_bad(self, view: StepView) -> None:
         """Count the non-finite elements of a step."""
-        for at in view.bad_rows:
-            logical = int(view.row_logical[at])
-            if logical < 0:
-                continue
-            tensor = view.tensors[logical]
-            row = view.rows[at]
-            bad = self._bad.setdefault((tensor.pp_stage, tensor.kind), [0, 0])
-            bad[0] += int(row["num_nan"])
-            bad[1] += int(row["num_pos_inf"]) + int(row["num_neg_inf"])
+        bad = view.bad_rows
+        bad = bad[view.row_logical[bad] >= 0]
+        if not len(bad):
+            return
+        num_nan, num_inf = np.zeros(len(view.tensors), np.int64), np.zeros(len(view.tensors), np.int64)
+        rows, logical = view.rows[bad], view.row_logical[bad]
+        np.add.at(num_nan, logical, rows["num_nan"])
+        np.add.at(num_inf, logical, rows["num_pos_inf"] + rows["num_neg_inf"])
+        for key, at in self._groups_of(view).items():
+            nans, infs = self._bad.get(key, (0, 0))
+            self._bad[key] = (nans + int(num_nan[at].sum()), infs + int(num_inf[at].sum()))
 
     def take_incidents(self, incidents: Iterable[Incident]) -> None:
         """Show which incidents are open."""
