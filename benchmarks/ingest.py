@@ -17,8 +17,9 @@ from pathlib import Path
 
 import msgspec
 
+from sentinel.ingest.decision import Decision
 from sentinel.ingest.follow import RunFollower
-from sentinel.ingest.steps import Decision, StepAssembler
+from sentinel.ingest.steps import StepAssembler
 from sentinel.testing import SyntheticRun
 
 

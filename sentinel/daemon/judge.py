@@ -17,8 +17,8 @@ from sentinel.order.incidents import IncidentConfig, IncidentTracker
 from sentinel.rules.engine import Engine
 
 if TYPE_CHECKING:
+    from sentinel.ingest.decision import Decision
     from sentinel.ingest.merge import StepView
-    from sentinel.ingest.steps import Decision
     from sentinel.rules.schema import Pack
 
 MAX_ANOMALIES_PER_STEP = 1000

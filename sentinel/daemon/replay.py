@@ -12,9 +12,10 @@ from sentinel.daemon.config import JudgingConfig
 from sentinel.daemon.judge import Judge
 from sentinel.daemon.packs import decode_pack
 from sentinel.errors import StoreError
+from sentinel.ingest.decision import Decision
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.merge import StepView
-from sentinel.ingest.steps import Decision, StepAssembler
+from sentinel.ingest.steps import StepAssembler
 from sentinel.report.files import AppendLog, anomaly_line, json_line
 from sentinel.rules.schema import Pack
 from sentinel.store.journal import Journal

@@ -26,9 +26,10 @@ from sentinel.daemon.gauges import RunGauges
 from sentinel.daemon.judge import Judge, Verdict
 from sentinel.daemon.packs import RulePacks, decode_pack, encode_pack
 from sentinel.errors import SentinelError, StoreError
+from sentinel.ingest.decision import Decision
 from sentinel.ingest.follow import Position, Record, RunFollower
 from sentinel.ingest.merge import StepView
-from sentinel.ingest.steps import Decision, StepAssembler, snapshot_positions
+from sentinel.ingest.steps import StepAssembler, snapshot_positions
 from sentinel.messages import Ack
 from sentinel.report.alert import Alert, RouteConfig, alerts_for, standing
 from sentinel.report.files import AppendLog, LogPosition, anomaly_line, json_line

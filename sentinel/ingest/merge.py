@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from sentinel.ingest.decision import Decision
 from sentinel.ingest.naming import Names, make_names, segment_of
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, Health, TensorInfo
 from sentinel.moments import Moments
 from sentinel.native import merge_rows
 from sentinel.place import Place
 from sentinel.record import ROW_DTYPE
-
-if TYPE_CHECKING:
-    from sentinel.ingest.steps import Decision
 
 MERGED_AXES = ("dp", "tp", "cp", "ep")
 WEIGHT_KINDS = frozenset({"param", "wgrad", "exp_avg", "exp_avg_sq"})

@@ -21,7 +21,7 @@ from sentinel.daemon.packs import RulePacks
 from sentinel.daemon.replay import replay
 from sentinel.daemon.serving import ServedRun
 from sentinel.errors import StoreError
-from sentinel.ingest.steps import Decision
+from sentinel.ingest.decision import Decision
 from sentinel.messages import Health
 from sentinel.report.files import AppendLog
 from sentinel.store.journal import Journal

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sentinel.ingest.steps import Decision
+from sentinel.ingest.decision import Decision
 from sentinel.order.causal import leading_causes, origin
 from sentinel.store.journal import Journal
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sentinel.ingest.decision import Decision
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.merge import StepView
-from sentinel.ingest.steps import Decision, StepAssembler
+from sentinel.ingest.steps import StepAssembler
 
 
 class Ears:

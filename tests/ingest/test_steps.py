@@ -7,8 +7,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from sentinel.ingest.decision import Decision
 from sentinel.ingest.follow import RunFollower
-from sentinel.ingest.steps import Decision, StepAssembler, snapshot_positions
+from sentinel.ingest.steps import StepAssembler, snapshot_positions
 from sentinel.messages import Health
 from sentinel.testing import SyntheticRun
 
