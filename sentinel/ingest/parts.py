@@ -1,0 +1,123 @@
+"""What each life has said of a step that is still open: frames, put in order when the step closes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from sentinel.errors import WireError
+from sentinel.ingest.follow import Life, Record
+from sentinel.messages import Descriptor, EndStep
+from sentinel.record import ROW_DTYPE
+from sentinel.wire.frame import row_dtype
+
+
+@dataclasses.dataclass(slots=True)
+class Part:
+    """What one life said of one step."""
+
+    life: Life
+    generation: int
+    rows: list[tuple[int, int, Record]] = dataclasses.field(default_factory=list)
+    """(seq, rows, record)"""
+    end: Record | None = None
+    end_step: EndStep | None = None
+    first: tuple[int, tuple[int, int]] = (0, (0, 0))
+    """Lowest seq and lowest place of its frames; they need not be of the same one."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that came."""
+        return sum(count for _, count, _ in self.rows)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its end_step came, and all the rows that it tells of."""
+        return self.end_step is not None and self.num_rows >= self.end_step.num_rows
+
+    @property
+    def last_seq(self) -> int:
+        """The highest number of its frames."""
+        seqs = [seq for seq, _, _ in self.rows]
+        if self.end is not None:
+            seqs.append(self.end.frame.header.seq)
+        return max(seqs, default=0)
+
+    @property
+    def layout_id(self) -> int:
+        """Id of the newest descriptor that its frames point into: tables only grow within a step."""
+        records = [record for _, _, record in self.rows]
+        if self.end is not None:
+            records.append(self.end)
+        newest = max(records, key=lambda record: record.frame.header.seq)
+        return newest.frame.header.layout_id
+
+    def add(self, record: Record) -> None:
+        """Take in a frame of rows, or the end of the step; of several ends the first counts."""
+        header = record.frame.header
+        self.first = earlier(self.first, (header.seq, record.begin))
+        if not isinstance(record.message, EndStep):
+            self.rows.append((header.seq, header.row_count, record))
+        elif self.end is None:
+            self.end, self.end_step = record, record.message
+
+    def wall_ns(self, last_seq: int) -> int:
+        """Return the wall clock of its last frame, among those up to last_seq."""
+        walls = [record.frame.header.wall_ns for seq, _, record in self.rows if seq <= last_seq]
+        if self.end is not None and self.end.frame.header.seq <= last_seq:
+            walls.append(self.end.frame.header.wall_ns)
+        return max(walls, default=0)
+
+    def rows_until(self, last_seq: int, descriptor: Descriptor) -> npt.NDArray[np.void]:
+        """Return the rows of its frames up to last_seq, as they were written: [rows] ROW_DTYPE; a view where it can be.
+
+        descriptor: of frames whose own was lost.
+        """
+        found = sorted(self.rows, key=_by_seq)
+        rows = [_rows_of(record, descriptor) for seq, _, record in found if seq <= last_seq]
+        return rows[0] if len(rows) == 1 else np.concatenate([np.empty(0, ROW_DTYPE), *rows])
+
+
+@dataclasses.dataclass(slots=True)
+class OpenStep:
+    """A step that waits for somebody."""
+
+    first_heard: float
+    """Monotonic seconds."""
+    parts: dict[tuple[bytes, int], Part] = dataclasses.field(default_factory=dict)
+    """By life and generation."""
+
+    def add(self, record: Record, generation: int) -> None:
+        """Take in a frame of rows, or an end of the step, of a life's generation."""
+        key = (record.life.id, generation)
+        part = self.parts.get(key)
+        if part is None:
+            first = (record.frame.header.seq, record.begin)
+            part = self.parts[key] = Part(record.life, generation, first=first)
+        part.add(record)
+
+
+def earlier(a: tuple[int, tuple[int, int]], b: tuple[int, tuple[int, int]]) -> tuple[int, tuple[int, int]]:
+    """Return the lower seq and the lower place of two."""
+    return min(a[0], b[0]), min(a[1], b[1])
+
+
+def _by_seq(item: tuple[int, int, Record]) -> int:
+    return item[0]
+
+
+def _rows_of(record: Record, descriptor: Descriptor) -> npt.NDArray[np.void]:
+    """Return the rows of a frame as [rows] ROW_DTYPE, whatever version of the row its writer has; a view where it can be."""
+    try:
+        theirs = row_dtype(record.descriptor or descriptor)
+        found: npt.NDArray[np.void] = np.frombuffer(record.frame.payload, theirs)
+    except (WireError, ValueError):
+        return np.empty(0, ROW_DTYPE)
+    if theirs == ROW_DTYPE:
+        return found
+    rows = np.zeros(len(found), ROW_DTYPE)
+    for name in set(theirs.names or ()) & set(ROW_DTYPE.names or ()):
+        rows[name] = found[name]
+    return rows
