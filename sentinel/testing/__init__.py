@@ -1,0 +1,16 @@
+"""For tests of rules, sinks and daemons, here and elsewhere: a clock that stands still, and runs with planted faults.
+
+    run = SyntheticRun(tmp_path / "run", pp=2, dp=2)
+    run.plant(Nan(step=5, module="layers.2.mlp", rank=2, micro_step=1))
+    run.write(8)
+    run.end()
+
+writes the spools of four ranks as a trainer would, byte for byte through the same writer, without torch.
+"""
+
+from sentinel.testing.clock import EPOCH_S, FakeClock
+from sentinel.testing.faults import BlowUp, Fault, LossSpike, Nan
+from sentinel.testing.run import SyntheticRun
+from sentinel.wire.frame import Message
+
+__all__ = ["EPOCH_S", "BlowUp", "FakeClock", "Fault", "LossSpike", "Message", "Nan", "SyntheticRun"]

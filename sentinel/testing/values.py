@@ -1,0 +1,157 @@
+"""The values that a synthetic run observes: drawn from a seed, and bad where planted faults carry it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from sentinel.place import Place
+from sentinel.record import Kind
+from sentinel.testing.faults import BlowUp, Fault, LossSpike, Nan
+from sentinel.testing.model import SyntheticModel, Table
+
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+class SyntheticValues:
+    """What a step's tensors hold; the same seed, step and faults make the same."""
+
+    def __init__(self, model: SyntheticModel, tables: Sequence[Table], *, elements: int, seed: int) -> None:
+        """tables: of all ranks. elements: how many values are drawn for each row."""
+        self.faults: list[Fault] = []
+        self._model = model
+        self._tables = tables
+        self._elements = elements
+        self._seed = seed
+        self._poisoned_from: int | None = None
+
+    def rows(self, table: Table, step: int) -> npt.NDArray[np.void]:
+        """Return the rows of one rank's step, one an observation: [observations] ROW_DTYPE."""
+        rows = table.rows.copy()
+        with np.errstate(over="ignore"):
+            key = table.key + np.where(table.moves, np.uint64(step + 1), np.uint64(0)) * _MIX
+            bits = _mix(key[:, None] + np.arange(self._elements, dtype=np.uint64)[None, :] * _MIX)
+        half = self._elements // 2
+        uniform = (bits >> np.uint64(11)).astype(np.float64) / 2.0**53 + 2.0**-54
+        radius, angle = np.sqrt(-2.0 * np.log(uniform[:, :half])), 2.0 * np.pi * uniform[:, half : 2 * half]
+        x = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
+        scale = table.scale * np.where(table.moves, 1.0 / math.sqrt(1.0 + 0.01 * step), 1.0 + 1e-4 * step)
+        x *= (scale * self._factors(table, step))[:, None]
+        mean = x.mean(axis=1)
+        centered = x - mean[:, None]
+        # A tensor of `count` elements whose distribution is that of the values drawn.
+        times = table.count / x.shape[1]
+        rows["count"], rows["mean"] = table.count, mean
+        rows["m2"] = (centered**2).sum(axis=1) * times
+        rows["m3"] = (centered**3).sum(axis=1) * times
+        rows["m4"] = (centered**4).sum(axis=1) * times
+        rows["min"], rows["max"] = x.min(axis=1), x.max(axis=1)
+        is_weight = (rows["kind"] == Kind.PARAM) | (rows["kind"] == Kind.WGRAD)
+        rows["checksum"] = np.where(is_weight, _mix(table.key + np.uint64(step + 1)), np.uint64(0))
+        for fault in self.faults:
+            if isinstance(fault, Nan) and fault.step == step:
+                self._poison(table, rows, fault)
+        if self._poisoned_from is not None and step >= self._poisoned_from:
+            _make_bad(rows, np.ones(len(rows), np.bool_), "nan", everything=True)
+        return rows
+
+    def _factors(self, table: Table, step: int) -> npt.NDArray[np.float64]:
+        factors = np.ones(len(table.rows))
+        for fault in self.faults:
+            if isinstance(fault, BlowUp) and fault.step <= step < fault.step + fault.for_steps:
+                at, kinds = self._model.position(fault.module), table.rows["kind"]
+                if fault.kind in ("param", "wgrad"):
+                    hit = (kinds == Kind.of(fault.kind)) & (table.position == at)
+                elif fault.kind == "dgrad":
+                    hit = np.isin(kinds, (Kind.DGRAD, Kind.DGRAD_IN)) & (table.position <= at)
+                else:
+                    hit = np.isin(kinds, (Kind.ACTIVATION, Kind.ACTIVATION_IN)) & (table.position >= at)
+                factors[hit] *= fault.factor
+        return factors
+
+    def _birthplace(self, fault: Nan) -> Place:
+        holders = [table.descriptor.place for table in self._tables if fault.module in table.module]
+        chosen = [place for place in holders if fault.rank in (None, place.rank)]
+        if not chosen:
+            ranks = ", ".join(str(place.rank) for place in holders)
+            raise ValueError(f"rank {fault.rank} does not hold {fault.module!r}; ranks {ranks} do")
+        return chosen[0]
+
+    def _poison(self, table: Table, rows: npt.NDArray[np.void], fault: Nan) -> None:
+        place, born = table.descriptor.place, self._birthplace(fault)
+        position, kinds = table.position, rows["kind"]
+        at = self._model.position(fault.module)
+        is_forward = np.isin(kinds, (Kind.ACTIVATION, Kind.ACTIVATION_IN))
+        is_backward = np.isin(kinds, (Kind.DGRAD, Kind.DGRAD_IN))
+        is_wgrad = kinds == Kind.WGRAD
+        of_replica = place.dp_rank == born.dp_rank
+        is_now = rows["micro_step"] == fault.micro_step
+        leaf = fault.module.rpartition(".")[2]
+        # attn and mlp end with a sum over the tensor-parallel group: their output is bad on all of it.
+        here = (position == at) & (place.rank == born.rank or leaf in ("attn", "mlp"))
+        if fault.phase == "forward":
+            bad = is_now & of_replica & ((is_forward & ((position > at) | here)) | is_backward) | is_wgrad
+        elif fault.phase == "backward":
+            bad = (is_now & of_replica & is_backward & (position < at)) | (is_wgrad & (position <= at))
+        else:
+            bad = is_wgrad & (position == at)
+        origin = here & {"forward": is_forward & is_now, "backward": is_backward & is_now}.get(fault.phase, is_wgrad)
+        _make_bad(rows, bad & ~origin, "nan", everything=True)
+        _make_bad(rows, bad & origin, fault.value, everything=False)
+
+    def scalars(self, place: Place, step: int) -> dict[str, float]:
+        """Return what the rank at a place logs of a step."""
+        noise = np.random.default_rng((self._seed, step, place.dp_rank))
+        scalars = {"lr": 1e-3}
+        loss = (2.0 + 4.0 * math.exp(-0.01 * step)) * float(1.0 + 0.01 * noise.standard_normal())
+        norm = 1.0 / math.sqrt(1.0 + 0.01 * step)
+        norm *= float(1.0 + 0.03 * np.random.default_rng((self._seed, step)).standard_normal())
+        for fault in self.faults:
+            if isinstance(fault, Nan) and fault.step == step:
+                norm = math.nan
+                if fault.phase == "forward" and place.dp_rank == self._birthplace(fault).dp_rank:
+                    loss = math.nan
+            elif isinstance(fault, LossSpike) and fault.step <= step < fault.step + fault.for_steps:
+                loss *= fault.factor if fault.rank in (None, place.rank) else 1.0
+        if self._poisoned_from is not None and step >= self._poisoned_from:
+            loss = norm = math.nan
+        scalars["grad_norm"] = norm
+        if place.pp_rank == self._model.pp - 1:
+            scalars["loss"] = loss
+        return scalars
+
+    def is_skipped(self, step: int) -> bool:
+        """Whether the optimizer skips a step."""
+        return any(isinstance(f, Nan) and f.step == step and f.is_skipped for f in self.faults)
+
+    def settle(self, step: int) -> None:
+        """Have the optimizer take a step: a bad one that was not skipped leaves bad weights behind."""
+        if any(isinstance(f, Nan) and f.step == step and not f.is_skipped for f in self.faults):
+            self._poisoned_from = step + 1 if self._poisoned_from is None else self._poisoned_from
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Scramble 64-bit words (splitmix64): values that depend on nothing but their key."""
+    with np.errstate(over="ignore"):
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+def _make_bad(rows: npt.NDArray[np.void], hit: npt.NDArray[np.bool_], value: str, *, everything: bool) -> None:
+    """Turn one element of each row that is hit, or all of them, non-finite."""
+    field = {"nan": "num_nan", "inf": "num_pos_inf", "-inf": "num_neg_inf"}[value]
+    count = rows["count"]
+    num_bad = np.where(hit, count if everything else np.minimum(count, 1), 0)
+    rows[field] += num_bad
+    left = count - num_bad
+    for name in ("m2", "m3", "m4"):
+        rows[name] = np.where(hit, rows[name] * (left / np.maximum(count, 1)), rows[name])
+    is_empty = hit & (left == 0)
+    rows["count"] = left
+    rows["mean"][is_empty], rows["min"][is_empty], rows["max"][is_empty] = 0.0, np.inf, -np.inf
+    rows["bad_call_id"] = np.where(hit, rows["call_id"], rows["bad_call_id"])
+    rows["bad_micro_step"] = np.where(hit, rows["micro_step"], rows["bad_micro_step"])
