@@ -29,7 +29,8 @@ import msgspec
 import torch
 
 from sentinel.anomaly import Anomaly
-from sentinel.order.causal import leading_causes, origin
+from sentinel.order.causes import leading_causes
+from sentinel.order.origin import origin
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "gpt"

@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 
 from sentinel.anomaly import Anomaly, Incident, Severity
-from sentinel.order.causal import Origin, is_nonfinite, leading_causes, origin
+from sentinel.order.causal import is_nonfinite
+from sentinel.order.causes import leading_causes
+from sentinel.order.origin import Origin, origin
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

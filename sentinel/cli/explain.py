@@ -13,7 +13,7 @@ from sentinel.cli.main import CLEAN
 from sentinel.cli.places import find_run, runs_directory
 from sentinel.errors import ConfigError, StoreError
 from sentinel.order.explain import Story, Told, story_of, tell
-from sentinel.order.topk import find_incident, incident_revisions
+from sentinel.order.revisions import find_incident, incident_revisions
 from sentinel.report.alert import Alert
 from sentinel.store.whereabouts import RunPaths, runs_in
 

@@ -14,7 +14,8 @@ import click
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, say
-from sentinel.order.topk import ORDERS, RESULT_NAME, TopK
+from sentinel.order.selection import ORDERS
+from sentinel.order.topk import RESULT_NAME, TopK
 from sentinel.order.topk import topk as find_topk
 from sentinel.order.wording import born_words
 

@@ -10,8 +10,11 @@ import msgspec
 
 from sentinel.anomaly import Anomaly, Incident
 from sentinel.command import EnableMonitoring
-from sentinel.order.causal import BlastRadius, blast_radius, sort_key
-from sentinel.order.topk import anomaly_files, find_incident, incident_members, incident_revisions, topk
+from sentinel.order.anomaly_files import anomaly_files
+from sentinel.order.causal import sort_key
+from sentinel.order.causes import BlastRadius, blast_radius
+from sentinel.order.revisions import find_incident, incident_members, incident_revisions
+from sentinel.order.topk import topk
 from sentinel.order.wording import place_words
 
 MAX_CAUSES_SHOWN = 8

@@ -19,7 +19,10 @@ import msgspec
 
 from sentinel.anomaly import Anomaly, Incident, Severity, incident_id
 from sentinel.errors import ConfigError
-from sentinel.order.causal import Origin, Phase, is_nonfinite, leading_causes, origin, phase_of, sort_key
+from sentinel.order.causal import is_nonfinite, sort_key
+from sentinel.order.causes import leading_causes
+from sentinel.order.origin import Origin, origin
+from sentinel.order.phase import Phase, phase_of
 from sentinel.order.wording import born_words, is_liveness, place_words, root_words, title_words
 
 MAX_SERIES = 4096

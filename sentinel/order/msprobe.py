@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
-from sentinel.order.causal import Phase, SortKey, phase_of, sort_key
+from sentinel.order.causal import SortKey, sort_key
+from sentinel.order.phase import Phase, phase_of
 
 _TAG = re.compile(
     r"(?:(?P<vpp>\d+):)?(?P<name>.*?)(?:\.?(?P<slot>input|output)(?:_\d+)?)?(?::\d+)?/rank\d+/(?P<metric>\w+)"

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import msgspec
 
 from sentinel.anomaly import Anomaly
-from sentinel.order.causal import Origin, Phase, is_nonfinite, origin, phase_of
+from sentinel.order.causal import is_nonfinite
 from sentinel.order.msprobe import module_of
+from sentinel.order.origin import Origin, origin
+from sentinel.order.phase import Phase, phase_of
 
 _LIVENESS = frozenset({"StaleRank", "SlowRank", "RankSkew"})
 _VALUE_WORDS = {"nan": "NaN", "inf": "inf", "-inf": "-inf"}

@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 from sentinel.ingest.decision import Decision
-from sentinel.order.causal import leading_causes, origin
+from sentinel.order.causes import leading_causes
+from sentinel.order.origin import origin
 from sentinel.store.journal import Journal
 
 from .ranks import EVERYTHING, ROOT, Spoken, anomalies, incidents, train

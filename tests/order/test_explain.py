@@ -12,7 +12,7 @@ from sentinel.command import EnableMonitoring
 from sentinel.errors import ConfigError
 from sentinel.order.explain import Told, story_of, tell
 from sentinel.order.incidents import IncidentConfig, IncidentTracker
-from sentinel.order.topk import incident_revisions
+from sentinel.order.revisions import incident_revisions
 
 GOLDEN = Path(__file__).parent / "golden"
 

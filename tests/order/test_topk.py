@@ -12,10 +12,13 @@ import pytest
 
 from sentinel.anomaly import Anomaly, Incident, Severity, anomaly_id
 from sentinel.errors import ConfigError
-from sentinel.order import topk as module
-from sentinel.order.causal import leading_causes, origin, sort_key
+from sentinel.order import anomaly_files as files_module
+from sentinel.order.anomaly_files import anomaly_files
+from sentinel.order.causal import sort_key
+from sentinel.order.causes import leading_causes
 from sentinel.order.msprobe import MsprobeRecord, from_msprobe, module_of, msprobe_sort_key
-from sentinel.order.topk import anomaly_files, topk
+from sentinel.order.origin import origin
+from sentinel.order.topk import topk
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -77,8 +80,8 @@ def test_topk_independent_of_file_order(tmp_path):
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_topk_independent_of_how_the_work_is_shared(tmp_path, monkeypatch, processes):
-    monkeypatch.setattr(module, "_RANGE_BYTES", 20_000)
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 700)
+    monkeypatch.setattr(files_module, "_RANGE_BYTES", 20_000)
+    monkeypatch.setattr(files_module, "_CHUNK_BYTES", 700)
     some = thousand(2)
     write(tmp_path / "anomalies" / "000001.jsonl", some[:700])
     write(tmp_path / "anomalies" / "000002.jsonl", some[700:])
@@ -259,7 +262,7 @@ def test_msprobe_origin_is_found_first(msprobe_run):
 def test_msprobe_files_are_read_in_pieces_whatever_their_size(msprobe_run, monkeypatch):
     whole = topk(msprobe_run, 2000)
     for size in (300, 5000, 1 << 20):
-        monkeypatch.setattr(module, "_CHUNK_BYTES", size)
+        monkeypatch.setattr(files_module, "_CHUNK_BYTES", size)
 
         assert ids(topk(msprobe_run, 2000)) == ids(whole)
         assert topk(msprobe_run, 3).num_anomalies == whole.num_anomalies

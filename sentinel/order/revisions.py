@@ -1,0 +1,61 @@
+"""Recorded incidents: all revisions in a run's file, which incident a word means, and who belongs to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from sentinel.anomaly import Incident
+from sentinel.errors import ConfigError
+
+
+def incident_revisions(directory: Path) -> list[Incident]:
+    """Return all revisions in a run's `incidents.jsonl`, as written; a torn last line is left out."""
+    path = next((p for p in (directory / "incidents.jsonl", directory.parent / "incidents.jsonl") if p.is_file()), None)
+    if path is None:
+        return []
+    revisions = []
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            revisions.append(msgspec.json.decode(line, type=Incident))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+    return revisions
+
+
+def find_incident(revisions: Sequence[Incident], wanted: str) -> str:
+    """Return the id of the incident that a prefix, or `latest`, means; ConfigError when it means none, or several."""
+    ids = sorted({incident.id for incident in revisions})
+    if not ids:
+        raise ConfigError(f'"{wanted}": expected an incident, but none is recorded here')
+    if wanted == "latest":
+        opened = {i.id: (i.time, i.attempt, i.opened_step, i.id) for i in reversed(revisions)}
+        own = [one.id for one in _newest(revisions).values() if one.state != "merged"] or ids
+        return max(own, key=lambda one: opened[one])
+    matching = [one for one in ids if one.startswith(wanted)] if wanted else []
+    if len(matching) != 1:
+        what = "several" if matching else "no"
+        raise ConfigError(f'"{wanted}": {what} incident has an id that begins so; known: {", ".join((matching or ids)[:8])}')
+    return matching[0]
+
+
+def _newest(revisions: Sequence[Incident]) -> dict[str, Incident]:
+    newest: dict[str, Incident] = {}
+    for incident in revisions:
+        if incident.id not in newest or newest[incident.id].revision <= incident.revision:
+            newest[incident.id] = incident
+    return newest
+
+
+def incident_members(revisions: Sequence[Incident], incident: str) -> frozenset[str]:
+    """Return the ids of all anomalies of an incident, those of incidents merged into it among them."""
+    newest = _newest(revisions)
+    family = {incident}
+    grows = True
+    while grows:
+        more = {one.id for one in newest.values() if one.merged_into in family} - family
+        family |= more
+        grows = bool(more)
+    return frozenset(member for one in revisions if one.id in family for member in one.members)

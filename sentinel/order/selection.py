@@ -1,0 +1,282 @@
+"""The k earliest of the anomalies in some ranges of files, and the worst, in bounded memory.
+
+Every line is decoded only as far as attempt, step and severity; the rest is looked at only where those say that the line
+may belong to the k earliest.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from sentinel.anomaly import Anomaly, Severity, anomaly_id
+from sentinel.order.anomaly_files import Damage, FileRange, chunks, msprobe_chunks, repaired
+from sentinel.order.causal import SortKey, sort_key
+from sentinel.order.msprobe import MsprobeRecord, from_msprobe, msprobe_sort_key
+
+ORDERS: dict[str, Callable[[Anomaly], SortKey]] = {"causal": sort_key, "msprobe": msprobe_sort_key}
+
+
+class _Glance(msgspec.Struct, gc=False):
+    """All that is decoded of every line."""
+
+    step: int
+    attempt: int = 0
+    severity: Severity = Severity.INFO
+    event: str = "onset"
+
+
+class _Named(_Glance, gc=False):
+    """A glance that can be looked up among an incident's members."""
+
+    id: str = ""
+
+
+class Record(msgspec.Struct):
+    """What sorting looks at: an Anomaly of which any field but the step may be missing."""
+
+    step: int
+    id: str = ""
+    run: str = ""
+    attempt: int = 0
+    rank: int | None = None
+    ranks: tuple[int, ...] = ()
+    micro_step: int | None = None
+    pp_stage: int = 0
+    vpp_stage: int = 0
+    call_id: int | None = None
+    tag_name: str = ""
+    kind: str = ""
+    statistic: str = ""
+    rule: str = ""
+    detector: str = ""
+    severity: Severity = Severity.INFO
+    value: float | None = None
+    value_text: str = ""
+    baseline: float | None = None
+    score: float | None = None
+    message: str = ""
+    group_mates: tuple[int, ...] = ()
+    time: float = 0.0
+    event: str = "onset"
+    count: int = 1
+    onset_id: str | None = None
+    depth: int = 0
+    site_pos: int = 0
+    place: dict[str, int] = {}
+    consumers: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    segment: str = ""
+    border: str = ""
+    dp_size: int = 1
+    tp_size: int = 1
+    pp_size: int = 1
+    ep_size: int = 1
+    communicates: bool = False
+
+
+_GLANCE = msgspec.json.Decoder(_Glance)
+_NAMED = msgspec.json.Decoder(_Named)
+RECORD = msgspec.json.Decoder(Record)
+MSPROBE_LINE = msgspec.json.Decoder(MsprobeRecord)
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What a reader is asked for."""
+
+    k: int
+    order: str
+    steps: frozenset[int] | None
+    ids: frozenset[str] | None
+    min_level: int
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A sort key, and the raw record or the msProbe record that it belongs to."""
+
+    key: SortKey
+    raw: bytes
+    source: str
+    is_msprobe: bool = False
+
+
+class _Heap:
+    """The k least candidates so far, in order."""
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+        self.keys: list[SortKey] = []
+        self.items: list[Candidate] = []
+        self.limit: tuple[float, float] = (math.inf, math.inf)
+        """(attempt, step) past which nothing can get in any more."""
+
+    def offer(self, candidate: Candidate) -> None:
+        """Keep a candidate if it is among the k least. A second copy of one, from another file, is one."""
+        at = bisect_left(self.keys, candidate.key)
+        if at >= self.k or (at < len(self.keys) and self.keys[at] == candidate.key):
+            return
+        self.keys.insert(at, candidate.key)
+        self.items.insert(at, candidate)
+        if len(self.keys) > self.k:
+            self.keys.pop()
+            self.items.pop()
+        if len(self.keys) == self.k:
+            attempt, step = self.keys[-1][:2]
+            self.limit = (cast(int, attempt), cast(int, step))
+
+
+class Findings:
+    """What one process found in its ranges."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.earliest = _Heap(wanted.k)
+        self.worst = _Heap(1)
+        self.num_anomalies = 0
+        self.damage = Damage()
+        self._decoder: msgspec.json.Decoder[_Glance] = _GLANCE if wanted.ids is None else cast(Any, _NAMED)
+        self._key = ORDERS[wanted.order]
+        # Only the causal order says what came first: it chooses the worst, whatever order was asked for.
+        self._is_causal = wanted.order == "causal"
+
+    def read(self, part: FileRange) -> None:
+        """Take in one range."""
+        if part.path.endswith(".json"):
+            self._read_msprobe(part.path)
+        else:
+            for chunk, offset, is_tail in chunks(part):
+                self._take_lines(part.path, chunk, offset, is_tail and part.is_last)
+
+    def _take_lines(self, path: str, chunk: memoryview, offset: int, is_tail: bool) -> None:
+        """Take whole lines; `is_tail`: the file ends here without a line feed."""
+        try:
+            glances = self._decoder.decode_lines(chunk)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            self._take_doubtful_lines(path, bytes(chunk), offset, is_tail)
+            return
+        chosen = self._choose(glances)
+        if not chosen:
+            return
+        lines = bytes(chunk).split(b"\n")
+        if len(lines) - (not lines[-1]) != len(glances):
+            lines = [line for line in lines if line.strip()]
+        for i in chosen:
+            self._offer(path, lines[i], glances[i].severity is Severity.CRITICAL)
+
+    def _choose(self, glances: Sequence[_Glance]) -> list[int]:
+        """Count what was asked for, and return the indices of those that may be among the k earliest, or the worst."""
+        wanted = self.wanted
+        if wanted.steps is None and wanted.ids is None and wanted.min_level == 0:
+            # Until the heaps are full everything is a candidate.
+            attempt, step = self.earliest.limit
+            bad_attempt, bad_step = self.worst.limit
+            critical = Severity.CRITICAL
+            chosen = [
+                i
+                for i, g in enumerate(glances)
+                if g.attempt < attempt
+                or (g.step <= step and g.attempt <= attempt)
+                or (g.severity is critical and (g.attempt < bad_attempt or g.step <= bad_step))
+            ]
+            self.num_anomalies += sum([g.event == "onset" for g in glances])
+            return [i for i in chosen if glances[i].event == "onset"]
+        steps, ids, least = wanted.steps, wanted.ids, wanted.min_level
+        matching = [
+            i
+            for i, g in enumerate(glances)
+            if g.event == "onset"
+            and (steps is None or g.step in steps)
+            and (ids is None or g.id in ids)  # type: ignore[attr-defined]
+            and g.severity.level >= least
+        ]
+        self.num_anomalies += len(matching)
+        return matching
+
+    def _take_doubtful_lines(self, path: str, chunk: bytes, offset: int, is_tail: bool) -> None:
+        """Read line by line, where at least one cannot be read."""
+        lines = chunk.split(b"\n")
+        for number, line in enumerate(lines):
+            where, offset = offset, offset + len(line) + 1
+            if not line.strip():
+                continue
+            try:
+                glance = self._decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                strict = repaired(line)
+                try:
+                    glance = self._decoder.decode(strict or b"")
+                    line = strict or line
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    if is_tail and number == len(lines) - 1:
+                        self.damage.torn.append(path)
+                    else:
+                        self.damage.note_line(f"{path}:{where}")
+                    continue
+            for _ in self._choose([glance]):
+                self._offer(path, line, glance.severity is Severity.CRITICAL)
+
+    def _offer(self, path: str, line: bytes, is_critical: bool) -> None:
+        try:
+            record = RECORD.decode(line)
+        except msgspec.DecodeError:
+            self.num_anomalies -= 1
+            self.damage.note_line(f"{path}: step, severity and the like are there, but not as their kind")
+            return
+        if not record.kind and "/" in record.tag_name:
+            self._offer_anomaly(path, line, from_msprobe(MSPROBE_LINE.decode(line)), True)
+            return
+        if not record.id:
+            identity = (record.step, record.micro_step, record.rank, f"{record.tag_name}/{record.kind}/{record.statistic}")
+            record.id = anomaly_id(record.run, record.attempt, *identity, record.rule)
+        # A Record has every attribute of an Anomaly that sorting reads.
+        self._offer_anomaly(path, line, cast(Anomaly, record), False, is_critical)
+
+    def _offer_anomaly(
+        self, path: str, raw: bytes, anomaly: Anomaly, is_msprobe: bool, is_critical: bool | None = None
+    ) -> None:
+        if is_critical is None:
+            is_critical = anomaly.severity is Severity.CRITICAL
+        key = self._key(anomaly)
+        candidate = Candidate(key, raw, path, is_msprobe)
+        self.earliest.offer(candidate)
+        if is_critical:
+            self.worst.offer(candidate if self._is_causal else Candidate(sort_key(anomaly), raw, path, is_msprobe))
+
+    def _read_msprobe(self, path: str) -> None:
+        wanted = self.wanted
+        for records in msprobe_chunks(path, self.damage):
+            for record in records.values():
+                if wanted.steps is not None and record.step not in wanted.steps:
+                    continue
+                if wanted.min_level == 0 and wanted.ids is None:
+                    self.num_anomalies += 1
+                    is_early = (0, record.step) <= self.earliest.limit
+                    if not is_early and not ("AnomalyNan" in record.message and (0, record.step) <= self.worst.limit):
+                        continue
+                    anomaly = from_msprobe(record)
+                else:
+                    anomaly = from_msprobe(record)
+                    if anomaly.severity.level < wanted.min_level:
+                        continue
+                    if wanted.ids is not None and anomaly.id not in wanted.ids:
+                        continue
+                    self.num_anomalies += 1
+                self._offer_anomaly(path, msgspec.json.encode(record), anomaly, True)
+
+    def packed(self) -> tuple[list[Candidate], list[Candidate], int, Damage]:
+        """Return what another process needs to know."""
+        return self.earliest.items, self.worst.items, self.num_anomalies, self.damage
+
+    def add(self, packed: tuple[list[Candidate], list[Candidate], int, Damage]) -> None:
+        """Take in what another process found."""
+        earliest, worst, num_anomalies, damage = packed
+        for candidate in earliest:
+            self.earliest.offer(candidate)
+        for candidate in worst:
+            self.worst.offer(candidate)
+        self.num_anomalies += num_anomalies
+        self.damage.add(damage)
