@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import re
+import stat
 import zlib
 from pathlib import Path
 
@@ -387,12 +388,17 @@ class SpoolReader:
     def _read(self, max_bytes: int) -> bytes | None:
         """Return what lies behind the offset, at most max_bytes; None when there is no such file."""
         # Opened each time: that is what makes a network file system look again.
+        # A pipe or a link has no business here: neither wait for its other end nor follow it.
         try:
-            fd = os.open(self.directory / file_name(self.file_index), os.O_RDONLY | os.O_CLOEXEC)
+            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(self.directory / file_name(self.file_index), flags)
         except OSError:
             return None
         try:
-            wanted = min(max_bytes, max(0, os.fstat(fd).st_size - self.offset))
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                return None
+            wanted = min(max_bytes, max(0, status.st_size - self.offset))
             return os.pread(fd, wanted, self.offset) if wanted else b""
         except OSError:
             return b""

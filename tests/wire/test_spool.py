@@ -357,3 +357,21 @@ def test_a_file_deleted_under_the_writer_is_said(tmp_path: Path) -> None:
     told = [decode_message(frame) for frame in drain(SpoolReader(tmp_path / "r"))]
 
     assert "spool_deleted" in [one.code for one in told if isinstance(one, Health)]
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory", "link"])
+def test_what_is_no_file_in_a_spool_is_neither_waited_for_nor_followed(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "spool"
+    spool_writer = writer(folder)
+    spool_writer.append(FrameType.HEALTH, b"x")
+    spool_writer.close()
+    stranger = folder / "000001.spool"
+    if kind == "fifo":
+        os.mkfifo(stranger)
+    elif kind == "directory":
+        stranger.mkdir()
+    else:
+        (tmp_path / "elsewhere").write_bytes((folder / "000000.spool").read_bytes())
+        stranger.symlink_to(tmp_path / "elsewhere")
+
+    assert seqs(drain(SpoolReader(folder), final=True)) == [1]
