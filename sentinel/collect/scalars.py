@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -61,7 +62,7 @@ def resolver(rows: StepRows, scalars: Mapping[str, Any]) -> Callable[[], Mapping
 
 
 def _brief(value: Any) -> str:
-    return f"{type(value).__name__} {value!r}"[:80]
+    return f"{type(value).__name__} {reprlib.repr(value)}"[:80]
 
 
 def _on_its_way(name: str, value: torch.Tensor) -> torch.Tensor:

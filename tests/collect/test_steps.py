@@ -49,6 +49,29 @@ def test_log_after_step_belongs_to_it(run: Path) -> None:
     assert [end.scalars["lr"] for end in said.ends] == pytest.approx([0.0, 0.1, 0.2])
 
 
+def test_a_scalar_that_is_no_number_is_said_by_name_and_costs_no_other(run: Path) -> None:
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = sentinel.attach(model, optimizer)
+    for step in range(2):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.log(
+            loss="abc", both=torch.ones(2), phase=torch.tensor(1j), absent=None, huge=10**400, low=-(10**400), lr=0.5
+        )
+    monitor.detach()
+
+    said = Said(run)
+
+    assert [end.scalars for end in said.ends] == [{"huge": np.inf, "low": -np.inf, "lr": 0.5}] * 2
+    told = [one.message for one in said.health if one.code == "hook_failed"]
+    assert len(told) == 6
+    assert "monitor.log(loss=...): expected a number or a tensor of one element, got str 'abc'" in told[0]
+    assert "monitor.log(both=...): expected one element, got a tensor of shape (2,)" in told[1]
+    assert "monitor.log(phase=...): expected a real number, got a tensor of torch.complex64" in told[2]
+
+
 @pytest.mark.parametrize("zero_first", [True, False])
 def test_skipped_step_is_a_step(run: Path, zero_first: bool) -> None:
     model = TinyModel()
