@@ -113,7 +113,7 @@ def run(
     report = make_report(run_dir, code, is_drained)
     if not is_drained:
         say(
-            f"the daemon did not judge everything: {companion.problem or f'it took more than {drain_s:g} s'}; see {log}"
+            f"the daemon did not judge everything: {companion.problem or f'it took more than {drain_s:g} s; see {log}'}"
         )
     if not quiet:
         for line in report_lines(report):
