@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import msgspec
 from sentinel.anomaly import Incident, Severity
 from sentinel.cli.main import CLEAN, FOUND, say
 from sentinel.cli.places import find_run, runs_directory
+from sentinel.errors import SentinelError
 from sentinel.store.journal import Journal
 from sentinel.store.whereabouts import RunPaths, printable, runs_in
 
@@ -32,7 +34,12 @@ def status(where: str | None, as_json: bool) -> int:
         say(f"{home}: no runs there")
     is_clean = True
     for run in runs:
-        state = run_status(run)
+        try:
+            state = run_status(run)
+        except (SentinelError, sqlite3.Error) as error:  # one broken journal hides no other run
+            say(f"{printable(run.name)}: {error}")
+            is_clean = False
+            continue
         open_incidents = [one for one in state["incidents"] if one["state"] == "open"]
         is_clean = is_clean and not any(Severity(one["severity"]).level for one in open_incidents)
         if as_json:

@@ -66,6 +66,18 @@ def test_a_torn_line_of_incidents_does_not_cost_the_report(tmp_path: Path) -> No
     assert make_report(tmp_path, 0, True)["incidents"] == []
 
 
+def test_a_broken_journal_hides_no_other_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name / "spool").mkdir(parents=True)
+    (tmp_path / "a" / ".daemon").mkdir()
+    (tmp_path / "a" / ".daemon" / "journal.sqlite").write_bytes(b"no database" * 1000)
+
+    assert run_cli(["status", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.startswith("b: nothing judged")
+    assert "expected a journal" in captured.err
+
+
 def test_the_nearest_verb_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     run_cli(["srve"])
 
