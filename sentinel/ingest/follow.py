@@ -61,6 +61,10 @@ class Life:
     num_undecodable: int = 0
 
 
+MAX_STEP = 2**40
+"""No trainer counts that far (chosen); a step beyond it would make every other rank late for ever."""
+
+
 class Record(msgspec.Struct, frozen=True):
     """One frame of a life, heard for the first time."""
 
@@ -301,6 +305,12 @@ class RunFollower:
                 life.num_undecodable += 1
                 self._say(f"{folder}/undecodable", str(error))
                 return None
+        contradiction = _contradiction(frame, message, life)
+        if contradiction:
+            life.num_undecodable += 1
+            text = f"record from rank {header.rank}: frame {header.seq}: {contradiction}; it is skipped"
+            self._say(f"{folder}/contradiction", text)
+            return None
         if isinstance(message, Descriptor):
             self._check_rows(folder, message)
             self._describe(life, header.layout_id, message, begin)
@@ -362,3 +372,20 @@ class RunFollower:
 
 def _time(record: Record) -> int:
     return record.time_ns
+
+
+def _contradiction(frame: Frame, message: Message | None, life: Life) -> str:
+    """Return how a whole frame contradicts itself; empty where it does not."""
+    header = frame.header
+    if header.type not in (FrameType.ROWS, FrameType.END_STEP):
+        return ""
+    if not 0 <= header.step <= MAX_STEP:
+        return f"expected a step in [0, {MAX_STEP}], got {header.step}"
+    if isinstance(message, EndStep) and message.step != header.step:
+        return f"expected the end of step {header.step}, got that of step {message.step}"
+    descriptor = life.layouts.get(header.layout_id, life.descriptor)
+    if header.type == FrameType.ROWS and descriptor is not None:
+        expected, got = header.row_count * descriptor.row_bytes, memoryview(frame.payload).nbytes
+        if got != expected:
+            return f"expected {header.row_count} rows of {descriptor.row_bytes} bytes, got {got} bytes"
+    return ""

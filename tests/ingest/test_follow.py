@@ -149,7 +149,7 @@ def test_rubbish_in_a_spool_is_said_once_with_its_place(run_dir: Path) -> None:
 def test_rows_that_cannot_be_laid_out_are_said(run_dir: Path) -> None:
     problems: list[str] = []
     run = SyntheticRun(run_dir)
-    strange = msgspec.structs.replace(run.descriptor(0), row_fields=(("tensor", "|O", 0),), row_bytes=8)
+    strange = msgspec.structs.replace(run.descriptor(0), row_fields=(("tensor", "|O", 0),), row_bytes=136)
     run._say(run._ranks[0], FrameType.DESCRIPTOR, encode_message(strange), -1, 0)
     run.write(1)
 
@@ -182,6 +182,30 @@ def test_a_payload_that_is_not_its_type_is_counted(run_dir: Path) -> None:
 
     assert spoken(drain(follower)) == [(0, 0)]
     assert follower.num_undecodable == len(problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "step", "num_rows", "expected"),
+    [
+        (FrameType.ROWS, b"abc", 0, 1, "expected 1 rows of 136 bytes, got 3 bytes"),
+        (FrameType.ROWS, bytes(2 * 136), 0, 1000, "expected 1000 rows of 136 bytes, got 272 bytes"),
+        (FrameType.ROWS, bytes(136), -5, 1, "expected a step in [0, "),
+        (FrameType.END_STEP, encode_message(EndStep(step=2**62, num_rows=0, num_calls=0)), 2**62, 0, "expected a step in"),
+        (FrameType.END_STEP, encode_message(EndStep(step=7777, num_rows=0, num_calls=0)), 0, 0, "got that of step 7777"),
+    ],
+)
+def test_a_frame_that_contradicts_itself_is_skipped_and_said(
+    run_dir: Path, kind: FrameType, payload: bytes, step: int, num_rows: int, expected: str
+) -> None:
+    problems: list[str] = []
+    run = SyntheticRun(run_dir)
+    run._say(run._ranks[0], kind, payload, step, num_rows)
+    run.write(2)
+    follower = RunFollower(run_dir, on_problem=problems.append)
+
+    assert spoken(drain(follower)) == [(0, 0), (0, 1)]
+    assert follower.num_undecodable == len(problems) == 1
+    assert expected in problems[0]
 
 
 def test_reading_goes_on_where_it_stood(run_dir: Path) -> None:
