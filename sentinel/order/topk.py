@@ -54,6 +54,7 @@ class TopK(msgspec.Struct, frozen=True, kw_only=True):
     malformed: tuple[str, ...] = ()
     """`file:offset` of other lines that could not be read, at most eight."""
     num_malformed: int = 0
+    """At least so many: of a line that cannot be among the k, only the fields that decide this are read."""
 
     def analysis(self) -> dict[str, dict[str, Any]]:
         """Return what `anomaly_analyse.json` holds: msProbe's keys, made unique where several rules fired."""
@@ -84,7 +85,7 @@ def topk(
 
     directory: a run, a directory of `*.jsonl`, or msProbe's output, mixed too. incident: an id, a prefix of one, or
     `latest`. processes: by default as many as there are CPUs for this process, for inputs worth it. The result does not
-    depend on the order of files or lines. Records of an episode's end are not anomalies.
+    depend on the order of files or lines (`num_malformed` may, as may `num_anomalies` by as much). Records of an episode's end are not anomalies.
 
     ConfigError for no such directory, no such incident, k below 1.
     """
