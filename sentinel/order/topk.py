@@ -85,7 +85,8 @@ def topk(
 
     directory: a run, a directory of `*.jsonl`, or msProbe's output, mixed too. incident: an id, a prefix of one, or
     `latest`. processes: by default as many as there are CPUs for this process, for inputs worth it. The result does not
-    depend on the order of files or lines (`num_malformed` may, as may `num_anomalies` by as much). Records of an episode's end are not anomalies.
+    depend on the order of files or lines (where lines are malformed, their count may, and num_anomalies by as much).
+    Records of an episode's end are not anomalies.
 
     ConfigError for no such directory, no such incident, k below 1.
     """
