@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from sentinel.collect.attempt import Attempt
 from sentinel.collect.boundary import Boundary
-from sentinel.collect.clipping import ClipWatch
 from sentinel.collect.config import MonitorConfig
+from sentinel.collect.gradient_watch import GradientWatch
 from sentinel.collect.gradients import REFRESH_STEPS, Parameters
 from sentinel.collect.introduction import Introduction
 from sentinel.collect.kernels import choose_kernel
@@ -80,7 +80,6 @@ class Monitor:
         self._due: dict[str, int] = {}
         self._leaf_handles: list[RemovableHandle] = []
         self._graph_task = -1
-        self._clips = False
         self._begun_at = time.perf_counter()
         self._mark = (0, 0)
         self._epoch = 0
@@ -95,9 +94,12 @@ class Monitor:
         self.parameters = Parameters(self._table, self.recording.tell)
         self.plan = Plan(config)
         self.orders = Orders(config.allow_commands, self)
-        self.boundary = Boundary(self._gradients_ready, self._gradients_doomed, self.guard)
-        self._clip_watch = ClipWatch(self._before_clip, self._before_clip_by_value)
-        self._pipeline_watch = PipelineWatch(self._stage_seen, self._gradients_scaled)
+        self._gradients = GradientWatch(
+            self.parameters, self.recording, self._scalars,
+            is_wanted=self._wants_gradients, before_reading=self._step_without_forward, guard=self.guard,
+        )  # fmt: skip
+        self.boundary = Boundary(self._gradients.ready, self._gradients.doomed, self.guard)
+        self._pipeline_watch = PipelineWatch(self._stage_seen, self._gradients.scaled)
         self.chunks: list[Chunk] = []
         try:
             self._install(models, optimizers)
@@ -131,7 +133,7 @@ class Monitor:
         self.boundary.watch(optimizers, list(zeroed.values()))
         if not optimizers:
             self.boundary.adopt(one.param for one in self.parameters.all)
-        self._clip_watch.install()
+        self._gradients.clips.install()
         self._pipeline_watch.install()
 
     def _begin_life(self, attempt: Attempt, life: bytes) -> Handover:
@@ -143,7 +145,7 @@ class Monitor:
         )  # fmt: skip
 
     def _uninstall(self) -> None:
-        for undo in (self.boundary.remove, self._clip_watch.remove, self._pipeline_watch.remove):
+        for undo in (self.boundary.remove, self._gradients.clips.remove, self._pipeline_watch.remove):
             undo()
         for chunk in self.chunks:
             chunk.remove()
@@ -300,10 +302,8 @@ class Monitor:
             return
         self._graph_task = task
         self.boundary.mark_backward()
-        if task != -1 and not self._clips and self._is_due and self.plan.takes(Kind.WGRAD):
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            # Twice: a callback queued by a callback runs after DDP's, which finishes its buckets in one.
-            queue(lambda: queue(self._note_versions))
+        if task != -1:
+            self._gradients.backward_began()
 
     def keep_until_step_ends(self, handle: RemovableHandle) -> None:
         """A hook on a leaf that must not outlive the step, whether it fires or not."""
@@ -315,22 +315,8 @@ class Monitor:
         if self.recording.at is not None:
             self.recording.at.flags |= Flag.DEGRADED
 
-    def _note_versions(self) -> None:
-        try:
-            self.parameters.note_versions()
-        except Exception as error:
-            self.guard("backward", error)
-
-    def _gradients_ready(self, params: list[torch.Tensor] | None) -> None:
-        self._step_without_forward()
-        self._read_gradients(params, is_doomed=False)
-
-    def _gradients_doomed(self, params: list[torch.Tensor] | None) -> None:
-        self._read_gradients(params, is_doomed=True)
-
-    def _read_gradients(self, params: list[torch.Tensor] | None, *, is_doomed: bool) -> None:
-        if self.is_alive and self._begun and self._is_due and self.plan.takes(Kind.WGRAD):
-            self.recording.read_gradients(self.parameters, self.parameters.of(params), is_doomed=is_doomed)
+    def _wants_gradients(self) -> bool:
+        return self.is_alive and self._begun and self._is_due and self.plan.takes(Kind.WGRAD)
 
     def _step_without_forward(self) -> None:
         """An optimizer steps although no forward was seen: the hooks are compiled away, or on another copy."""
@@ -346,37 +332,8 @@ class Monitor:
                 "after attach? Parameters and gradients are measured, the black box is blind; attach to what is called",
             )
 
-    def _before_clip(self, params: list[torch.Tensor], total_norm: torch.Tensor | None) -> None:
-        try:
-            self._step_without_forward()
-            if not self.is_alive or not self._begun:
-                return
-            mine = self.parameters.of(params)
-            if not mine:
-                return
-            self._clips = True
-            if self._is_due and self.plan.takes(Kind.WGRAD):
-                self.recording.read_gradients(self.parameters, mine, is_doomed=False)
-            if total_norm is not None:
-                self._scalars.note_total_norm(total_norm)
-        except Exception as error:
-            self.guard("clip_grad", error)
-
-    def _before_clip_by_value(self, grads: list[torch.Tensor]) -> None:
-        try:
-            if self.is_alive and self._begun and self._is_due and self.plan.takes(Kind.WGRAD):
-                mine = self.parameters.of_grads(grads)
-                if mine:
-                    self.recording.read_gradients(self.parameters, mine, is_doomed=False)
-        except Exception as error:
-            self.guard("clip_grad", error)
-
     def _stage_seen(self, stage: Any) -> None:
         self._introduction.topology.note_stage(stage)
-
-    def _gradients_scaled(self, stage: Any) -> None:
-        if self.is_alive and not self._clips:
-            self._note_versions()
 
     def _command_refused(self, reason: str) -> None:
         self.recording.tell("command_refused", reason, reason[:60])

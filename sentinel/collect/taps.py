@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from sentinel.collect.inert import Inert
 from sentinel.collect.nesting import tensors_in
 from sentinel.collect.pipelining import in_inference
 from sentinel.collect.placements import is_async, local_of
@@ -449,19 +450,6 @@ class ModuleTap:
         if grad is not None and grad.border_index < border.index:
             grad.border, grad.border_index = border.label, border.index
             grad.flags |= Flag.BORDER
-
-
-class Inert:
-    """What a pickled hook becomes: a hook that does nothing."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _nothing
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 class GradientTap:

@@ -1,0 +1,92 @@
+"""Reads weight gradients at the last moment at which they are whole: before clipping, stepping or zeroing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sentinel.collect.clipping import ClipWatch
+from sentinel.collect.gradients import Parameters
+from sentinel.collect.recording import Recording
+from sentinel.collect.scalars import Scalars
+
+
+class GradientWatch:
+    """Told by boundary, clipping, pipelines and backward; reads each gradient of a step once."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        recording: Recording,
+        scalars: Scalars,
+        *,
+        is_wanted: Callable[[], bool],
+        before_reading: Callable[[], None],
+        guard: Callable[[str, Exception], None],
+    ) -> None:
+        """is_wanted: whether this step's gradients are measured; before_reading: the step may have to begin first."""
+        self.clips = ClipWatch(self._before_clip, self._before_clip_by_value)
+        self._parameters = parameters
+        self._recording = recording
+        self._scalars = scalars
+        self._is_wanted = is_wanted
+        self._before_reading = before_reading
+        self._guard = guard
+        self._has_clipped = False
+        """This trainer clips through torch: gradients are read there, and their versions need not be watched."""
+
+    def ready(self, params: list[torch.Tensor] | None) -> None:
+        """An optimizer is about to use these gradients; None: all."""
+        self._before_reading()
+        self._read(params, is_doomed=False)
+
+    def doomed(self, params: list[torch.Tensor] | None) -> None:
+        """These gradients are about to be zeroed; None: all. A later reading in the same step replaces this one."""
+        self._read(params, is_doomed=True)
+
+    def backward_began(self) -> None:
+        """Note at the end of this backward how often each gradient was written: a write after it is somebody else's."""
+        if not self._has_clipped and self._is_wanted():
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            # Twice: a callback queued by a callback runs after DDP's, which finishes its buckets in one.
+            queue(lambda: queue(self._note_versions))
+
+    def scaled(self, stage: Any) -> None:
+        """A pipeline stage changed its gradients itself, as a part of the backward."""
+        if not self._has_clipped and self._is_wanted():
+            self._note_versions()
+
+    def _note_versions(self) -> None:
+        try:
+            self._parameters.note_versions()
+        except Exception as error:
+            self._guard("backward", error)
+
+    def _read(self, params: list[torch.Tensor] | None, *, is_doomed: bool) -> None:
+        if self._is_wanted():
+            self._recording.read_gradients(self._parameters, self._parameters.of(params), is_doomed=is_doomed)
+
+    def _before_clip(self, params: list[torch.Tensor], total_norm: torch.Tensor | None) -> None:
+        try:
+            mine = self._parameters.of(params)
+            if not mine:
+                return
+            self._before_reading()
+            self._has_clipped = True
+            if self._is_wanted():
+                self._recording.read_gradients(self._parameters, mine, is_doomed=False)
+            if total_norm is not None:
+                self._scalars.note_total_norm(total_norm)
+        except Exception as error:
+            self._guard("clip_grad", error)
+
+    def _before_clip_by_value(self, grads: list[torch.Tensor]) -> None:
+        try:
+            if self._is_wanted():
+                mine = self._parameters.of_grads(grads)
+                if mine:
+                    self._recording.read_gradients(self._parameters, mine, is_doomed=False)
+        except Exception as error:
+            self._guard("clip_grad", error)
