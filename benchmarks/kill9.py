@@ -29,7 +29,8 @@ from recording import Recording, lines_of, record
 from sentinel.store.journal import Journal
 from sentinel.store.whereabouts import RunPaths
 
-FAULTS = {"nan_steps": (37, 38, 120, 250, 251, 252), "spike_steps": (80, 200)}
+NUM_STEPS = {True: 300, False: 1500}
+"""Steps of a campaign, live or recorded: a daemon that catches up judges some hundred steps between two commits."""
 CONFIG = """\
 judging: {snapshot_interval_s: 0.05}
 notify:
@@ -46,6 +47,13 @@ class Outcome(NamedTuple):
     """Kills that found the daemon judging: decisions had been made and not all were made."""
     num_anomalies: int
     differences: list[str]
+
+
+def faults(num_steps: int) -> dict[str, tuple[int, ...]]:
+    """Return the steps at which faults strike: the same few in every 300."""
+    rounds = range(0, num_steps, 300)
+    nan_steps = tuple(base + step for base in rounds for step in (37, 38, 120, 250, 251, 252))
+    return {"nan_steps": nan_steps, "spike_steps": tuple(base + step for base in rounds for step in (80, 200))}
 
 
 def serve(run_dir: Path, config: Path) -> subprocess.Popen[bytes]:
@@ -107,7 +115,7 @@ def told(run_dir: Path) -> list[str]:
 
 def write_slowly(run_dir: Path, num_steps: int, pause_s: float) -> None:
     """Write a run at the pace of a training; the body of the writer process."""
-    recording = Recording(run_dir, **FAULTS)
+    recording = Recording(run_dir, **faults(num_steps))
     for step in range(num_steps):
         recording.step(step)
         time.sleep(pause_s)
@@ -127,14 +135,13 @@ def wait_for_moment(run_dir: Path, num_steps: int, kills_left: int, rng: random.
     time.sleep(rng.uniform(0.0, 0.01))
 
 
-def campaign(
-    where: Path, num_kills: int, rng: random.Random, *, num_steps: int = 300, is_live: bool = False
-) -> Outcome:
+def campaign(where: Path, num_kills: int, rng: random.Random, *, is_live: bool = False) -> Outcome:
     """Judge one run undisturbed and one under SIGKILL, and return what differs."""
+    num_steps = NUM_STEPS[is_live]
     where.mkdir(parents=True, exist_ok=True)
     config = where / "daemon.yaml"
     config.write_text(CONFIG)
-    golden = record(where / "golden" / "run", num_steps, **FAULTS)
+    golden = record(where / "golden" / "run", num_steps, **faults(num_steps))
     finish(golden, config, num_steps)
     disturbed = where / "disturbed" / "run"
     writer = None
@@ -145,7 +152,7 @@ def campaign(
         writer = multiprocessing.get_context("spawn").Process(target=write_slowly, args=(disturbed, num_steps, pause_s))
         writer.start()
     else:
-        record(disturbed, num_steps, **FAULTS)
+        record(disturbed, num_steps, **faults(num_steps))
     num_hit = 0
     for number in range(num_kills):
         process = serve(disturbed, config)
