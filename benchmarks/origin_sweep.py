@@ -252,7 +252,7 @@ def main() -> int:
             for cell in one["wrong"]:
                 print(f"    {cell}")
     if options.write:
-        path = ROOT / "benchmarks" / "results" / f"origin_sweep-{datetime.datetime.now(datetime.UTC).date()}.json"
+        path = ROOT / "benchmarks" / "results" / f"{datetime.datetime.now(datetime.UTC).date()}-origin_sweep.json"
         path.parent.mkdir(exist_ok=True)
         told = {"command": "python benchmarks/origin_sweep.py " + " ".join(sys.argv[1:]), "torch": torch.__version__}
         path.write_text(json.dumps({**told, "cores": os.cpu_count(), "results": results}, indent=1) + "\n")

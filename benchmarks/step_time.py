@@ -1,6 +1,6 @@
 """What a training step costs with Sentinel attached, as a ratio to the same step without: all variants in one run.
 
-    python benchmarks/step_time.py --write       # also writes benchmarks/results/step_time-<date>.json
+    python benchmarks/step_time.py --write       # also writes benchmarks/results/<date>-step_time.json
 
 One process trains the example's GPT. Variants take turns, a few steps each, so that a machine that warms up or is shared
 slows all of them alike; each round gives one ratio a variant, and the median over rounds is reported with its spread.
@@ -131,7 +131,7 @@ def report(times: dict[str, list[tuple[float, float]]], options: argparse.Namesp
         spread = f"{row['ratio_p10']:.3f} - {row['ratio_p90']:.3f}"
         print(f"{row['variant']:<38} {row['ms']:>8} {row['ratio']:>7.3f}   {spread}   {row['cpu_ratio']:.3f}")
     if options.write:
-        path = ROOT / "benchmarks" / "results" / f"step_time-{told['date']}.json"
+        path = ROOT / "benchmarks" / "results" / f"{told['date']}-step_time.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(told, indent=2) + "\n")
         print(f"written to {path.relative_to(ROOT)}")
