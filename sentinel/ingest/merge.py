@@ -329,6 +329,19 @@ class StepView:
         return found
 
     @cached_property
+    def site_pos(self) -> npt.NDArray[np.int64]:
+        """[num_tensors] place of the site in this step's forward: by its rows, else by the layout.
+
+        A rank counts its sites anew when monitoring goes on or off, and the descriptor may still tell the former count;
+        places of two counts do not compare.
+        """
+        found = np.array([tensor.site_pos for tensor in self.tensors], np.int64)
+        known = self.row_logical >= 0
+        # Ranks rise along the rows: written backwards, the lowest is the last to be written.
+        found[self.row_logical[known][::-1]] = self.rows["site_pos"][known][::-1]
+        return found
+
+    @cached_property
     def moments(self) -> Moments:
         """[num_tensors] the derived statistics."""
         return Moments(self.stats)

@@ -71,7 +71,7 @@ def tensor_anomaly(
         group_mates=tensor.ranks,
         time=view.time,
         depth=tensor.depth,
-        site_pos=tensor.site_pos,
+        site_pos=int(view.site_pos[tensor.index]),
         place=place.coordinates() if place is not None else dict(tensor.place),
         consumers=tensor.consumers,
         also=tensor.also,

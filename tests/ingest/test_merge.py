@@ -225,6 +225,17 @@ def test_a_nan_is_found_on_the_row_of_its_rank(run_dir: Path) -> None:
     assert len(ears.views[0].bad_rows) == 0
 
 
+def test_sites_stand_where_the_rows_of_the_step_say(run_dir: Path) -> None:
+    """When monitoring goes off the sites are counted anew, and the descriptor may still tell the former count."""
+    held = {name: ("activation", {}, np.ones(3)) for name in ("block", "head")}
+    speak(run_dir, Place(), held)
+
+    view = only_view(run_dir)
+
+    assert [tensor.site_pos for tensor in view.tensors] == [0, 1]
+    assert view.site_pos.tolist() == [0, 0]
+
+
 def test_a_row_of_an_unknown_tensor_is_kept_apart(run_dir: Path) -> None:
     run, ears = SyntheticRun(run_dir), Ears(run_dir)
     rows, end = run.observe(0, 0)
