@@ -44,6 +44,12 @@ def packs(*paths: Path) -> RulePacks:
     return loaded
 
 
+@pytest.fixture(autouse=True)
+def snapshots_may_take_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine takes long over a snapshot; the daemon would then wait before the next, and these tests are short."""
+    monkeypatch.setattr("sentinel.daemon.serving.SNAPSHOT_SHARE", float("inf"))
+
+
 def served(run_dir: Path, config: DaemonConfig = EVERY_STEP, rules: RulePacks | None = None) -> ServedRun:
     run_dir.chmod(0o700)
     return ServedRun(RunPaths.of(run_dir), config, rules or packs())
