@@ -116,12 +116,14 @@ def cells(layout: Layout, every: int) -> list[Cell]:
     ]
 
 
-def train(layout: Layout, planted: list[Cell], folder: Path, *, is_monitored: bool, extra: list[str]) -> Path:
+def train(
+    layout: Layout, planted: list[Cell], folder: Path, *, is_monitored: bool, is_sudden: bool, extra: list[str]
+) -> Path:
     """Run the trainer with a daemon beside it; return the run's directory."""
     faults = [
         {
             "module": cell.module, "phase": cell.phase, "micro_step": cell.micro_step, "steps": [cell.step],
-            "dp_rank": cell.dp_rank, "tp_rank": cell.tp_rank,
+            "dp_rank": cell.dp_rank, "tp_rank": cell.tp_rank, "is_sudden": is_sudden,
         }
         for cell in planted
     ]  # fmt: skip
@@ -190,14 +192,16 @@ def first_by_call_id(found: list[Anomaly]) -> Anomaly:
     return min(found, key=lambda one: (one.call_id is None, one.call_id or 0, one.rank or 0))
 
 
-def sweep(layout: Layout, *, is_monitored: bool, every: int, extra: list[str], keep: Path | None) -> dict[str, object]:
+def sweep(
+    layout: Layout, *, is_monitored: bool, is_sudden: bool, every: int, extra: list[str], keep: Path | None
+) -> dict[str, object]:
     """Run one layout and return its figures."""
     planted = cells(layout, every)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="origin-sweep-") as temporary:
         folder = keep or Path(temporary)
         folder.mkdir(exist_ok=True)
-        by_step = read(train(layout, planted, folder, is_monitored=is_monitored, extra=extra))
+        by_step = read(train(layout, planted, folder, is_monitored=is_monitored, is_sudden=is_sudden, extra=extra))
     wrong, by_call_id_wrong, kinds = [], 0, Counter()
     for cell in planted:
         found = by_step.get(cell.step, [])
@@ -212,6 +216,7 @@ def sweep(layout: Layout, *, is_monitored: bool, every: int, extra: list[str], k
     return {
         "layout": layout.name,
         "monitoring": "on" if is_monitored else "off",
+        "sudden": is_sudden,
         "cells": len(planted),
         "forward_right": kinds["forward", True],
         "backward_right": kinds["backward", True],
@@ -230,13 +235,23 @@ def main() -> int:
     parser.add_argument("--layout", choices=sorted(LAYOUTS), action="append", help="default: all")
     parser.add_argument("--monitoring", choices=("on", "off", "both"), default="both")
     parser.add_argument("--every", type=int, default=1, help="take every N-th cell; default 1: all")
+    parser.add_argument(
+        "--sudden", action="store_true", help="broken code runs only when it strikes, and changes the graph in that step"
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true", help="write the results into benchmarks/results")
     parser.add_argument("--keep", type=Path, help="leave the run's files in this folder (one layout, one monitoring)")
     parser.add_argument("trainer", nargs="*", help="further arguments of the trainer, behind --")
     options = parser.parse_args()
     results = [
-        sweep(LAYOUTS[name], is_monitored=monitored == "on", every=options.every, extra=options.trainer, keep=options.keep)
+        sweep(
+            LAYOUTS[name],
+            is_monitored=monitored == "on",
+            is_sudden=options.sudden,
+            every=options.every,
+            extra=options.trainer,
+            keep=options.keep,
+        )
         for name in options.layout or LAYOUTS
         for monitored in (("on", "off") if options.monitoring == "both" else (options.monitoring,))
     ]

@@ -39,6 +39,8 @@ class Fault:
     """The tensor-parallel rank that it strikes; None: all."""
     micro_step: int | None = None
     """The micro-batch that it strikes; None: all of the step."""
+    is_sudden: bool = False
+    """For `nan`: the broken code runs only when it strikes; else it is always there, as a bug is, and mostly harmless."""
 
     def __post_init__(self) -> None:
         if self.type not in ("nan", "batch") or self.phase not in ("forward", "backward"):
@@ -55,12 +57,15 @@ class Faults:
 
     def __init__(self, faults: Iterable[Fault], dp_rank: int = 0, tp_rank: int = 0) -> None:
         self._planted_phases: dict[str, set[str]] = defaultdict(set)
+        self._always: set[tuple[str, str]] = set()
         self._nans: dict[tuple[int, str], list[Fault]] = defaultdict(list)
         self._batches: dict[int, list[Fault]] = defaultdict(list)
         for fault in faults:
             if fault.type == "nan":
                 # On every rank alike: the replicas of a broken module are broken too.
                 self._planted_phases[fault.module].add(fault.phase)
+                if not fault.is_sudden:
+                    self._always.add((fault.module, fault.phase))
             if fault.dp_rank not in (None, dp_rank) or fault.tp_rank not in (None, tp_rank):
                 continue
             for step in fault.steps:
@@ -101,17 +106,16 @@ class Faults:
         def run(*args: Any, **kwargs: Any) -> Any:
             micro_step = self._num_forwards[name]
             self._num_forwards[name] += 1
-            # The broken code is always there, as a bug is, and strikes only now and then.
-            if "backward" in phases:
-                is_bad = strikes("backward", micro_step)
-                if not args[0].requires_grad:
-                    assert isinstance(module, nn.Embedding)
-                    output = F.embedding(args[0], BadGradient.apply(module.weight, is_bad))
-                else:
-                    output = forward(BadGradient.apply(args[0], is_bad), *args[1:], **kwargs)
-            else:
+            is_bad = {phase: strikes(phase, micro_step) for phase in phases}
+            runs = {phase for phase in phases if is_bad[phase] or (name, phase) in self._always}
+            if "backward" not in runs:
                 output = forward(*args, **kwargs)
-            return spoil(output, strikes("forward", micro_step)) if "forward" in phases else output
+            elif args[0].requires_grad:
+                output = forward(BadGradient.apply(args[0], is_bad["backward"]), *args[1:], **kwargs)
+            else:
+                assert isinstance(module, nn.Embedding)
+                output = F.embedding(args[0], BadGradient.apply(module.weight, is_bad["backward"]))
+            return spoil(output, is_bad["forward"]) if "forward" in runs else output
 
         return run
 

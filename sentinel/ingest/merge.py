@@ -16,7 +16,7 @@ from sentinel.messages import ChunkInfo, Descriptor, EndStep, Health, TensorInfo
 from sentinel.moments import Moments
 from sentinel.native import merge_rows
 from sentinel.place import Place
-from sentinel.record import ROW_DTYPE
+from sentinel.record import ROW_DTYPE, Kind
 
 MERGED_AXES = ("dp", "tp", "cp", "ep")
 WEIGHT_KINDS = frozenset({"param", "wgrad", "exp_avg", "exp_avg_sq"})
@@ -351,6 +351,19 @@ class StepView:
         """Indices of rows that hold a non-finite value."""
         rows = self.rows
         return np.flatnonzero((rows["num_nan"] | rows["num_pos_inf"] | rows["num_neg_inf"]) != 0)
+
+    @cached_property
+    def clean_inputs(self) -> frozenset[tuple[int, str]]:
+        """(rank, module) whose input gradient was measured by itself in this step, and is finite.
+
+        A module whose input is another's output has no such row: that gradient was measured once, under the other's name.
+        """
+        own = np.flatnonzero((self.rows["kind"] == Kind.DGRAD_IN) & (self.row_logical >= 0))
+        bad = np.intersect1d(own, self.bad_rows)
+        seen, spoilt = (
+            {(int(self.row_rank[at]), self.tensors[self.row_logical[at]].name) for at in rows} for rows in (own, bad)
+        )
+        return frozenset(seen - spoilt)
 
     @cached_property
     def scalars(self) -> dict[str, Scalar]:

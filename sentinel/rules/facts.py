@@ -28,6 +28,19 @@ def any_place(view: StepView) -> Place:
     return next(iter(view.places.values()), Place())
 
 
+def _consumers(view: StepView, tensor: LogicalTensor, rank: int | None) -> tuple[str, ...]:
+    """Return the modules that read this tensor, without those that on this very rank and step read another one.
+
+    The table of tensors tells who reads what as a rule. A module that at times works on a copy of its input is not the one
+    whose backward made this gradient when the gradient of its copy is clean.
+    """
+    if rank is None or tensor.kind not in ("dgrad", "dgrad_in") or not tensor.consumers:
+        return tensor.consumers
+    left = tuple(name for name in tensor.consumers if (rank, name) not in view.clean_inputs)
+    # Of an input gradient its own module is left to be suspected; of an output's nobody would be.
+    return left if left or tensor.kind == "dgrad_in" else tensor.consumers
+
+
 def tensor_anomaly(
     view: StepView,
     rule: Rule,
@@ -73,7 +86,7 @@ def tensor_anomaly(
         depth=tensor.depth,
         site_pos=int(view.site_pos[tensor.index]),
         place=place.coordinates() if place is not None else dict(tensor.place),
-        consumers=tensor.consumers,
+        consumers=_consumers(view, tensor, rank),
         also=tensor.also,
         segment=tensor.segment,
         border=tensor.border,

@@ -12,11 +12,11 @@ import pytest
 from .ranks import ROOT
 
 
-def sweep(layout: str, monitoring: str, every: int, *trainer: str) -> dict[str, Any]:
+def sweep(layout: str, monitoring: str, every: int, *options: str) -> dict[str, Any]:
     done = subprocess.run(
         [
             sys.executable, str(ROOT / "benchmarks" / "origin_sweep.py"), "--json",
-            "--layout", layout, "--monitoring", monitoring, "--every", str(every), "--", *trainer,
+            "--layout", layout, "--monitoring", monitoring, "--every", str(every), *options,
         ],
         capture_output=True, text=True, timeout=200, check=False, stdin=subprocess.DEVNULL,
     )  # fmt: skip
@@ -26,18 +26,19 @@ def sweep(layout: str, monitoring: str, every: int, *trainer: str) -> dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("layout", "monitoring", "every"),
+    ("layout", "monitoring", "every", "options"),
     [
-        ("pp2dp2", "on", 11),
-        ("pp2dp2", "off", 11),
-        ("interleaved", "on", 23),
-        ("gpipe", "off", 23),
-        ("pp2tp2", "on", 13),
-        ("pp2tp2", "off", 13),
+        ("pp2dp2", "on", 11, ()),
+        ("pp2dp2", "on", 13, ("--sudden",)),
+        ("pp2dp2", "off", 11, ()),
+        ("interleaved", "on", 23, ()),
+        ("gpipe", "off", 23, ()),
+        ("pp2tp2", "on", 13, ()),
+        ("pp2tp2", "off", 13, ()),
     ],
 )
-def test_planted_origin_comes_first(layout: str, monitoring: str, every: int) -> None:
-    found = sweep(layout, monitoring, every)
+def test_planted_origin_comes_first(layout: str, monitoring: str, every: int, options: tuple[str, ...]) -> None:
+    found = sweep(layout, monitoring, every, *options)
 
     assert found["cells"] >= 352 // every
     assert found["wrong"] == []
