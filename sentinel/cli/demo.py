@@ -99,7 +99,7 @@ class Stage:
         self._faults = private / "faults.json"
         self._faults.write_text(json.dumps(plan.faults()))
         self.daemon = Companion(
-            [str(run_dir), "--listen", "127.0.0.1:0", "--config", str(config)], run_dir / ".daemon" / "daemon.log"
+            [str(run_dir), "--owned", "--listen", "127.0.0.1:0", "--config", str(config)], run_dir / ".daemon" / "daemon.log"
         )
 
     def say(self, text: str) -> None:

@@ -42,6 +42,8 @@ while True:
 
 
 def parent(*command: str, **options: object) -> subprocess.Popen[bytes]:
+    # The suite itself may run under nohup, whose ignored SIGHUP is inherited.
+    options.setdefault("preexec_fn", lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
     return subprocess.Popen([sys.executable, "-c", PARENT, *command], **options)  # type: ignore[call-overload,no-any-return]
 
 
