@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from sentinel.version import VERSION as __version__
@@ -12,8 +13,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Monitor", "__version__", "attach"]
 
+ADAPTERS = {
+    "HuggingFaceCallback": "huggingface",
+    "LightningCallback": "lightning",
+    "OlmoCoreCallback": "olmo_core",
+    "attach_accelerate": "accelerate",
+    "attach_deepspeed": "deepspeed",
+    "attach_megatron": "megatron",
+    "attach_torchtitan": "torchtitan",
+}
+"""Name in this package -> module of `sentinel.collect.adapters` that has it; imported when it is first asked for."""
+
 
 def __getattr__(name: str) -> Any:
+    if name in ADAPTERS:
+        module = importlib.import_module(f"sentinel.collect.adapters.{ADAPTERS[name]}")
+        return getattr(module, name)
     if name == "attach":
         from sentinel.collect import attach
 

@@ -35,6 +35,9 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Black box: `chunk_input`, `block_input`, `block_output`, `chunk_output`, or empty."""
     border_index: int = -1
     """Position of the border in its chunk's list of borders, forward order, 0-based; -1: no border."""
+    part: str = ""
+    """Which part of the tensor this rank holds, where coordinates alone do not tell: `dp_shard=1,tp=0`, or `0:4096` of
+    the flattened tensor. Equal parts are replicas, unequal ones are disjoint. Empty: `placements` tells."""
 
 
 class ChunkInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +52,9 @@ class ChunkInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Local names of the repeated layers, in forward order; those of one container share its name as prefix."""
     modules: tuple[str, ...] = ()
     """Local names of all modules, in order of registration."""
+    offsets: dict[str, int] = {}
+    """Local name of a container of numbered children -> number to add to make theirs global, as the trainer itself says
+    (Megatron's layer_number, the experts of an expert-parallel rank). Goes before what the daemon works out."""
 
 
 MAX_TENSORS = 2**24
@@ -100,6 +106,8 @@ class EndStep(msgspec.Struct, frozen=True, kw_only=True):
     step_time_s: float = 0.0
     due: dict[str, int] = {}
     """Kind to the number of tensors measured in this step: rows expected, for the positive control."""
+    wait_s: float = -1.0
+    """Seconds of step_time_s in which the host waited for other ranks in collectives; below 0: not known."""
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):

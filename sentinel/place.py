@@ -119,21 +119,27 @@ def layer_offsets(blocks_by_depth: Mapping[int, Iterable[str]]) -> dict[int, dic
 def canonical(name: str, offsets: Mapping[str, int], whole: str, name_map: Mapping[str, str] | None = None) -> str:
     """Return the name a tensor has on every layout.
 
-    name: local name; offsets: block container -> number to add (`layer_offsets`, or the config's layer_offset);
-    whole: the name of the chunk itself, for the site named `""`.
+    name: local name; offsets: local name of a container -> number to add to its children's numbers (`layer_offsets`, the
+    config's layer_offset, experts); whole: the name of the chunk itself, for the site named `""`.
     """
+    name = _renumbered(name, offsets)
     if name_map:
         for prefix, other in name_map.items():
             if name == prefix or name.startswith(prefix + "."):
                 name = other + name[len(prefix):]
                 break
-    if name == "" or name.startswith(":"):
-        return whole + name
+    return whole + name if name == "" or name.startswith(":") else name
+
+
+def _renumbered(name: str, offsets: Mapping[str, int]) -> str:
+    """Return `name` with the number behind each named container raised; containers may lie in one another."""
+    words = name.split(".")
+    found = list(words)
     for container, offset in offsets.items():
-        prefix = container + "." if container else ""
-        if offset and name.startswith(prefix):
-            number, dot, rest = name[len(prefix):].partition(".")
-            digits, colon, index = number.partition(":")
+        parents = container.split(".") if container else []
+        at = len(parents)
+        if offset and len(words) > at and words[:at] == parents:
+            digits, colon, index = words[at].partition(":")
             if digits.isdigit():
-                return f"{prefix}{int(digits) + offset}{colon}{index}{dot}{rest}"
-    return name
+                found[at] = f"{int(digits) + offset}{colon}{index}"
+    return ".".join(found)

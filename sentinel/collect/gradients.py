@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sentinel.collect.placements import UNSUPPORTED, local_of, placements_of
+from sentinel.collect.holding import Held, Holding, TorchHolding
 from sentinel.collect.tensors import Entry, TensorTable
 from sentinel.place import Place, strip_wrappers
 from sentinel.record import Kind
@@ -44,7 +44,8 @@ class Parameters:
         """id of a parameter -> row of its gradient in this step."""
         self.doomed: set[int] = set()
         """Parameters whose row was read only because zero_grad was about to clear it: a later read replaces it."""
-        self.place = Place()
+        self.holding: Holding = TorchHolding()
+        """Where this trainer keeps parameters and gradients; an adapter may put its own here before the first step."""
         self._keeps_grads = False
         """Gradients were once found where torch keeps them, in `.grad`."""
 
@@ -68,6 +69,13 @@ class Parameters:
                 parameter = Parameter(param, entry, wgrad)
                 self.all.append(parameter)
                 self._by_id[id(param)] = parameter
+        self.holding.look(one.param for one in self.all)
+
+    def locate(self, place: Place) -> None:
+        """Take note of where this rank stands."""
+        if place != self.holding.place:
+            self.holding.place = place
+            self.holding.look(one.param for one in self.all)
 
     def forget(self) -> None:
         """Begin anew: the next `refresh` finds every parameter again."""
@@ -89,7 +97,7 @@ class Parameters:
         """Return entries and local tensors of the parameters themselves."""
         entries, tensors = [], []
         for one in parameters:
-            tensor = self._local(one, one.entry, one.param, Kind.PARAM)
+            tensor = self._local(one, one.entry, self.holding.param(one.param))
             if tensor is not None:
                 entries.append(one.entry)
                 tensors.append(tensor)
@@ -104,18 +112,19 @@ class Parameters:
         """
         found = []
         for one in parameters:
-            grad = one.param.grad
-            self._keeps_grads |= grad is not None
-            if grad is None:
-                grad = getattr(one.param, "main_grad", None)
+            self._keeps_grads |= one.param.grad is not None
             key = id(one.param)
             row = self.read.get(key)
-            if grad is None or (row is not None and (is_doomed or key not in self.doomed)):
+            if row is not None and (is_doomed or key not in self.doomed):
                 continue
+            held = self.holding.wgrad(one.param)
+            if held is None:
+                continue
+            grad = one.param.grad if one.param.grad is not None else held.tensor
             version = grad._version
             if row is None and one.last_read is not None and one.last_read() is grad and one.last_version == version:
                 continue
-            local = self._local(one, one.wgrad, grad, Kind.WGRAD)
+            local = self._local(one, one.wgrad, held)
             if local is None:
                 continue
             touched = one.version_after_backward >= 0 and version != one.version_after_backward
@@ -145,14 +154,14 @@ class Parameters:
         for one in self.all:
             one.version_after_backward = -1
 
-    def _local(self, one: Parameter, entry: Entry, tensor: Any, kind: Kind) -> torch.Tensor | None:
-        placements = placements_of(tensor, kind, self.place)
-        bad = UNSUPPORTED.intersection(placements.values())
-        if bad or tensor.layout is not torch.strided:
+    def _local(self, one: Parameter, entry: Entry, held: Held | None) -> torch.Tensor | None:
+        if held is None:
+            return None
+        if held.tensor.layout is not torch.strided:
             if not one.is_told:
                 one.is_told = True
-                what = f"placement {', '.join(sorted(bad))}" if bad else f"layout {tensor.layout}"
-                self._health("unsupported_placement", f"{entry.name}: {what} is not measured yet", entry.name)
+                message = f"{entry.name}: layout {held.tensor.layout} is not measured"
+                self._health("unsupported_placement", message, entry.name)
             return None
-        self._table.describe(entry, tensor, placements)
-        return local_of(tensor)
+        self._table.describe(entry, held.tensor, held.placements, held.part, held.shape)
+        return held.tensor

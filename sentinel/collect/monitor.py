@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -28,7 +28,7 @@ from sentinel.collect.introduction import Introduction
 from sentinel.collect.kernels import choose_kernel
 from sentinel.collect.orders import Orders
 from sentinel.collect.pipelining import PipelineWatch
-from sentinel.collect.placements import placements_of
+from sentinel.collect.placements import is_dtensor, part_of, placements_of
 from sentinel.collect.plan import Plan, Request, parse_kinds
 from sentinel.collect.recording import Recording, describe_error
 from sentinel.collect.scalars import Scalars, resolver
@@ -101,6 +101,8 @@ class Monitor:
         self.boundary = Boundary(self._gradients.ready, self._gradients.doomed, self.guard)
         self._pipeline_watch = PipelineWatch(self._stage_seen, self._gradients.scaled)
         self.chunks: list[Chunk] = []
+        self.site_placements: Callable[[str, bool], Mapping[str, str] | None] | None = None
+        """An adapter's table: (local module name, whether its output is meant) -> axis to placement of its plain tensors."""
         try:
             self._install(models, optimizers)
             self._handover = self._begin_life(attempt, life)
@@ -168,15 +170,48 @@ class Monitor:
             except Exception as error:
                 self.guard(f"log({name[:64]}=...)", error)
 
-    def step(self) -> None:
-        """End the current step here and now; from then on only this ends steps."""
+    def step(self, *, is_skipped: bool | None = None) -> None:
+        """End the current step here and now; from then on only this ends steps.
+
+        is_skipped: whether the trainer left its weights alone; None: unless an optimizer was seen to step.
+        """
         try:
             if not self.boundary.is_explicit:
                 self.boundary.is_explicit = True
                 log.info("sentinel: step boundary: %s", self.boundary.name)
-            self._end_step()
+            self._end_step(is_skipped=is_skipped)
         except Exception as error:
             self.guard("step", error)
+
+    def set_step(self, step: int) -> None:
+        """Say which number the trainer itself gives to the step that runs, or comes next where none does."""
+        try:
+            if self._begun_steps == 0:
+                self._first_step = int(step)
+                self._table.is_changed = True
+            self.current_step = int(step)
+        except Exception as error:
+            self.guard("set_step", error)
+
+    def gradients_ready(self) -> None:
+        """Read the gradients now: they are reduced and unscaled, and the trainer's own clipping comes next."""
+        try:
+            self._gradients.ready(None)
+        except Exception as error:
+            self.guard("gradients_ready", error)
+
+    def flush(self, timeout_s: float = 5.0) -> bool:
+        """Hand over what there is of the running step, as partial, and wait for the disk; False when that took too long.
+
+        For a trainer that is about to end with an exception.
+        """
+        try:
+            if self.is_alive and self._begun:
+                self._end_step(is_partial=not self.boundary.is_over)
+            return self._handover.flush(timeout_s)
+        except Exception as error:
+            self.guard("flush", error)
+            return False
 
     def enable(
         self,
@@ -249,10 +284,10 @@ class Monitor:
     def describe(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Note shape, dtype and placement of a site's tensor."""
         placements = placements_of(tensor, Kind(entry.kind), self.place)
-        if "partial" in placements.values():
-            self.recording.tell("unsupported_placement", f"{entry.name}: placement partial is not merged", entry.name)
-            placements = {axis: "unknown" if word == "partial" else word for axis, word in placements.items()}
-        self._table.describe(entry, tensor, placements)
+        if self.site_placements is not None and not is_dtensor(tensor):
+            is_output = Kind(entry.kind) in (Kind.ACTIVATION, Kind.DGRAD)
+            placements.update(self.site_placements(entry.name.partition(":")[0], is_output) or {})
+        self._table.describe(entry, tensor, placements, part_of(tensor, self.place))
 
     def reserve(self, entry: Entry, micro_step: int) -> int:
         """Begin a row whose tensor is still on its way; -1 when the step is not due."""
@@ -369,7 +404,7 @@ class Monitor:
         if self.orders.apply(self.current_step) or changed:
             self._replan()
 
-    def _end_step(self, *, is_partial: bool = False) -> None:
+    def _end_step(self, *, is_partial: bool = False, is_skipped: bool | None = None) -> None:
         """Hand the step over to the writer and begin counting the next."""
         if not self._begun and not self._scalars:
             return
@@ -377,7 +412,9 @@ class Monitor:
         for handle in self._leaf_handles:
             handle.remove()
         self._leaf_handles = []
-        is_skipped = self.boundary.was_skipped and not is_partial and any(chunk.num_forwards for chunk in self.chunks)
+        if is_skipped is None:
+            is_skipped = self.boundary.was_skipped and any(chunk.num_forwards for chunk in self.chunks)
+        is_skipped &= not is_partial
         rows = recording.rows
         if is_skipped:
             rows.array["flags"][: rows.num_rows] |= np.uint16(Flag.SKIPPED)
@@ -429,7 +466,7 @@ class Monitor:
             if self._pipeline_watch.install() and self._pipeline_watch.problem:
                 self.recording.tell("unknown_torch", self._pipeline_watch.problem)
             self._introduction.locate()
-            self.parameters.place = self.place
+            self.parameters.locate(self.place)
             if self.chunks and self._introduction.set_depths(self.chunks):
                 self.parameters.forget()  # Their entries carry the number of their chunk.
         except Exception as error:

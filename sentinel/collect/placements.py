@@ -11,8 +11,9 @@ from sentinel.collect.topology import AXIS_OF
 from sentinel.place import Place
 from sentinel.record import BACKWARD_KINDS, FORWARD_KINDS, Kind
 
-UNSUPPORTED = frozenset({"partial", "owned", "flat_shard"})
-"""Reserved: not measured yet, said once."""
+PLACEMENTS = ("replicate", "shard", "owned", "partial", "unknown")
+"""Words for one axis. Shards merge, replicas are compared, an owned tensor is held by one rank of the axis alone; of
+partial sums only what is not finite is judged, and unknown stays apart on each rank."""
 
 
 def local_of(tensor: Any) -> torch.Tensor:
@@ -28,27 +29,57 @@ def is_async(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.AsyncCollectiveTensor)
 
 
-def placements_of(tensor: Any, kind: Kind, place: Place) -> dict[str, str]:
-    """Return mesh axis -> `replicate`, `shard`, `partial` or `unknown` for the axes that are split.
+def is_dtensor(tensor: Any) -> bool:
+    """Whether the tensor itself says how it is placed."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
-    A DTensor says it itself. Plain parameters and reduced gradients are replicas over dp and unknown over the other axes
-    inside a model; plain activations hold this rank's samples (shard over dp) and are unknown over tp, cp and ep.
+
+def axes_of(tensor: Any, place: Place) -> list[tuple[str, str, int, Any]]:
+    """Return (axis, name of the mesh dimension, this rank's coordinate, placement) of each dimension of a DTensor's mesh."""
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or ()
+    coordinate = mesh.get_coordinate() or ()
+    found = []
+    for at, placement in enumerate(tensor.placements):
+        name = names[at] if at < len(names) else f"{at}"
+        axis = AXIS_OF.get(name.lower(), "")
+        if not axis:
+            axis = "tp" if place.tp_size > 1 and mesh.size(at) == place.tp_size else "dp"
+        found.append((axis, name, int(coordinate[at]) if at < len(coordinate) else 0, placement))
+    return found
+
+
+def placements_of(tensor: Any, kind: Kind, place: Place) -> dict[str, str]:
+    """Return axis -> one of PLACEMENTS, for the axes that are split.
+
+    A DTensor says it itself. Plain parameters and reduced gradients are replicas over dp and cp; plain activations hold
+    this rank's samples (shard over dp and ep) and tokens (shard over cp). All else is unknown over tp and ep.
     """
     found: dict[str, str] = {}
-    mesh = getattr(tensor, "device_mesh", None)
-    if mesh is not None and hasattr(tensor, "placements"):
-        names = mesh.mesh_dim_names or ()
-        for at, placement in enumerate(tensor.placements):
-            axis = AXIS_OF.get(names[at].lower(), "") if at < len(names) else ""
-            if not axis:
-                axis = "tp" if place.tp_size > 1 and mesh.size(at) == place.tp_size else "dp"
-            word = "partial" if placement.is_partial() else "shard" if placement.is_shard() else "replicate"
-            if found.get(axis) in (None, "replicate"):
+    is_placed = is_dtensor(tensor)
+    if is_placed:
+        for axis, _, _, placement in axes_of(tensor, place):
+            word = "partial" if placement.is_partial() else "shard" if is_shard(placement) else "replicate"
+            if found.get(axis) in (None, "replicate") or word == "partial":
                 found[axis] = word
     is_data = kind in FORWARD_KINDS or kind in BACKWARD_KINDS
-    if place.dp_size > 1:
-        found.setdefault("dp", "shard" if is_data else "replicate")
-    for axis in ("tp", "cp", "ep"):
+    for axis in ("dp", "tp", "cp", "ep"):
         if place.size(axis) > 1 and axis not in found:
-            found[axis] = "unknown" if is_data or mesh is None else "replicate"
+            if is_data:
+                found[axis] = "unknown" if axis == "tp" else "shard"
+            else:
+                found[axis] = "replicate" if is_placed or axis in ("dp", "cp") else "unknown"
     return found
+
+
+def part_of(tensor: Any, place: Place) -> str:
+    """Return which part of a DTensor this rank holds: `dp_shard=1,tp=0`; empty: all of it, or no DTensor."""
+    if not is_dtensor(tensor):
+        return ""
+    cut = [f"{name}={at}" for _, name, at, placement in axes_of(tensor, place) if is_shard(placement)]
+    return ",".join(cut)
+
+
+def is_shard(placement: Any) -> bool:
+    """Whether a placement of torch.distributed.tensor cuts its dimension; strided shards (FSDP over TP) do too."""
+    return bool(placement.is_shard()) or type(placement).__name__ == "_StridedShard"

@@ -13,7 +13,7 @@ class Entry:
 
     __slots__ = (
         "also", "border", "border_index", "chunk", "consumers", "dtype", "flags", "generation", "grad", "id", "kind",
-        "name", "placements", "shape", "site_pos",
+        "name", "part", "placements", "shape", "site_pos",
     )  # fmt: skip
 
     def __init__(self, number: int, name: str, kind: Kind, chunk: int) -> None:
@@ -31,6 +31,7 @@ class Entry:
         self.consumers: list[str] = []
         self.also: list[str] = []
         self.placements: dict[str, str] = {}
+        self.part = ""
         self.grad: Entry | None = None
         """The entry of the gradient of this tensor."""
 
@@ -49,6 +50,7 @@ class Entry:
             placements=dict(self.placements),
             border=self.border,
             border_index=self.border_index,
+            part=self.part,
         )
 
 
@@ -70,11 +72,19 @@ class TensorTable:
             self.is_changed = True
         return entry
 
-    def describe(self, entry: Entry, tensor: Any, placements: dict[str, str]) -> None:
-        """Note shape, dtype and placement, where they changed."""
-        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        if entry.shape != shape or entry.dtype != dtype or entry.placements != placements:
-            entry.shape, entry.dtype, entry.placements = shape, dtype, placements
+    def describe(
+        self,
+        entry: Entry,
+        tensor: Any,
+        placements: dict[str, str],
+        part: str = "",
+        shape: tuple[int, ...] | None = None,
+    ) -> None:
+        """Note shape (of the whole tensor), dtype and placement, where they changed."""
+        shape = tuple(tensor.shape) if shape is None else shape
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if (entry.shape, entry.dtype, entry.placements, entry.part) != (shape, dtype, placements, part):
+            entry.shape, entry.dtype, entry.placements, entry.part = shape, dtype, placements, part
             if "unknown" in placements.values():
                 entry.flags |= Flag.PER_RANK
             self.is_changed = True

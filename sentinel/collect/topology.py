@@ -18,7 +18,8 @@ AXIS_OF = {
     "dp": "dp", "data": "dp", "ddp": "dp", "data_parallel": "dp", "replicate": "dp", "dp_replicate": "dp", "fsdp": "dp",
     "dp_shard": "dp", "shard": "dp", "tp": "tp", "tensor": "tp", "model": "tp", "tensor_parallel": "tp", "mp": "tp",
     "pp": "pp", "pipe": "pp", "pipeline": "pp", "stage": "pp", "pipeline_parallel": "pp", "cp": "cp", "context": "cp",
-    "context_parallel": "cp", "ep": "ep", "expert": "ep", "expert_parallel": "ep",
+    "context_parallel": "cp", "ep": "ep", "expert": "ep", "expert_parallel": "ep", "dp_cp": "dp", "dp_shard_cp": "dp",
+    "dp_shard_mod_ep": "dp", "dp_shard_in_ep": "ep", "efsdp": "dp", "edp": "dp", "etp": "tp", "sequence": "cp", "sp": "cp",
 }  # fmt: skip
 """Usual names of mesh dimensions. Two dimensions of one axis (dp_replicate, dp_shard) multiply."""
 
@@ -75,13 +76,14 @@ class Topology:
             return Place(rank=min(self._environment.rank or 0, world - 1), world_size=world)
         rank, world = dist.get_rank(), dist.get_world_size()
         coordinates: dict[str, tuple[int, int]] = {}
-        mesh = max((m for m in self.meshes if m.get_coordinate() is not None), key=lambda m: m.mesh.numel(), default=None)
-        if mesh is not None:
-            for name, at, size in zip(mesh.mesh_dim_names, mesh.get_coordinate(), mesh.mesh.shape, strict=True):
-                axis = AXIS_OF.get(name.lower())
-                if axis is not None:
-                    before, total = coordinates.get(axis, (0, 1))
-                    coordinates[axis] = (before * size + at, total * size)
+        mine = [mesh for mesh in self.meshes if mesh.get_coordinate() is not None]
+        # A flattened mesh may be as large as the one that tells the axes apart; one for experts only adds its own axis.
+        mine.sort(key=lambda mesh: (mesh.mesh.numel(), len(_axes(mesh))), reverse=True)
+        for mesh in mine[:1]:
+            coordinates = _axes(mesh)
+        for mesh in mine[1:]:
+            if "ep" not in coordinates and "ep" in _axes(mesh):
+                coordinates["ep"] = _axes(mesh)["ep"]
         stages = [self.stages[id(unwrap(model))] for model in models if id(unwrap(model)) in self.stages]
         if stages:
             coordinates["pp"] = (stages[0].group_rank, stages[0].group_size)
@@ -104,8 +106,8 @@ class Topology:
                 coordinates["dp"] = (dist.get_rank(group), dist.get_world_size(group))
                 return
         split = 1
-        for _, size in coordinates.values():
-            split *= size
+        for axis, (_, size) in coordinates.items():
+            split *= 1 if axis == "ep" else size  # Expert-parallel ranks are data-parallel ones to all other layers.
         if world > split and world % split == 0:
             # Nothing names the replicas: ranks that differ in no known axis are replicas, in the usual order.
             size = world // split
@@ -122,3 +124,14 @@ class Topology:
         """Return the depth that the pipeline itself gives this chunk; None without a pipeline."""
         stage = self.stages.get(id(unwrap(model)))
         return None if stage is None else int(stage.stage_index)
+
+
+def _axes(mesh: Any) -> dict[str, tuple[int, int]]:
+    """Return axis -> (this rank's coordinate, size) of a mesh; dimensions of one axis multiply, in their order."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, at, size in zip(mesh.mesh_dim_names, mesh.get_coordinate(), mesh.mesh.shape, strict=True):
+        axis = AXIS_OF.get(name.lower())
+        if axis is not None:
+            before, total = found.get(axis, (0, 1))
+            found[axis] = (before * size + at, total * size)
+    return found

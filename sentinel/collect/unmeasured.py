@@ -21,8 +21,18 @@ class Unmeasured:
     def log(self, **scalars: Any) -> None:
         """Accept and forget."""
 
-    def step(self) -> None:
+    def step(self, *, is_skipped: bool | None = None) -> None:
         """Do nothing."""
+
+    def set_step(self, step: int) -> None:
+        """Do nothing."""
+
+    def gradients_ready(self) -> None:
+        """Do nothing."""
+
+    def flush(self, timeout_s: float = 5.0) -> bool:
+        """Do nothing; there is nothing to wait for."""
+        return True
 
     def enable(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""

@@ -21,11 +21,12 @@ from sentinel.record import ROW_DTYPE, Kind
 MERGED_AXES = ("dp", "tp", "cp", "ep")
 WEIGHT_KINDS = frozenset({"param", "wgrad", "exp_avg", "exp_avg_sq"})
 """Data-parallel ranks hold copies of these; of all else each holds its own part of the batch."""
-KEPT_APART = ("unknown", "partial", "owned")
+KEPT_APART = ("unknown", "partial")
 """Placements that nobody may merge over: each rank keeps its own series, told apart by its coordinate."""
 
 
 _Coordinates: TypeAlias = tuple[tuple[str, int], ...]
+_Shard: TypeAlias = tuple[tuple[str, int | str], ...]
 
 
 class LogicalTensor(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +51,8 @@ class LogicalTensor(msgspec.Struct, frozen=True, kw_only=True):
     border: str = ""
     border_index: int = -1
     communicates: bool = False
+    is_partial: bool = False
+    """Each rank holds a summand: only what is not finite in it means anything."""
     num_elements: int = 0
 
 
@@ -58,8 +61,8 @@ class Replicas(msgspec.Struct, frozen=True):
 
     index: int
     """Of the logical tensor."""
-    shard: tuple[tuple[str, int], ...]
-    """Coordinates of the shard; empty: each holds the whole tensor."""
+    shard: tuple[tuple[str, int | str], ...]
+    """Coordinates of the shard, or `part` as the ranks say it; empty: each holds the whole tensor."""
     holders: tuple[tuple[int, int], ...]
     """(rank, id of the tensor on that rank), ranks rising; at least two."""
 
@@ -92,27 +95,28 @@ class Layout:
         keys: dict[tuple[str, str, tuple[tuple[str, int], ...]], int] = {}
         drafts: list[dict[str, object]] = []
         ranks: list[list[int]] = []
-        copies: dict[tuple[int, tuple[tuple[str, int], ...]], tuple[list[tuple[int, int]], int]] = {}
-        known_names: dict[tuple[str, int, tuple[tuple[str, str], ...]], str] = {}
+        copies: dict[tuple[int, _Shard], tuple[list[tuple[int, int]], int]] = {}
+        known_names: dict[tuple[object, ...], str] = {}
         for rank, descriptor in self.descriptors.items():
             chunks = {chunk.vpp_stage: chunk for chunk in descriptor.chunks}
             coupled = _coupled_modules(descriptor)
             size = max((tensor.id for tensor in descriptor.tensors), default=-1) + 1
             to_logical = np.full(size, -1, np.int32)
             to_copy = np.full(size, -1, np.int32)
-            where: dict[tuple[bool, tuple[tuple[str, str], ...]], tuple[_Coordinates, _Coordinates]] = {}
+            where: dict[tuple[bool, tuple[tuple[str, str], ...], str], tuple[_Coordinates, _Shard]] = {}
             map_key = tuple(descriptor.name_map.items())
             for tensor in descriptor.tensors:
                 chunk = chunks.get(tensor.chunk, ChunkInfo(vpp_stage=tensor.chunk, depth=0))
                 # Ranks by tensors are many, their placements and names are few.
-                placed = (tensor.kind in WEIGHT_KINDS, tuple(tensor.placements.items()))
+                placed = (tensor.kind in WEIGHT_KINDS, tuple(tensor.placements.items()), tensor.part)
                 if placed not in where:
                     where[placed] = self._coordinates(tensor, descriptor.place)
                 apart, sharded = where[placed]
-                name = known_names.get((tensor.name, chunk.depth, map_key))
+                known = (tensor.name, chunk.depth, map_key, tuple(chunk.offsets.items()))
+                name = known_names.get(known)
                 if name is None:
-                    name = self.names.of(tensor.name, chunk.depth, descriptor.name_map)
-                    known_names[tensor.name, chunk.depth, map_key] = name
+                    name = self.names.of(tensor.name, chunk.depth, descriptor.name_map, chunk.offsets)
+                    known_names[known] = name
                 at = keys.setdefault((name, tensor.kind, apart), len(drafts))
                 if at == len(drafts):
                     draft = self._draft(tensor, chunk, descriptor, name, apart, at)
@@ -130,6 +134,8 @@ class Layout:
             msgspec.convert({**draft, "ranks": tuple(held)}, LogicalTensor)
             for draft, held in zip(drafts, ranks, strict=True)
         ]
+        self.partial = np.array([one.index for one in self.tensors if one.is_partial], np.int32)
+        """Logical tensors without statistics of their own."""
         self.replicas = [
             Replicas(at, shard, tuple(holders))
             for (at, shard), (holders, _) in copies.items()
@@ -137,10 +143,11 @@ class Layout:
         ]
 
     @staticmethod
-    def _coordinates(tensor: TensorInfo, place: Place) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
-        """(coordinates kept apart, coordinates of the shard): what is in neither is a replica."""
+    def _coordinates(tensor: TensorInfo, place: Place) -> tuple[_Coordinates, _Shard]:
+        """(coordinates kept apart, what tells the shard): ranks that differ in neither hold replicas."""
         is_data = tensor.kind not in WEIGHT_KINDS
-        apart, sharded = [], []
+        apart: list[tuple[str, int]] = []
+        sharded: list[tuple[str, int | str]] = []
         for axis in MERGED_AXES:
             if place.size(axis) <= 1:
                 continue
@@ -148,8 +155,10 @@ class Layout:
             word = tensor.placements.get(axis, usual)
             if word in KEPT_APART:
                 apart.append((axis, place.coordinate(axis)))
-            elif word != "replicate":
+            elif word == "shard" and not tensor.part:
                 sharded.append((axis, place.coordinate(axis)))
+        if tensor.part:
+            sharded.append(("part", tensor.part))
         return tuple(apart), tuple(sharded)
 
     def _draft(
@@ -162,7 +171,7 @@ class Layout:
         at: int,
     ) -> dict[str, object]:
         def full(local: str) -> str:
-            return self.names.of(local, chunk.depth, descriptor.name_map)
+            return self.names.of(local, chunk.depth, descriptor.name_map, chunk.offsets)
 
         segment = segment_of(tensor, chunk)
         if segment in ("stem", "head"):
@@ -185,6 +194,7 @@ class Layout:
             "segment": segment,
             "border": tensor.border,
             "border_index": tensor.border_index,
+            "is_partial": "partial" in tensor.placements.values(),
             "num_elements": int(np.prod(tensor.shape, dtype=np.int64)) if tensor.shape else 1,
         }
 
@@ -300,6 +310,8 @@ class StepView:
             return np.empty(0, np.bool_)
         copies = np.concatenate([self.layout.copies_of(part.rank, part.rows["tensor"]) for part in self.parts])
         known = copies >= 0
+        if self.layout.partial.size:
+            known &= ~np.isin(self.row_logical, self.layout.partial)
         if not known.all():
             copies = np.where(known, copies, self.layout.num_copies)
         speaker = np.empty(self.layout.num_copies + 1, np.int32)

@@ -21,10 +21,17 @@ class Names(msgspec.Struct, frozen=True):
     clashes: frozenset[str]
     """Canonical names that two depths claim for different tensors; they are told apart by their stage."""
 
-    def of(self, name: str, depth: int, name_map: Mapping[str, str] | None = None) -> str:
-        """Return the canonical name of a local one."""
+    def of(
+        self,
+        name: str,
+        depth: int,
+        name_map: Mapping[str, str] | None = None,
+        own_offsets: Mapping[str, int] | None = None,
+    ) -> str:
+        """Return the canonical name of a local one. own_offsets: those that its rank says itself (`ChunkInfo.offsets`)."""
         whole = self.wholes.get(depth, chunk_name(depth, self.num_depths))
-        full = canonical(name, self.offsets.get(depth, {}), whole, name_map)
+        offsets = self.offsets.get(depth, {})
+        full = canonical(name, {**offsets, **own_offsets} if own_offsets else offsets, whole, name_map)
         return f"{whole}.{full}" if full in self.clashes else full
 
 
@@ -48,6 +55,8 @@ def make_names(descriptors: Mapping[int, Descriptor]) -> Names:
     for depth, offset in given.items():
         containers = {name.rpartition(".")[0] for name in blocks[depth]}
         offsets[depth] = dict.fromkeys(containers, offset)
+    for depth, (_, chunk) in chunks.items():
+        offsets[depth] = {**offsets[depth], **chunk.offsets}
     num_depths = len(chunks)
     wholes = {depth: chunk_name(depth, num_depths) for depth in chunks}
     owner: dict[str, int] = {}

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -191,6 +192,19 @@ class Handover:
             return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def flush(self, timeout_s: float = 5.0) -> bool:
+        """Wait at most timeout_s until everything handed over is with the system's disk cache; False: it took longer."""
+        deadline = self._clock.mono_ns() + int(timeout_s * _NS)
+        while self._num_in > self._num_out or self._num_notes_in > self._num_notes_out:
+            if self._thread is None:
+                self.turn()
+            elif not self._thread.is_alive() or self._clock.mono_ns() >= deadline:
+                return False
+            else:
+                self._ring()
+                time.sleep(0.002)
+        return True
 
     def disarm(self) -> None:
         """In a forked child: this rank's spool belongs to the parent; write nothing, ever."""
