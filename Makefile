@@ -1,5 +1,6 @@
 # make demo    a real run with planted faults, watched; under 3 minutes once set up
 # make test    the whole suite        make lint   ruff        make types   mypy --strict
+# make trainers   the tests on real trainers (Hugging Face, Lightning, DeepSpeed, Megatron, ...), installed first
 # PYTHON=... chooses the interpreter (3.11 or newer); PIP_FLAGS=... is handed to every pip install.
 
 SHELL := /bin/bash
@@ -10,14 +11,18 @@ DEMO_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.sentinel-setup
+TRAINERS := $(VENV)/.sentinel-trainers
 
-.PHONY: demo test lint types setup check clean
+.PHONY: demo test trainers lint types setup check clean
 
 demo: $(STAMP)
 	$(BIN)/sentinel demo $(DEMO_FLAGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+trainers: $(TRAINERS)
+	$(BIN)/python -m pytest -m trainer tests/trainers $(PYTEST_FLAGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -34,6 +39,12 @@ $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard sentinel/native/*.[
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_FLAGS) torch==2.13.0
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_FLAGS) --editable '.[dev]'
+	@touch $@
+
+# DeepSpeed has no wheel: built for the CPU, without compiled operators, against the torch that is there.
+$(TRAINERS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_FLAGS) torch==2.13.0 --editable '.[dev,trainers]' setuptools wheel ninja py-cpuinfo
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_FLAGS) --no-build-isolation torch==2.13.0 deepspeed
 	@touch $@
 
 clean:
