@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -28,13 +28,13 @@ from sentinel.collect.introduction import Introduction
 from sentinel.collect.kernels import choose_kernel
 from sentinel.collect.orders import Orders
 from sentinel.collect.pipelining import PipelineWatch
-from sentinel.collect.placements import is_dtensor, part_of, placements_of
 from sentinel.collect.plan import Plan, Request, parse_kinds
 from sentinel.collect.recording import Recording, describe_error
 from sentinel.collect.scalars import Scalars, resolver
+from sentinel.collect.sites import Sites
 from sentinel.collect.structure import read_structure, unwrap
 from sentinel.collect.taps import Chunk
-from sentinel.collect.tensors import Entry, TensorTable
+from sentinel.collect.tensors import TensorTable
 from sentinel.collect.topology import Topology
 from sentinel.errors import ConfigError
 from sentinel.messages import Ack, Descriptor, EndStep, Heartbeat
@@ -74,7 +74,6 @@ class Monitor:
         self._activity = "init"
         self._begun = False
         self._begun_steps = 0
-        self._is_due = False
         self._is_seen = False
         self._scalars = Scalars()
         self._due: dict[str, int] = {}
@@ -91,6 +90,7 @@ class Monitor:
             max_rows=config.max_rows, zero_eps=config.zero_eps, checksum=config.checksum,
         )  # fmt: skip
         self._introduction = Introduction(models, config, topology, self._table, self.recording.tell)
+        self.sites = Sites(self._table, self.recording)
         self.parameters = Parameters(self._table, self.recording.tell)
         self.plan = Plan(config)
         self.orders = Orders(config.allow_commands, self)
@@ -101,8 +101,6 @@ class Monitor:
         self.boundary = Boundary(self._gradients.ready, self._gradients.doomed, self.guard)
         self._pipeline_watch = PipelineWatch(self._stage_seen, self._gradients.scaled)
         self.chunks: list[Chunk] = []
-        self.site_placements: Callable[[str, bool], Mapping[str, str] | None] | None = None
-        """An adapter's table: (local module name, whether its output is meant) -> axis to placement of its plain tensors."""
         try:
             self._install(models, optimizers)
             self._handover = self._begin_life(attempt, life)
@@ -270,43 +268,6 @@ class Monitor:
 
     # -- what hooks and watchers call (the Recorder of taps.py) ----------------------------------------------------
 
-    def observe(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
-        """Measure one tensor of the black box, or of a due step."""
-        if self._is_due or entry.flags & Flag.BORDER:
-            self.recording.observe(entry, tensor, micro_step)
-
-    def entry(self, chunk: Chunk, name: str, kind: Kind, tensor: torch.Tensor) -> Entry:
-        """Return the table's entry of a site, described."""
-        entry = self._table.entry(chunk.vpp_stage, name, kind)
-        self.describe(entry, tensor)
-        return entry
-
-    def describe(self, entry: Entry, tensor: torch.Tensor) -> None:
-        """Note shape, dtype and placement of a site's tensor."""
-        placements = placements_of(tensor, Kind(entry.kind), self.place)
-        if self.site_placements is not None and not is_dtensor(tensor):
-            is_output = Kind(entry.kind) in (Kind.ACTIVATION, Kind.DGRAD)
-            placements.update(self.site_placements(entry.name.partition(":")[0], is_output) or {})
-        self._table.describe(entry, tensor, placements, part_of(tensor, self.place))
-
-    def reserve(self, entry: Entry, micro_step: int) -> int:
-        """Begin a row whose tensor is still on its way; -1 when the step is not due."""
-        if self._is_due or entry.flags & Flag.BORDER:
-            return self.recording.reserve(entry, micro_step)
-        return -1
-
-    def fill(self, row: int, tensor: torch.Tensor) -> None:
-        """Measure into a reserved row."""
-        self.recording.fill(row, tensor)
-
-    def add_consumer(self, entry: Entry, module: str) -> None:
-        """Name a tensor a second time, by the module that reads it."""
-        self._table.add_consumer(entry, module)
-
-    def add_producer(self, entry: Entry, name: str) -> None:
-        """Name a tensor a second time, by an outer module that hands it on."""
-        self._table.add_producer(entry, name)
-
     def before_forward(self, chunk: Chunk) -> None:
         """A training forward begins: end the step that is over, begin the new one."""
         if self.boundary.is_dirty and self.parameters.are_thrown_away():
@@ -351,7 +312,7 @@ class Monitor:
             self.recording.at.flags |= Flag.DEGRADED
 
     def _wants_gradients(self) -> bool:
-        return self.is_alive and self._begun and self._is_due and self.plan.takes(Kind.WGRAD)
+        return self.is_alive and self._begun and self.sites.is_due and self.plan.takes(Kind.WGRAD)
 
     def _step_without_forward(self) -> None:
         """An optimizer steps although no forward was seen: the hooks are compiled away, or on another copy."""
@@ -388,9 +349,9 @@ class Monitor:
         self._begun_at = time.perf_counter()
         self._apply_orders()
         since = self.current_step - self.config.start_step
-        self._is_due = since >= 0 and since % self.config.step_interval == 0
+        self.sites.is_due = since >= 0 and since % self.config.step_interval == 0
         self.parameters.begin_step()
-        if self._is_due:
+        if self.sites.is_due:
             if self._begun_steps % REFRESH_STEPS == 0 or not self.parameters.all:
                 self.parameters.refresh(self.chunks)
             if self.plan.takes(Kind.PARAM):
@@ -466,6 +427,7 @@ class Monitor:
             if self._pipeline_watch.install() and self._pipeline_watch.problem:
                 self.recording.tell("unknown_torch", self._pipeline_watch.problem)
             self._introduction.locate()
+            self.sites.place = self.place
             self.parameters.locate(self.place)
             if self.chunks and self._introduction.set_depths(self.chunks):
                 self.parameters.forget()  # Their entries carry the number of their chunk.

@@ -19,6 +19,7 @@ from sentinel.collect.inert import Inert
 from sentinel.collect.nesting import tensors_in
 from sentinel.collect.pipelining import in_inference
 from sentinel.collect.placements import is_async, local_of
+from sentinel.collect.sites import Sites
 from sentinel.collect.structure import Border, Structure
 from sentinel.collect.tensors import Entry
 from sentinel.record import Flag, Kind
@@ -43,25 +44,7 @@ class Recorder(Protocol):
 
     is_alive: bool
     current_step: int
-
-    def observe(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
-        """Measure one tensor into one row."""
-
-    def reserve(self, entry: Entry, micro_step: int) -> int:
-        """Begin a row whose tensor a collective still writes; -1: this step is not due."""
-
-    def fill(self, row: int, tensor: torch.Tensor) -> None:
-        """Measure into a reserved row."""
-
-    def describe(self, entry: Entry, tensor: torch.Tensor) -> None:
-        """Note shape, dtype and placement of a tensor."""
-
-    def entry(self, chunk: Chunk, name: str, kind: Kind, tensor: torch.Tensor) -> Entry:
-        """Return the table's entry, with shape, dtype and placement noted."""
-
-    def add_consumer(self, entry: Entry, module: str) -> None: ...
-
-    def add_producer(self, entry: Entry, name: str) -> None: ...
+    sites: Sites
 
     def before_forward(self, chunk: Chunk) -> None:
         """A training forward of a chunk begins: the one place where a step may end."""
@@ -234,7 +217,7 @@ class Chunk:
         left = []
         for inner, tensor, row in self._pending:
             if tensor is one or (one is None and (not module or inner.startswith(module + "."))):
-                self.recorder.fill(row, local_of(tensor.trigger_wait()))  # type: ignore[attr-defined]
+                self.recorder.sites.fill(row, local_of(tensor.trigger_wait()))  # type: ignore[attr-defined]
             else:
                 left.append((inner, tensor, row))
         self._pending = left
@@ -348,7 +331,7 @@ class ModuleTap:
 
     def take_inputs(self, args: Any, kwargs: Any) -> None:
         """Measure the inputs that no site has measured in this forward, and name the others a second time."""
-        chunk, recorder = self.chunk, self.chunk.recorder
+        chunk, sites = self.chunk, self.chunk.recorder.sites
         if not self.takes_in:
             return
         is_first = True
@@ -361,20 +344,20 @@ class ModuleTap:
                 entry = chunk.known(tensor)
                 if entry is not None:
                     chunk.settle(self.name, tensor)
-                    recorder.add_consumer(entry, self.name)
+                    sites.add_consumer(entry, self.name)
                     if was_first:
                         self._widen_border(entry, True)
                     continue
                 entry = self._inputs.get(path)
                 if entry is None:
-                    entry = self._inputs[path] = recorder.entry(chunk, self.name + path, Kind.ACTIVATION_IN, tensor)
+                    entry = self._inputs[path] = sites.entry(chunk.vpp_stage, self.name + path, Kind.ACTIVATION_IN, tensor)
                 if was_first:
                     self._name_border(entry, True)
                 self._take(entry, tensor, Kind.ACTIVATION_IN, Kind.DGRAD_IN, path, self.takes_in)
 
     def take_outputs(self, output: Any) -> None:
         """Measure the outputs that no inner site has measured in this forward, and name the others a second time."""
-        chunk, recorder = self.chunk, self.chunk.recorder
+        chunk, sites = self.chunk, self.chunk.recorder.sites
         if not self.takes_out:
             return
         chunk.settle(self.name)
@@ -385,13 +368,13 @@ class ModuleTap:
                 continue
             entry = chunk.known(tensor)
             if entry is not None:
-                recorder.add_producer(entry, self.name + path)
+                sites.add_producer(entry, self.name + path)
                 if was_first:
                     self._widen_border(entry, False)
                 continue
             entry = self._outputs.get(path)
             if entry is None:
-                entry = self._outputs[path] = recorder.entry(chunk, self.name + path, Kind.ACTIVATION, tensor)
+                entry = self._outputs[path] = sites.entry(chunk.vpp_stage, self.name + path, Kind.ACTIVATION, tensor)
             if was_first:
                 self._name_border(entry, False)
             self._take(entry, tensor, Kind.ACTIVATION, Kind.DGRAD, path, self.takes_out)
@@ -399,17 +382,17 @@ class ModuleTap:
     def _take(
         self, entry: Entry, tensor: torch.Tensor, kind: Kind, grad_kind: Kind, path: str, takes: frozenset[Kind]
     ) -> None:
-        chunk, recorder = self.chunk, self.chunk.recorder
+        chunk, sites = self.chunk, self.chunk.recorder.sites
         chunk.place_site(entry)
         chunk.remember(tensor, entry)
         if kind in takes:
             if is_async(tensor):
-                chunk.postpone(self.name, tensor, recorder.reserve(entry, chunk.micro_step))
+                chunk.postpone(self.name, tensor, sites.reserve(entry, chunk.micro_step))
             else:
-                recorder.observe(entry, local_of(tensor), chunk.micro_step)
+                sites.observe(entry, local_of(tensor), chunk.micro_step)
         if grad_kind in takes and not isinstance(tensor, nn.Parameter):
             if entry.grad is None:
-                entry.grad = recorder.entry(chunk, self.name + path, grad_kind, tensor)
+                entry.grad = sites.entry(chunk.vpp_stage, self.name + path, grad_kind, tensor)
                 entry.grad.border, entry.grad.border_index = entry.border, entry.border_index
                 entry.grad.consumers, entry.grad.also = list(entry.consumers), list(entry.also)
                 entry.grad.flags |= entry.flags & Flag.BORDER
@@ -476,10 +459,10 @@ class GradientTap:
             if self.step == recorder.current_step and not in_inference():
                 self.chunk.backward_micro_step = self.micro_step
                 if hasattr(gradient, "placements"):  # A gradient may be partial where its tensor was not.
-                    recorder.describe(self.entry, gradient)
+                    recorder.sites.describe(self.entry, gradient)
                 if is_async(gradient):
                     gradient = gradient.trigger_wait()  # type: ignore[attr-defined]
-                recorder.observe(self.entry, local_of(gradient), self.micro_step)
+                recorder.sites.observe(self.entry, local_of(gradient), self.micro_step)
                 recorder.after_backward_hook(self.chunk)
         except Exception as error:
             recorder.guard(self.entry.name, error)

@@ -1,0 +1,66 @@
+"""Observed places: how a site's tensor is described, and whether it is measured in this step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from sentinel.collect.placements import is_dtensor, part_of, placements_of
+from sentinel.collect.recording import Recording
+from sentinel.collect.tensors import Entry, TensorTable
+from sentinel.place import Place
+from sentinel.record import Flag, Kind
+
+SitePlacements = Callable[[str, bool], Mapping[str, str] | None]
+"""(local name of a module, whether its output is meant) -> axis to placement of its plain tensors; None: not known."""
+
+
+class Sites:
+    """Turns what taps see into rows of the running step, described in the table."""
+
+    def __init__(self, table: TensorTable, recording: Recording) -> None:
+        self.place = Place()
+        self.is_due = False
+        """Whether modules are measured in this step; the black box always is."""
+        self.placements: SitePlacements | None = None
+        """An adapter's table for tensors that do not say themselves how they are placed."""
+        self._table = table
+        self._recording = recording
+
+    def entry(self, vpp_stage: int, name: str, kind: Kind, tensor: torch.Tensor) -> Entry:
+        """Return the table's entry of a site, described."""
+        entry = self._table.entry(vpp_stage, name, kind)
+        self.describe(entry, tensor)
+        return entry
+
+    def describe(self, entry: Entry, tensor: torch.Tensor) -> None:
+        """Note shape, dtype and placement of a site's tensor."""
+        placements = placements_of(tensor, Kind(entry.kind), self.place)
+        if self.placements is not None and not is_dtensor(tensor):
+            is_output = Kind(entry.kind) in (Kind.ACTIVATION, Kind.DGRAD)
+            placements.update(self.placements(entry.name.partition(":")[0], is_output) or {})
+        self._table.describe(entry, tensor, placements, part_of(tensor, self.place))
+
+    def observe(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
+        """Measure one tensor of the black box, or of a due step."""
+        if self.is_due or entry.flags & Flag.BORDER:
+            self._recording.observe(entry, tensor, micro_step)
+
+    def reserve(self, entry: Entry, micro_step: int) -> int:
+        """Begin a row whose tensor is still on its way; -1 when the step is not due."""
+        if self.is_due or entry.flags & Flag.BORDER:
+            return self._recording.reserve(entry, micro_step)
+        return -1
+
+    def fill(self, row: int, tensor: torch.Tensor) -> None:
+        """Measure into a reserved row."""
+        self._recording.fill(row, tensor)
+
+    def add_consumer(self, entry: Entry, module: str) -> None:
+        """Name a tensor a second time, by the module that reads it."""
+        self._table.add_consumer(entry, module)
+
+    def add_producer(self, entry: Entry, name: str) -> None:
+        """Name a tensor a second time, by an outer module that hands it on."""
+        self._table.add_producer(entry, name)
