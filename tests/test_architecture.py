@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "sentinel"
-NOUNS = {"record", "moments", "messages", "place", "anomaly", "command", "errors", "version"}
+NOUNS = {
+    "record", "moments", "messages", "place", "anomaly", "command", "errors", "version", "aggregate",
+    "config_file", "document", "monitor_config",
+}  # fmt: skip
 STAGES = {
     "native", "collect", "wire", "ingest", "detect", "rules", "order", "report", "control", "store", "daemon", "web", "cli",
 }  # fmt: skip

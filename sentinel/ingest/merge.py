@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from typing import TypeAlias
 
@@ -198,6 +198,19 @@ class Layout:
             "num_elements": int(np.prod(tensor.shape, dtype=np.int64)) if tensor.shape else 1,
         }
 
+    def held_by(self, ranks: Set[int]) -> npt.NDArray[np.bool_]:
+        """Return which logical tensors are whole when only these ranks speak: [num_tensors]."""
+        found = np.ones(len(self.tensors), np.bool_)
+        silent = [rank for rank in self._to_copy if rank not in ranks]
+        if silent:
+            held = np.zeros(self.num_copies + 1, np.bool_)
+            for rank in self._to_copy.keys() & ranks:
+                held[self._to_copy[rank]] = True
+            held[-1] = True
+            for rank in silent:
+                found[self._to_logical[rank][~held[self._to_copy[rank]]]] = False
+        return found
+
     def logical_of(self, rank: int, tensor_ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
         """Return the logical index of each local id; -1 for ids that the descriptor does not know."""
         return _look_up(self._to_logical.get(rank), tensor_ids)
@@ -331,6 +344,12 @@ class StepView:
         found = np.zeros(len(self.tensors), np.bool_)
         found[self.row_logical[self._counted]] = True
         return found
+
+    @cached_property
+    def is_whole(self) -> npt.NDArray[np.bool_]:
+        """[num_tensors] whether each shard of the tensor has a holder that spoke for this step to its end."""
+        spoken = {part.rank for part in self.parts if part.end_step is not None}
+        return self.layout.held_by(spoken)
 
     @cached_property
     def flags(self) -> npt.NDArray[np.uint16]:
