@@ -2,6 +2,7 @@
 
 `torch.nn.utils.clip_grad_norm_` and friends look their inner functions up in their module, so wrapping those catches
 callers that imported the public names. `clip_grads_with_norm_` is an alias bound at import: it is replaced as well.
+FSDP1 scales by hand in a method of its own.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from typing import Any
 import torch
 
 OnClip = Callable[[list[torch.Tensor], "torch.Tensor | None"], None]
-"""(parameters about to be clipped, their total norm if known)"""
+"""(parameters about to be clipped, their total norm if known); without parameters: the norm of those clipped last."""
 OnGrads = Callable[[list[torch.Tensor]], None]
 """Gradients about to be clipped by value."""
 
+METHODS = (("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "clip_grad_norm_"),)
+"""(module, class, method) of wrappers around a model that clip its gradients themselves."""
+
 _users: list[ClipWatch] = []
-_restore: list[tuple[ModuleType, str, Any, Any]] = []
+_restore: list[tuple[Any, str, Any, Any]] = []
 
 
 class ClipWatch:
@@ -50,6 +54,10 @@ class ClipWatch:
                 if isinstance(names, dict) and module not in (inner, public):
                     for name in [n for n, value in list(names.items()) if value is scale]:
                         _replace(module, name, wrapped)
+        for name, owner, method in METHODS:
+            kind = getattr(sys.modules.get(name), owner, None)
+            if kind is not None:
+                _replace(kind, method, _before_method(getattr(kind, method)))
         group = getattr(inner, "_group_tensors_by_device_and_dtype", None)
         if group is not None:
             _replace(inner, "_group_tensors_by_device_and_dtype", _before_grouping(group))
@@ -65,7 +73,7 @@ class ClipWatch:
                     setattr(module, name, original)
 
 
-def _replace(module: ModuleType, name: str, ours: Any) -> None:
+def _replace(module: ModuleType | type, name: str, ours: Any) -> None:
     _restore.append((module, name, getattr(module, name), ours))
     setattr(module, name, ours)
 
@@ -80,6 +88,21 @@ def _before_scaling(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(parameters, max_norm, total_norm, *args, **kwargs)
 
     return clip_grads_with_norm_
+
+
+def _before_method(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def clip_grad_norm_(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        parameters = list(model.parameters())
+        for user in list(_users):
+            user.on_clip(parameters, None)
+        norm = original(model, *args, **kwargs)
+        if isinstance(norm, torch.Tensor):
+            for user in list(_users):
+                user.on_clip([], norm)
+        return norm
+
+    return clip_grad_norm_
 
 
 def _before_grouping(original: Callable[..., Any]) -> Callable[..., Any]:

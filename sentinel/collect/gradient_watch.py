@@ -34,6 +34,8 @@ class GradientWatch:
         self._is_wanted = is_wanted
         self._before_reading = before_reading
         self._guard = guard
+        self._was_mine = False
+        """The parameters clipped last were this model's."""
         self._has_clipped = False
         """This trainer clips through torch: gradients are read there, and their versions need not be watched."""
 
@@ -48,15 +50,22 @@ class GradientWatch:
 
     def backward_began(self) -> None:
         """Note at the end of this backward how often each gradient was written: a write after it is somebody else's."""
-        if not self._has_clipped and self._is_wanted():
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            # Twice: a callback queued by a callback runs after DDP's, which finishes its buckets in one.
-            queue(lambda: queue(self._note_versions))
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        # Twice: a callback queued by a callback runs after DDP's, which finishes its buckets in one.
+        queue(lambda: queue(self._backward_ended))
 
     def scaled(self, stage: Any) -> None:
         """A pipeline stage changed its gradients itself, as a part of the backward."""
         if not self._has_clipped and self._is_wanted():
             self._note_versions()
+
+    def _backward_ended(self) -> None:
+        try:
+            self._parameters.note_grads()
+            if not self._has_clipped and self._is_wanted():
+                self._parameters.note_versions()
+        except Exception as error:
+            self._guard("backward", error)
 
     def _note_versions(self) -> None:
         try:
@@ -71,13 +80,14 @@ class GradientWatch:
     def _before_clip(self, params: list[torch.Tensor], total_norm: torch.Tensor | None) -> None:
         try:
             mine = self._parameters.of(params)
-            if not mine:
-                return
-            self._before_reading()
-            self._has_clipped = True
-            if self._is_wanted():
-                self._recording.read_gradients(self._parameters, mine, is_doomed=False)
-            if total_norm is not None:
+            if mine:
+                self._before_reading()
+                self._has_clipped = self._was_mine = True
+                if self._is_wanted():
+                    self._recording.read_gradients(self._parameters, mine, is_doomed=False)
+            elif params:
+                self._was_mine = False
+            if total_norm is not None and self._was_mine:
                 self._scalars.note_total_norm(total_norm)
         except Exception as error:
             self._guard("clip_grad", error)

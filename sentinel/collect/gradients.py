@@ -46,16 +46,16 @@ class Parameters:
         """Parameters whose row was read only because zero_grad was about to clear it: a later read replaces it."""
         self.holding: Holding = TorchHolding()
         """Where this trainer keeps parameters and gradients; an adapter may put its own here before the first step."""
-        self._keeps_grads = False
-        """Gradients were once found where torch keeps them, in `.grad`."""
+        self._has_grads = False
+        """A backward of this step left a gradient where torch keeps them, in `.grad`."""
 
     def refresh(self, chunks: Sequence[Any]) -> None:
         """Look for parameters that are not known yet."""
         for chunk in chunks:
             positions = {name: at for at, name in enumerate(chunk.structure.modules)}
             for name, param in chunk.root.named_parameters():
-                if id(param) in self._by_id:
-                    continue
+                if id(param) in self._by_id or not isinstance(param, torch.nn.Parameter):
+                    continue  # FSDP1 shows a view of what it gathered under this name while it runs.
                 local = strip_wrappers(name)
                 entry = self._table.entry(chunk.vpp_stage, local, Kind.PARAM)
                 former = next((one for one in self.all if one.entry is entry), None)
@@ -112,7 +112,6 @@ class Parameters:
         """
         found = []
         for one in parameters:
-            self._keeps_grads |= one.param.grad is not None
             key = id(one.param)
             row = self.read.get(key)
             if row is not None and (is_doomed or key not in self.doomed):
@@ -137,8 +136,12 @@ class Parameters:
         return found
 
     def are_thrown_away(self) -> bool:
-        """Whether every gradient is gone although this trainer keeps them in `.grad`: cleared by hand."""
-        return self._keeps_grads and all(one.param.grad is None for one in self.all)
+        """Whether every gradient is gone although a backward of this step left some in `.grad`: cleared by hand."""
+        return self._has_grads and all(one.param.grad is None for one in self.all)
+
+    def note_grads(self) -> None:
+        """A backward is over. One that leaves the weights for later (zero bubble) leaves no gradient yet."""
+        self._has_grads = self._has_grads or any(one.param.grad is not None for one in self.all)
 
     def note_versions(self) -> None:
         """Remember how often each gradient was written up to now: a write after this is somebody else's."""
@@ -151,6 +154,7 @@ class Parameters:
         """Forget what was read."""
         self.read.clear()
         self.doomed.clear()
+        self._has_grads = False
         for one in self.all:
             one.version_after_backward = -1
 

@@ -1,0 +1,162 @@
+"""Layouts in processes of their own over gloo, watched, and what a daemon makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import math
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sentinel.ingest.merge import StepView
+from sentinel.moments import Moments
+
+from ..ingest.daemon import Ears
+from .net import NUM_STEPS
+
+EVERYTHING = {"kinds": ["param", "wgrad", "activation", "activation_in", "dgrad", "dgrad_in"]}
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "sentinel.collect"])
+
+
+@dataclasses.dataclass
+class Trainer:
+    """What a layout's `build` gives back: the model as its user holds it, and one step of its own loop."""
+
+    models: list[nn.Module]
+    optimizer: Any
+    train_step: Callable[[int], tuple[torch.Tensor, Any]]
+    """(step) -> loss, as this rank knows it (NaN: another rank's), and the norm of the whole gradient before clipping."""
+    attach: Callable[..., Any] | None = None
+
+
+Build = Callable[[], Trainer]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one rank can tell of its training, beside its spool."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    weights: float
+    """A number that differs when any bit of this rank's weights does."""
+    num_collectives: int
+    health: list[str]
+
+
+def train(folder: Path, build: Build, world: int, *, config: Mapping[str, Any] | None = None) -> list[Result]:
+    """Train NUM_STEPS steps with `world` processes; config None: without Sentinel. Returns what each rank says."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = dict(config) if config is not None else None
+    ranks = [
+        _context.Process(target=_rank, args=(rank, world, port, str(folder), build, settings)) for rank in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(150)
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+            process.join()
+    problems = [path.read_text() for path in sorted(folder.glob("error-*.txt"))]
+    assert not problems, problems[0]
+    assert all(process.exitcode == 0 for process in ranks), [process.exitcode for process in ranks]
+    return [Result(**json.loads((folder / f"result-{rank}.json").read_text())) for rank in range(world)]
+
+
+def _rank(rank: int, world: int, port: int, folder: str, build: Build, config: dict[str, Any] | None) -> None:
+    try:
+        os.environ.update(SENTINEL_DIR=folder, SENTINEL_RUN="run", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", rank=rank, world_size=world)
+        trainer = build()
+        monitor = None
+        if config is not None:
+            import sentinel
+
+            attach = trainer.attach or sentinel.attach
+            monitor = attach(trainer.models if len(trainer.models) > 1 else trainer.models[0], trainer.optimizer, config)
+        losses, norms = [], []
+        for step in range(NUM_STEPS):
+            loss, norm = trainer.train_step(step)
+            losses.append(float(loss))
+            norms.append(float(norm))
+        health: list[str] = []
+        if monitor is not None:
+            assert monitor.is_alive
+            monitor.detach()
+        weights = 0.0
+        for n, model in enumerate(trainer.models):
+            for m, param in enumerate(model.parameters()):
+                local = getattr(param, "_local_tensor", param).detach().double()
+                weights += float((local.flatten() * torch.arange(1, local.numel() + 1)).sum()) * (1 + n + m)
+        count = dist.group.WORLD._get_sequence_number_for_group()
+        result = Result(losses, norms, weights, int(count), health)
+        (Path(folder) / f"result-{rank}.json").write_text(json.dumps(dataclasses.asdict(result)))
+        dist.barrier()
+        del trainer
+        gc.collect()
+        dist.destroy_process_group()
+    except BaseException:
+        (Path(folder) / f"error-{rank}.txt").write_text(traceback.format_exc())
+        raise
+
+
+def heard(folder: Path) -> list[StepView]:
+    """Return the steps as a daemon closes them."""
+    ears = Ears(folder / "run")
+    ears.listen(final=True)
+    ears.finish()
+    assert not ears.problems, ears.problems
+    return ears.views
+
+
+STATISTICS = ("mean", "std", "norm", "min", "max", "skew", "kurtosis")
+
+
+def statistics(view: StepView, kind: str) -> dict[str, dict[str, float]]:
+    """Return key -> statistics (and the number of elements) of every logical tensor of a kind that the step has."""
+    moments: Moments = view.moments
+    found = {}
+    for at, tensor in enumerate(view.tensors):
+        if tensor.kind == kind and view.present[at]:
+            found[tensor.key] = {name: float(getattr(moments, name)()[at]) for name in STATISTICS}
+            found[tensor.key]["count"] = float(view.stats["count"][at])
+    return found
+
+
+def gradient_norm(view: StepView) -> float:
+    """Return the norm of the whole gradient, from the merged rows."""
+    norms = [one["norm"] for one in statistics(view, "wgrad").values()]
+    return math.sqrt(sum(norm**2 for norm in norms))
+
+
+def differences(ours: dict[str, dict[str, float]], truth: dict[str, dict[str, float]], rel: float = 2e-4) -> list[str]:
+    """Return, in words, where the statistics of two layouts differ by more than rounding; missing and extra names too."""
+    said = [f"missing: {name}" for name in sorted(truth.keys() - ours.keys())]
+    said += [f"extra: {name}" for name in sorted(ours.keys() - truth.keys())]
+    for name in sorted(truth.keys() & ours.keys()):
+        for statistic, expected in truth[name].items():
+            got = ours[name][statistic]
+            scale = max(abs(expected), truth[name]["std"] if statistic in ("mean", "min", "max") else 0.0, 1e-7)
+            slack = rel * scale + (1e-3 if statistic == "skew" else 0.0)
+            if np.isnan(expected) != np.isnan(got) or abs(got - expected) > slack:
+                said.append(f"{name} {statistic}: {got!r}, expected {expected!r}")
+    return said

@@ -1,0 +1,102 @@
+"""A small transformer with awkward sizes, its data, and one process that trains it: what every layout is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCAB, WIDTH, HEADS, LENGTH, BATCH = 11, 12, 2, 8, 8
+NUM_STEPS = 3
+LEARNING_RATE = 0.05
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """[batch, heads, tokens, d] each; causal, by hand: the same sums on every layout."""
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+    return scores.masked_fill(~mask, -1e9).softmax(-1) @ v
+
+
+class Attention(nn.Module):
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        # No bias for the keys: softmax does not see it, its gradient is rounding alone.
+        self.q, self.k, self.v = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.attend = attend
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = [one(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for one in (self.q, self.k, self.v)]
+        return self.out(self.attend(*heads).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(WIDTH, 2 * WIDTH)
+        self.fc2 = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(torch.tanh(self.fc1(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        self.ln1, self.ln2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn, self.mlp = Attention(attend), MLP()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.ln1(x))
+        return x + self.mlp(self.ln2(x))
+
+
+class Net(nn.Module):
+    """`first` of `num` equal pieces of the model: 4 blocks in all; the first piece embeds, the last has the head."""
+
+    def __init__(self, first: int = 0, num: int = 1, attend: Attend = attend, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        blocks = nn.ModuleList([Block(attend) for _ in range(4)])
+        emb, norm, head = nn.Embedding(VOCAB, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        scale = nn.Parameter(torch.full((1,), 1.5))
+        per = 4 // num
+        self.emb = emb if first == 0 else None
+        self.blocks = nn.ModuleDict({str(n): blocks[n] for n in range(first * per, (first + 1) * per)})
+        is_last = first == num - 1
+        self.norm, self.head = (norm, head) if is_last else (None, None)
+        if is_last:
+            self.scale = scale  # One element: an empty shard on all ranks but one.
+        if tied and self.head is not None and self.emb is not None:
+            self.head.weight = self.emb.weight
+        with torch.no_grad():
+            for name, param in self.named_parameters():
+                # Means of the shards far from each other, so that a merge that forgets them shows.
+                param += 0.1 * torch.linspace(-1, 1, param.numel()).view_as(param) * (len(name) % 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.emb is not None:
+            x = self.emb(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return self.scale * self.head(self.norm(x)) if self.head is not None else x
+
+
+def tokens(step: int) -> torch.Tensor:
+    """[BATCH, LENGTH] int64, the same on every layout."""
+    return torch.randint(0, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(100 + step))
+
+
+def loss_of(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    """Mean over all tokens; each predicts itself shifted by a constant, so that it can be cut anywhere."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), ((batch + 3) % VOCAB).flatten())
+
+
+def optimizer_of(params: object) -> torch.optim.Optimizer:
+    """Momentum, so that there is state."""
+    return torch.optim.SGD(params, LEARNING_RATE, momentum=0.5)  # type: ignore[arg-type]

@@ -1,0 +1,40 @@
+"""One meaning on every layout: the same names and statistics of the logical tensors as in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .builds import LAYOUTS, one
+from .layout import EVERYTHING, differences, gradient_norm, heard, statistics, train
+from .net import NUM_STEPS
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list, list]:
+    """One process: what the ranks say, and the steps heard."""
+    folder = tmp_path_factory.mktemp("alone")
+    return train(folder, one, 1, config=EVERYTHING), heard(folder)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_statistics_are_those_of_one_process(name: str, tmp_path: Path, alone: tuple[list, list]) -> None:
+    build, world = LAYOUTS[name]
+    _, expected = alone
+
+    bare = train(tmp_path / "bare", build, world)
+    watched = train(tmp_path / "watched", build, world, config=EVERYTHING)
+    views = heard(tmp_path / "watched")
+
+    assert repr([r.losses for r in watched]) == repr([r.losses for r in bare])  # NaN where another rank has the loss
+    assert [r.weights for r in watched] == [r.weights for r in bare]
+    assert [r.num_collectives for r in watched] == [r.num_collectives for r in bare]
+    assert len(views) == NUM_STEPS
+    for view, whole in zip(views, expected, strict=True):
+        for kind in ("param", "wgrad"):
+            wrong = differences(statistics(view, kind), statistics(whole, kind))
+            assert not wrong, "\n".join([f"{kind} of step {view.step}:", *wrong[:20], f"{len(wrong)} in all"])
+        assert gradient_norm(view) == pytest.approx(gradient_norm(whole), rel=1e-5)
+        assert gradient_norm(view) == pytest.approx(watched[0].grad_norms[view.step], rel=1e-2)
+        assert watched[0].grad_norms[view.step] > 0.5  # The positive control: clipping changed the gradients.
