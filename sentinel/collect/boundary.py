@@ -149,6 +149,12 @@ class Boundary:
         for watched in self.watched:
             watched.is_dirty = True
 
+    def zeroed(self, optimizer: Any) -> None:
+        """A wrapper's own zero_grad is about to clear the gradients of a watched optimizer."""
+        for watched in self.watched:
+            if watched.optimizer() is optimizer:
+                self._zeroed(watched)
+
     def skip(self) -> None:
         """The gradients of a backward are gone and nobody stepped: the step is over."""
         self._is_over, self.is_dirty = True, False
@@ -218,6 +224,8 @@ class Boundary:
         self._is_over = self.is_dirty = False
         for watched in self.watched:
             watched.has_stepped = watched.was_zeroed = False
+            if self.is_explicit:
+                watched.is_dirty = False  # Gradients that still lie there belong to the step that was said to be over.
 
     @property
     def name(self) -> str:

@@ -155,6 +155,11 @@ class Monitor:
         """Where this rank stands."""
         return self._introduction.place
 
+    @property
+    def run(self) -> str:
+        """The run that this life belongs to."""
+        return self._attempt.run
+
     # -- what trainers call ----------------------------------------------------------------------------------------
 
     def log(self, **scalars: Any) -> None:
@@ -191,10 +196,10 @@ class Monitor:
         except Exception as error:
             self.guard("set_step", error)
 
-    def gradients_ready(self) -> None:
-        """Read the gradients now: they are reduced and unscaled, and the trainer's own clipping comes next."""
+    def gradients_ready(self, params: list[torch.Tensor] | None = None) -> None:
+        """Read the gradients of `params` (None: all) now: they are reduced and unscaled, and clipping comes next."""
         try:
-            self._gradients.ready(None)
+            self._gradients.ready(params)
         except Exception as error:
             self.guard("gradients_ready", error)
 
@@ -262,9 +267,12 @@ class Monitor:
         """Go on counting where `state_dict` was taken; call it before the first forward."""
         self.current_step = self._first_step = int(state["step"])
 
-    def detach(self) -> None:
-        """Take every hook off, send what there is, end this life. The model is exactly as before."""
-        self._close("detached")
+    def detach(self, reason: str = "detached") -> None:
+        """Take every hook off, send what there is, end this life. The model is exactly as before.
+
+        reason: `detached`, or `exception` where an adapter sees its trainer raise.
+        """
+        self._close(reason)
 
     # -- what hooks and watchers call (the Recorder of taps.py) ----------------------------------------------------
 

@@ -27,7 +27,7 @@ class Unmeasured:
     def set_step(self, step: int) -> None:
         """Do nothing."""
 
-    def gradients_ready(self) -> None:
+    def gradients_ready(self, params: Any = None) -> None:
         """Do nothing."""
 
     def flush(self, timeout_s: float = 5.0) -> bool:
@@ -50,5 +50,5 @@ class Unmeasured:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Do nothing."""
 
-    def detach(self) -> None:
+    def detach(self, reason: str = "detached") -> None:
         """Do nothing."""

@@ -1,0 +1,630 @@
+"""The adapter on the real Lightning trainer: its steps, its order of closure and clipping, its checkpoints and loggers."""
+
+from __future__ import annotations
+
+import copy
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+
+import sentinel
+
+from ..collect.conftest import ALL_KINDS, Said, norm, run  # noqa: F401
+
+pl = pytest.importorskip("lightning.pytorch")
+from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
+
+pytestmark = [pytest.mark.trainer, pytest.mark.filterwarnings("ignore")]
+
+EVERYTHING = {"kinds": ALL_KINDS}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Lit(pl.LightningModule):
+    """Two nets that are called directly, never `self(...)`: Lightning's own first example."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lr = lr
+        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        self.head = nn.Linear(4, 1)
+        self.truth: list[dict[str, torch.Tensor]] = []
+        """Gradients of each optimizer step, before clipping, as the module's own hook sees them."""
+        self.faulty: set[int] = set()
+        """Batches (across epochs) whose loss is multiplied by `fault`."""
+        self.fault: Any = float("nan")
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.head(self.encoder(inputs)), targets)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss_of(batch)
+        if self.trainer.fit_loop.total_batch_idx in self.faulty:
+            loss = loss * self.fault if self.fault is not None else None
+        if loss is not None:
+            self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss_of(batch))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.truth.append({n: p.grad.clone() for n, p in self.named_parameters() if p.grad is not None})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
+def data(num_batches: int) -> DataLoader:
+    made = torch.Generator().manual_seed(7)
+    inputs = torch.randn(4 * num_batches, 8, generator=made)
+    return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
+
+
+def trainer(folder: Path, *callbacks: Any, **settings: Any) -> Any:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    logger = CSVLogger(folder / "csv", flush_logs_every_n_steps=1)
+    defaults = {"accelerator": "cpu", "max_epochs": 1, "logger": logger, "log_every_n_steps": 1, "default_root_dir": folder}
+    return pl.Trainer(callbacks=list(callbacks), **{**quiet, **defaults, **settings})
+
+
+def logged(folder: Path, name: str = "train_loss") -> dict[int, float]:
+    """What the logger wrote: step -> value."""
+    (path,) = (folder / "csv").rglob("metrics.csv")
+    with path.open() as file:
+        return {int(line["step"]): float(line[name]) for line in csv.DictReader(file) if line[name]}
+
+
+def said_losses(said: Said) -> dict[int, float]:
+    return {end.step: end.scalars["loss"] for end in said.ends}
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_step_number_is_the_one_that_loggers_print(tmp_path: Path, run: Path, accumulate: int) -> None:  # noqa: F811
+    callback = sentinel.LightningCallback()
+    fit = trainer(tmp_path, callback, max_epochs=2, accumulate_grad_batches=accumulate, val_check_interval=4)
+
+    fit.fit(Lit(), data(10), data(2))
+
+    said = Said(run)
+    printed = logged(tmp_path)
+    assert list(said_losses(said)) == list(range(20 if accumulate == 1 else 8)) == list(printed)
+    assert said_losses(said) == pytest.approx(printed, rel=1e-6)
+    # Ten batches in threes: the last step of an epoch has one.
+    assert [end.num_micro_steps for end in said.ends] == [1] * 20 if accumulate == 1 else [3, 3, 3, 1] * 2
+    assert not any(end.is_skipped or end.is_partial for end in said.ends)
+    assert not said.health
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "val_check_interval": 3},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "precision": "bf16-mixed"},
+        {"precision": "64-true"},
+    ],
+    ids=["clip, accumulate, validate", "clip by value, bf16-mixed", "float64"],
+)
+def test_losses_and_weights_are_bit_identical(
+    tmp_path: Path,
+    run: Path,  # noqa: F811
+    settings: dict[str, Any],
+) -> None:
+    def train(folder: Path, *callbacks: Any) -> tuple[dict[int, float], list[torch.Tensor]]:
+        model = Lit()
+        trainer(folder, *callbacks, max_epochs=2, **settings).fit(model, data(8), data(2))
+        return logged(folder), list(model.parameters())
+
+    plain, weights = train(tmp_path / "plain")
+    watched, ours = train(tmp_path / "watched", sentinel.LightningCallback(EVERYTHING))
+
+    assert watched == plain
+    assert all(torch.equal(one, other) for one, other in zip(ours, weights, strict=True))
+    said = Said(run)
+    assert said.names(1, "dgrad") and said.names(1, "activation")
+    assert not said.health
+
+
+class ClipsByHand(Lit):
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        for param in self.parameters():
+            param.grad.mul_(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        (Lit, {"gradient_clip_val": 1e-3}),
+        (Lit, {"gradient_clip_val": 1e-5, "gradient_clip_algorithm": "value"}),
+        (Lit, {"gradient_clip_val": 1e-3, "accumulate_grad_batches": 2}),
+        (ClipsByHand, {}),
+    ],
+    ids=["norm", "value", "accumulated", "by hand"],
+)
+def test_wgrad_is_before_clipping(tmp_path: Path, run: Path, model: Any, settings: dict[str, Any]) -> None:  # noqa: F811
+    lit = model()
+
+    trainer(tmp_path, sentinel.LightningCallback(), **settings).fit(lit, data(6))
+
+    said = Said(run)
+    assert len(lit.truth) == len(said.ends) == 6 // settings.get("accumulate_grad_batches", 1)
+    for step, truth in enumerate(lit.truth):
+        assert len(said.of(step, "wgrad")) == len(truth) == 6
+        for name, gradient in truth.items():
+            (row,) = said.of(step, "wgrad", name)
+            assert norm(row) == pytest.approx(float(gradient.double().norm()), rel=1e-6)
+            assert not row["flags"] & sentinel_flag("POST_CLIP")
+    last = dict(lit.named_parameters())["head.weight"].grad
+    assert float(last.norm()) < 0.1 * float(lit.truth[-1]["head.weight"].norm()), "it was clipped, after all"
+
+
+def sentinel_flag(name: str) -> int:
+    from sentinel.record import Flag
+
+    return int(Flag[name])
+
+
+def test_loss_learning_rate_and_norm_are_those_of_their_step(tmp_path: Path, run: Path) -> None:  # noqa: F811
+    class Scheduled(Lit):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    lit = Scheduled()
+
+    fit = trainer(tmp_path, sentinel.LightningCallback(), pl.callbacks.LearningRateMonitor("step"), gradient_clip_val=0.1)
+    fit.fit(lit, data(5))
+
+    said = Said(run)
+    assert {end.step: end.scalars["lr"] for end in said.ends} == pytest.approx(logged(tmp_path, "lr-SGD"), rel=1e-6)
+    assert said_losses(said) == pytest.approx(logged(tmp_path), rel=1e-6)
+    for end, truth in zip(said.ends, lit.truth, strict=True):
+        total = float(torch.cat([one.double().flatten() for one in truth.values()]).norm())
+        assert end.scalars["grad_norm"] == pytest.approx(total, rel=1e-5)
+        assert end.scalars["train_loss"] == end.scalars["loss"]
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host asks a tensor for its value: on a GPU each is a wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_read_that_lightning_does_not_read(tmp_path: Path, run: Path) -> None:  # noqa: F811
+    def num_reads(folder: Path, *callbacks: Any) -> int:
+        with Reads() as reads:
+            trainer(folder, *callbacks, gradient_clip_val=0.1, accumulate_grad_batches=2).fit(Lit(), data(8))
+        return reads.num_reads
+
+    plain = num_reads(tmp_path / "plain")
+    watched = num_reads(tmp_path / "watched", sentinel.LightningCallback(EVERYTHING))
+
+    assert watched == plain > 0
+    assert len(Said(run).ends) == 4
+
+
+def test_validation_and_sanity_check_are_not_measured(tmp_path: Path, run: Path) -> None:  # noqa: F811
+    callback = sentinel.LightningCallback({"kinds": ["activation"], "per_micro_step": True})
+    model = Lit()
+    trainer(tmp_path, callback, val_check_interval=2).fit(model, data(6), data(3))
+
+    said = Said(run)
+
+    assert [end.num_micro_steps for end in said.ends] == [1] * 6
+    for step in range(6):
+        (row,) = said.of(step, "activation", "head")
+        assert row["count"] == 4
+
+
+def test_training_in_evaluation_mode_is_measured(tmp_path: Path, run: Path) -> None:  # noqa: F811
+    class Frozen(Lit):
+        def on_train_epoch_start(self) -> None:
+            self.eval()
+
+    trainer(tmp_path, sentinel.LightningCallback(EVERYTHING), val_check_interval=2).fit(Frozen(), data(4), data(2))
+
+    said = Said(run)
+    assert [end.num_micro_steps for end in said.ends] == [1] * 4
+    assert all(len(said.of(step, "activation", "head")) == 1 for step in range(4))
+
+
+class Forwards(Lit):
+    """Calls itself, twice a batch."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(inputs))
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        inputs, targets = batch
+        return nn.functional.mse_loss(self(inputs), targets) + self(inputs * 0.5).pow(2).mean()
+
+
+def test_a_batch_is_one_micro_step_however_often_forward_is_called(tmp_path: Path, run: Path) -> None:  # noqa: F811
+    callback = sentinel.LightningCallback({**EVERYTHING, "per_micro_step": True})
+    trainer(tmp_path, callback, accumulate_grad_batches=2).fit(Forwards(), data(4))
+
+    said = Said(run)
+
+    assert [end.num_micro_steps for end in said.ends] == [2, 2]
+    assert {int(row["micro_step"]) for row in said.of(1, "activation", "head")} == {0, 1}
+    assert sum(int(row["count"]) for row in said.of(1, "activation", "head")) == 2 * 2 * 4
+
+
+def test_batch_and_loss_are_the_borders_of_the_black_box(tmp_path: Path, run: Path) -> None:  # noqa: F811
+    class BadBatch(Lit):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return [batch[0] * float("nan") if self.trainer.training else batch[0], batch[1]]
+
+    trainer(tmp_path, sentinel.LightningCallback()).fit(BadBatch(), data(1))
+
+    said = Said(run)
+    assert said.of(0, "activation_in", "")[0]["num_nan"] == 4 * 8
+    assert said.of(0, "activation", "")[0]["num_nan"] == 1
+
+
+# -- skipped steps ---------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_the_scaler_skips_is_a_step(tmp_path: Path, run: Path) -> None:  # noqa: F811
+    lit = Lit(lr=0.01)
+    lit.faulty, lit.fault = {3}, float("inf")
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    precision = MixedPrecision("16-mixed", "cpu", scaler)
+
+    trainer(tmp_path, sentinel.LightningCallback(), plugins=[precision], gradient_clip_val=1e-3).fit(lit, data(6))
+
+    said = Said(run)
+    assert [end.is_skipped for end in said.ends] == [step == 3 for step in range(6)]
+    assert [end.scalars["loss_scale"] for end in said.ends] == [64.0] * 4 + [32.0] * 2
+    assert sum(int(row["num_nan"]) for row in said.of(3, "wgrad")) > 0
+    for step in (0, 1, 2, 4, 5):
+        for name, gradient in lit.truth[step].items():
+            (row,) = said.of(step, "wgrad", name)
+            assert norm(row) == pytest.approx(float(gradient.double().norm()), rel=1e-6)
+
+
+def test_training_step_that_returns_none_is_a_skipped_step(tmp_path: Path, run: Path) -> None:  # noqa: F811
+    lit = Lit()
+    lit.faulty, lit.fault = {2}, None
+
+    trainer(tmp_path, sentinel.LightningCallback(EVERYTHING)).fit(lit, data(5))
+
+    said = Said(run)
+    assert [end.step for end in said.ends] == list(range(5))
+    assert [end.is_skipped for end in said.ends] == [False, False, True, False, False]
+    assert [len(said.of(step, "wgrad")) for step in range(5)] == [6, 6, 0, 6, 6]
+
+
+# -- manual optimisation ---------------------------------------------------------------------------------------------
+
+
+class Gan(pl.LightningModule):
+    """A generator and a critic, two optimizers, each toggled in its turn or not."""
+
+    def __init__(self, toggles: bool = True, num_critic: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.toggles, self.num_critic = toggles, num_critic
+        self.maker, self.critic = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+        self.truth: list[dict[str, torch.Tensor]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        of_maker, of_critic = self.optimizers()
+        made, seen = self.maker(batch[0]), {}
+        if self.toggles:
+            self.toggle_optimizer(of_maker)
+        loss = -self.critic(made).mean()
+        of_maker.zero_grad()
+        self.manual_backward(loss)
+        seen.update({n: p.grad.clone() for n, p in self.named_parameters() if n.startswith("maker")})
+        of_maker.step()
+        if self.toggles:
+            self.untoggle_optimizer(of_maker)
+        for time in range(self.num_critic):
+            critic_loss = self.critic(made.detach()).mean() - self.critic(batch[0]).mean()
+            of_critic.zero_grad()
+            self.manual_backward(critic_loss)
+            if time == 0:
+                seen.update({n: p.grad.clone() for n, p in self.named_parameters() if n.startswith("critic")})
+            of_critic.step()
+        self.truth.append(seen)
+        self.log("train_loss", loss)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(self.maker.parameters(), 0.01), torch.optim.Adam(self.critic.parameters(), 0.02)]
+
+
+@pytest.mark.parametrize(("toggles", "num_critic"), [(True, 1), (False, 1), (False, 3)])
+def test_manual_gan_is_one_step_a_batch(tmp_path: Path, run: Path, toggles: bool, num_critic: int) -> None:  # noqa: F811
+    model = Gan(toggles, num_critic)
+
+    trainer(tmp_path, sentinel.LightningCallback(EVERYTHING), max_epochs=2).fit(model, data(4))
+
+    said = Said(run)
+    assert said_losses(said) == pytest.approx(logged(tmp_path), rel=1e-6)
+    assert list(said_losses(said)) == list(range(8))
+    assert [(end.scalars["lr"], end.scalars["lr_1"]) for end in said.ends] == [(0.01, 0.02)] * 8
+    assert not any(end.is_skipped for end in said.ends)
+    for step, truth in enumerate(model.truth):
+        assert len(said.of(step, "wgrad")) == len(truth) == 6
+        for name, gradient in truth.items():
+            (row,) = said.of(step, "wgrad", name)
+            assert norm(row) == pytest.approx(float(gradient.double().norm()), rel=1e-6), (step, name)
+    assert not said.health
+
+
+class Manual(Lit):
+    """Accumulates, skips what is not finite, and zeroes early or late: as users write it."""
+
+    def __init__(self, every: int = 1, zeroes: str = "before", clips: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.every, self.zeroes, self.clips = every, zeroes, clips
+        self.whole: list[dict[str, torch.Tensor]] = []
+        """Gradients before the user's own clipping."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss_of(batch)
+        if self.trainer.fit_loop.total_batch_idx in self.faulty:
+            loss = loss * self.fault
+        self.log("train_loss", loss)
+        if self.zeroes == "before" and batch_idx % self.every == 0:
+            optimizer.zero_grad()
+        self.manual_backward(loss / self.every)
+        if (batch_idx + 1) % self.every:
+            return
+        if all(p.grad.isfinite().all() for p in self.parameters()):
+            self.whole.append({n: p.grad.clone() for n, p in self.named_parameters()})
+            if self.clips:
+                self.clip_gradients(optimizer, 1e-3, "norm")
+            optimizer.step()
+        if self.zeroes == "after":
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("zeroes", ["before", "after"])
+def test_manual_step_that_the_user_skips_is_a_step(tmp_path: Path, run: Path, zeroes: str) -> None:  # noqa: F811
+    model = Manual(zeroes=zeroes)
+    model.faulty = {2, 3}
+
+    trainer(tmp_path, sentinel.LightningCallback()).fit(model, data(6))
+
+    said = Said(run)
+    assert [end.step for end in said.ends] == list(range(6))
+    assert [end.is_skipped for end in said.ends] == [False, False, True, True, False, False]
+    assert [len(said.of(step, "wgrad")) for step in range(6)] == [6] * 6
+    assert [said.of(step, "wgrad", "head.bias")[0]["num_nan"] for step in range(6)] == [0, 0, 1, 1, 0, 0]
+
+
+def test_manual_accumulation_is_one_step(tmp_path: Path, run: Path) -> None:  # noqa: F811
+    model = Manual(every=3, zeroes="after", clips=True)
+
+    trainer(tmp_path, sentinel.LightningCallback(), max_epochs=2).fit(model, data(6))
+
+    said = Said(run)
+    # Loggers count every batch; a step has the number of the batch in which the optimizer stepped.
+    assert [end.step for end in said.ends] == [2, 5, 8, 11]
+    assert [end.num_micro_steps for end in said.ends] == [3] * 4
+    printed = logged(tmp_path)
+    assert all(end.scalars["loss"] == pytest.approx(printed[end.step], rel=1e-6) for end in said.ends)
+    for end, truth, clipped in zip(said.ends, model.whole, model.truth, strict=True):
+        (row,) = said.of(end.step, "wgrad", "encoder.0.weight")
+        assert norm(row) == pytest.approx(float(truth["encoder.0.weight"].double().norm()), rel=1e-6)
+        assert norm(row) > 10 * float(clipped["encoder.0.weight"].norm())
+
+
+def test_manual_accumulation_that_zeroes_first_is_learned_at_once(tmp_path: Path, run: Path) -> None:  # noqa: F811
+    model = Manual(every=3, zeroes="before")
+
+    trainer(tmp_path, sentinel.LightningCallback(), max_epochs=2).fit(model, data(6))
+
+    ends = Said(run).ends
+    # At the first batch nobody can tell it from a step that was skipped.
+    assert [(end.step, end.num_micro_steps) for end in ends] == [(0, 1), (2, 2), (5, 3), (8, 3), (11, 3)]
+    assert [end.is_skipped for end in ends] == [True, False, False, False, False]
+
+
+def test_lbfgs_takes_the_gradient_of_its_first_evaluation(tmp_path: Path, run: Path) -> None:  # noqa: F811
+    class Lbfgs(Lit):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), 0.1, max_iter=4)
+
+    lit = Lbfgs()
+    firsts: list[int] = []
+    lit.on_train_batch_start = lambda batch, batch_idx: firsts.append(len(lit.truth))
+
+    trainer(tmp_path, sentinel.LightningCallback()).fit(lit, data(3))
+
+    said = Said(run)
+    assert len(lit.truth) > 3
+    assert [end.step for end in said.ends] == [0, 1, 2]
+    assert sum(end.num_micro_steps for end in said.ends) == len(lit.truth)
+    for step, first in enumerate(firsts):
+        (row,) = said.of(step, "wgrad", "encoder.0.weight")
+        assert norm(row) == pytest.approx(float(lit.truth[first]["encoder.0.weight"].double().norm()), rel=1e-6)
+    assert not any(end.is_skipped for end in said.ends)
+
+
+# -- checkpoints, further fits, ends ---------------------------------------------------------------------------------
+
+
+def test_resume_goes_on_counting_from_lightnings_own_checkpoint(tmp_path: Path, run: Path) -> None:  # noqa: F811
+    checkpoint = pl.callbacks.ModelCheckpoint(tmp_path / "kept", save_top_k=-1, every_n_train_steps=2)
+    settings: dict[str, Any] = {"enable_checkpointing": True, "accumulate_grad_batches": 2}
+    trainer(tmp_path / "a", sentinel.LightningCallback(), checkpoint, **settings).fit(Lit(), data(8))
+    path = next(one for one in (tmp_path / "kept").iterdir() if "step=2" in one.name)
+    again = trainer(tmp_path / "b", sentinel.LightningCallback(), **{**settings, "enable_checkpointing": False})
+    again.fit(Lit(), data(8), ckpt_path=path, weights_only=False)
+
+    state = torch.load(path, weights_only=False)["callbacks"]["LightningCallback"]
+    assert state["step"] == 2
+    said = Said(run)
+    assert sorted(end.step for end in said.ends) == sorted([0, 1, 2, 3, 2, 3])
+    assert sorted(int(p.stem) for p in (run / "attempts").glob("*.json")) == [0, 1]
+    assert list(logged(tmp_path / "b")) == [2, 3]
+
+
+def test_a_further_fit_goes_on_in_the_same_run(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.delenv("SENTINEL_RUN")
+    model, callback = Lit(), sentinel.LightningCallback()
+    fit = trainer(tmp_path, callback)
+    fit.fit(model, data(3))
+    fit.validate(model, data(2))
+    fit.fit_loop.max_epochs = 2
+    fit.fit(model, data(3))
+
+    (directory,) = (one for one in tmp_path.iterdir() if (one / "spool").is_dir())
+    assert sorted(end.step for end in Said(directory).ends) == list(range(6)) == sorted(logged(tmp_path))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_validate_test_and_predict_alone_leave_nothing(tmp_path: Path, run: Path) -> None:  # noqa: F811
+    callback = sentinel.LightningCallback()
+    fit = trainer(tmp_path, callback)
+    fit.validate(Lit(), data(2))
+
+    assert not run.exists()
+    fit.fit(Lit(), data(2))
+    assert len(Said(run).ends) == 2
+
+
+def test_fast_dev_run_is_measured(tmp_path: Path, run: Path) -> None:  # noqa: F811
+    trainer(tmp_path, sentinel.LightningCallback(), fast_dev_run=3).fit(Lit(), data(8), data(8))
+
+    assert [end.step for end in Said(run).ends] == [0, 1, 2]
+
+
+class Dies(Lit):
+    def __init__(self, error: BaseException, where: str) -> None:
+        super().__init__()
+        self.error, self.where = error, where
+
+    def on_after_backward(self) -> None:
+        if self.where == "after backward" and self.global_step == 2:
+            raise self.error
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.where == "in validation" and not self.trainer.sanity_checking:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no more"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize("where", ["after backward", "in validation"])
+def test_what_there_is_is_on_disk_when_lightning_raises(
+    tmp_path: Path,
+    run: Path,  # noqa: F811
+    error: BaseException,
+    where: str,
+) -> None:
+    model = Dies(error, where)
+    seen: list[list[tuple[int, bool]]] = []
+
+    class Looks(pl.Callback):
+        def on_exception(self, *args: Any) -> None:
+            seen.append([(end.step, end.is_partial) for end in Said(run).ends])
+
+    with pytest.raises((RuntimeError, SystemExit)):
+        trainer(tmp_path, sentinel.LightningCallback(EVERYTHING), Looks(), val_check_interval=3).fit(
+            model, data(6), data(1)
+        )
+
+    assert seen == [[(0, False), (1, False), (2, where == "after backward")]]
+    said = Said(run)
+    assert len(said.of(2, "dgrad", "head")) == 1
+    assert said.byes[-1].reason == "exception"
+    assert "training_step" not in model.__dict__
+
+
+def test_disabled_it_does_nothing(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setenv("SENTINEL_DISABLE", "1")
+    model = Lit()
+    hooked: list[bool] = []
+
+    class Looks(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            hooked.append("training_step" in pl_module.__dict__ or bool(pl_module.head._forward_hooks))
+
+    trainer(tmp_path, sentinel.LightningCallback("/nowhere.yaml"), Looks()).fit(model, data(3))
+
+    assert hooked == [False] * 3
+    assert not run.exists()
+
+
+def test_copies_and_checkpoints_of_the_module_are_free_of_us(tmp_path: Path, run: Path) -> None:  # noqa: F811
+    copies: list[Any] = []
+
+    class Copies(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            trainer_of, pl_module._trainer = pl_module._trainer, None
+            copies.append(copy.deepcopy(pl_module))
+            pl_module._trainer = trainer_of
+
+    model = Lit()
+    names = list(model.state_dict())
+    trainer(tmp_path, sentinel.LightningCallback(), Copies()).fit(model, data(2))
+
+    assert copies[-1].training_step.__self__ is copies[-1]
+    assert list(model.state_dict()) == list(copies[-1].state_dict()) == names
+    assert "training_step" not in model.__dict__
+    assert [end.num_micro_steps for end in Said(run).ends] == [1, 1]
+
+
+def test_an_unknown_key_is_said_when_the_callback_is_made() -> None:
+    with pytest.raises(sentinel.errors.ConfigError, match="unknown key 'kindz'"):
+        sentinel.LightningCallback({"kindz": []})
+
+
+def test_trial_steps_of_a_tuner_are_not_measured(tmp_path: Path, run: Path) -> None:  # noqa: F811
+    callback = sentinel.LightningCallback()
+    finder = pl.callbacks.LearningRateFinder(num_training_steps=5)
+    fit = trainer(tmp_path, callback, finder, enable_checkpointing=True)
+    fit.fit(Lit(), data(6))
+
+    assert [(end.step, end.num_micro_steps) for end in Said(run).ends] == [(step, 1) for step in range(6)]
+
+
+def test_a_hook_of_ours_that_fails_is_said_and_costs_the_trainer_nothing(
+    tmp_path: Path,
+    run: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sentinel.collect.adapters import lightning as adapter
+
+    def broken(trainer: Any) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(adapter, "followed", broken)
+
+    trainer(tmp_path, sentinel.LightningCallback()).fit(Lit(), data(3))
+
+    said = Said(run)
+    assert len(logged(tmp_path)) == 3
+    assert "RuntimeError: planted" in {one.message for one in said.health}
