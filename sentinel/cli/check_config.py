@@ -57,7 +57,7 @@ def _problem(path: Path, kind: str) -> str | None:
 
             RulePacks([path]).load()
         elif kind == "trainer":
-            from sentinel.collect.config import load_config as load_trainer_config
+            from sentinel.monitor_config import load_config as load_trainer_config
 
             load_trainer_config(path)
         else:

@@ -12,13 +12,13 @@ from typing import Any
 from torch import nn
 
 from sentinel.collect.attempt import agree
-from sentinel.collect.config import MonitorConfig, load_config
 from sentinel.collect.environment import read_environment
 from sentinel.collect.monitor import Monitor
 from sentinel.collect.structure import unwrap
 from sentinel.collect.topology import Topology
 from sentinel.collect.unmeasured import Unmeasured
 from sentinel.errors import ConfigError, SentinelError
+from sentinel.monitor_config import MonitorConfig, load_config
 from sentinel.place import Place
 
 __all__ = ["attach"]

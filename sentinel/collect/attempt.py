@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 import torch.distributed as dist
 
-from sentinel.collect.config import MonitorConfig
 from sentinel.collect.environment import Environment
 from sentinel.errors import StoreError
+from sentinel.monitor_config import MonitorConfig
 
 NO_ATTEMPT = 0xFFFFFFFF
 AGREE_TIMEOUT_S = 5.0

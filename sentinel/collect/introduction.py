@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from sentinel.collect.config import MonitorConfig
 from sentinel.collect.taps import Chunk
 from sentinel.collect.tensors import TensorTable
 from sentinel.collect.topology import Topology
 from sentinel.messages import ChunkInfo, Descriptor
+from sentinel.monitor_config import MonitorConfig
 from sentinel.place import Place, depth
 from sentinel.record import ROW_DTYPE
 from sentinel.version import VERSION

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from sentinel.collect.config import MEASURED, MODULE_KINDS, MonitorConfig, near
 from sentinel.errors import ConfigError
+from sentinel.monitor_config import MEASURED, MODULE_KINDS, MonitorConfig, near
 from sentinel.record import Kind
 
 MEASURED_LABELS = tuple(kind.label for kind in MEASURED)

@@ -14,8 +14,8 @@ import msgspec
 
 from sentinel.anomaly import Severity
 from sentinel.detect import known_detectors
+from sentinel.document import BrokenDocument, Located, parse
 from sentinel.errors import RuleError, SentinelError
-from sentinel.rules.document import BrokenDocument, Located, parse
 from sentinel.rules.schema import ACTIONS, RULE_KINDS, RULE_STATISTICS, VALUE, Match, Pack, Rule
 
 PACKS = Path(__file__).parent / "packs"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.collect.config import MEASURED, MonitorConfig, SpoolConfig
+from sentinel.monitor_config import MEASURED, MonitorConfig, SpoolConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "probes.md").read_text()
 

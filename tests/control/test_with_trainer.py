@@ -3,11 +3,11 @@
 import pytest
 
 from sentinel.anomaly import Anomaly, Severity
-from sentinel.collect.config import MonitorConfig
 from sentinel.collect.orders import Orders
 from sentinel.collect.plan import Plan
 from sentinel.control.commands import CommandDesk
 from sentinel.control.policy import ControlConfig, Escalator, Proposal, propose
+from sentinel.monitor_config import MonitorConfig
 from sentinel.place import Place
 from sentinel.record import Kind
 from sentinel.wire.control import ControlFolder

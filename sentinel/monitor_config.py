@@ -1,0 +1,271 @@
+"""The trainer side's configuration: what may change while training, and what is fixed from attach on. Read here alone."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from sentinel.document import BrokenDocument, Located, parse
+from sentinel.errors import ConfigError
+from sentinel.record import Kind
+
+MEASURED = (Kind.PARAM, Kind.WGRAD, Kind.ACTIVATION_IN, Kind.ACTIVATION, Kind.DGRAD, Kind.DGRAD_IN)
+"""Kinds that the monitor can measure."""
+MODULE_KINDS = (Kind.ACTIVATION_IN, Kind.ACTIVATION, Kind.DGRAD, Kind.DGRAD_IN)
+"""Kinds that need hooks on modules."""
+MEASURED_LABELS = tuple(kind.label for kind in MEASURED)
+COMMANDS = ("EnableMonitoring", "DisableMonitoring", "ChangeConfig")
+MAX_CONFIG_BYTES = 2**20
+"""A config is small; what is larger is another file."""
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is measured, and when: the keys that may change while the run trains."""
+
+    enabled: bool = True
+    """Measure what `kinds` names; false: nothing but the black box, which has a switch of its own."""
+    kinds: tuple[str, ...] = ("param", "wgrad")
+    """What is measured each due step: param, wgrad, activation_in, activation, dgrad, dgrad_in."""
+    targets: tuple[str, ...] = ()
+    """Globs of module names for activation kinds; empty: every module. `layers.1` is not `layers.10`."""
+    black_box: bool = True
+    """Measure activation and gradient at every border of stem, blocks and head."""
+    per_micro_step: bool = False
+    """Keep one row per micro-step; false folds the micro-steps of a step into one row."""
+    start_step: int = 0
+    """First step that is measured."""
+    step_interval: int = 1
+    """Measure every this many steps, counted from start_step; the black box and scalars are taken every step."""
+    collect_times: int | None = None
+    """Number of measured steps after which `kinds` stop; None: no end. Every edit of the file begins the count anew."""
+    ranks: tuple[int, ...] = ()
+    """Ranks that measure `kinds`; empty: all. Of a sharded tensor only the shards of these ranks are then measured."""
+
+    def __post_init__(self) -> None:
+        for at, kind in enumerate(self.kinds):
+            if kind not in MEASURED_LABELS:
+                known = ", ".join(MEASURED_LABELS)
+                raise ConfigError(f"kinds[{at}]: unknown kind {kind!r}{near(kind, MEASURED_LABELS)}; known: {known}")
+        if self.step_interval < 1:
+            raise ConfigError(f"step_interval must be at least 1, got {self.step_interval}")
+        if self.start_step < 0:
+            raise ConfigError(f"start_step must be at least 0, got {self.start_step}")
+        if self.collect_times is not None and self.collect_times < 1:
+            raise ConfigError(
+                f"collect_times must be at least 1, got {self.collect_times}; to measure nothing: enabled: false"
+            )
+        for at, rank in enumerate(self.ranks):
+            if rank < 0:
+                raise ConfigError(f"ranks[{at}] must be at least 0, got {rank}")
+
+    def includes(self, rank: int) -> bool:
+        """Whether this rank measures `kinds`."""
+        return self.enabled and (not self.ranks or rank in self.ranks)
+
+
+class SpoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How much disk a rank may use."""
+
+    max_bytes: int = 4 * 2**30
+    """Most bytes of spool a rank keeps. Past it the oldest committed file goes first, then the oldest, counted."""
+    file_bytes: int = 64 * 2**20
+    """A spool file is cut at this size."""
+
+    def __post_init__(self) -> None:
+        if self.file_bytes < 2**16:
+            raise ConfigError(f"spool.file_bytes must be at least 65536, got {self.file_bytes}")
+        if self.max_bytes < 2 * self.file_bytes:
+            raise ConfigError(f"spool.max_bytes must be at least 2 x spool.file_bytes, got {self.max_bytes}")
+
+
+class MonitorConfig(Measurement, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What attach measures. Every field has a default: `attach(model, optimizer)` needs no config."""
+
+    at_step: int | None = None
+    """Step from which on an edit of the file is in force, on every rank alike; None: the first that every rank can obey,
+    which a daemon finds out. Without a daemon only an edit that names a future step is followed. Not heeded at the start."""
+    directory: str | None = None
+    """Where runs lie; default $SENTINEL_DIR, else ./sentinel_runs."""
+    run: str | None = None
+    """The run's name; default $SENTINEL_RUN, else the launcher's id, else a name made by rank 0."""
+    blocks: tuple[str, ...] = ()
+    """Globs of the repeated layers, where the structure does not show them."""
+    zero_eps: float = 0.0
+    """Elements with |x| <= zero_eps count as zeros; 0 counts exact zeros."""
+    checksum: bool = True
+    """Sum the bit patterns of params and reduced wgrads, so that replicas can be compared."""
+    allow_commands: tuple[str, ...] = COMMANDS
+    """Commands of the daemon that this trainer obeys; empty: none. ChangeConfig is an edit of this very file."""
+    layer_offset: int | None = None
+    """Number to add to this rank's local layer numbers; default: worked out by the daemon."""
+    name_map: dict[str, str] = {}
+    """Prefix of a local name to its canonical prefix."""
+    max_rows: int = 65536
+    """Most rows a step keeps before micro-steps are folded for want of room, counted."""
+    spool: SpoolConfig = SpoolConfig()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for at, command in enumerate(self.allow_commands):
+            if command not in COMMANDS:
+                raise ConfigError(f"allow_commands[{at}]: unknown command {command!r}{near(command, COMMANDS)}")
+        if self.at_step is not None and self.at_step < 0:
+            raise ConfigError(f"at_step must be at least 0, got {self.at_step}")
+        if not self.zero_eps >= 0:
+            raise ConfigError(f"zero_eps must be at least 0, got {self.zero_eps}")
+        if self.max_rows < 1024:
+            raise ConfigError(f"max_rows must be at least 1024, got {self.max_rows}")
+        if self.run is not None and (not self.run or "/" in self.run or self.run.startswith(".")):
+            raise ConfigError(f"run must be a plain folder name without '/' or a leading '.', got {self.run!r}")
+
+    @property
+    def measurement(self) -> Measurement:
+        """The part that may change while training."""
+        return Measurement(**{key: getattr(self, key) for key in Measurement.__struct_fields__})
+
+
+MAY_CHANGE = (*Measurement.__struct_fields__, "at_step")
+"""Keys that an edit may change while the run trains."""
+FIXED = tuple(key for key in MonitorConfig.__struct_fields__ if key not in MAY_CHANGE)
+"""Keys that are read once, at attach."""
+
+_LISTS = ("kinds", "targets", "blocks", "allow_commands")
+"""Keys for which one word may stand for a list of one."""
+_StructT = TypeVar("_StructT", bound=msgspec.Struct)
+
+
+class ConfigSource(msgspec.Struct, frozen=True, kw_only=True):
+    """A config and where it was read: what a rank tells of itself."""
+
+    path: str = ""
+    """Absolute path of the file; empty: the config came from code."""
+    text_hash: str = ""
+    """`hash_of` the file's text; empty: the config came from code."""
+    config: MonitorConfig = MonitorConfig()
+
+
+def load_config(source: MonitorConfig | Mapping[str, Any] | str | Path | None) -> MonitorConfig:
+    """Return the config that `source` describes: a struct, a mapping, the path of a YAML file, or None for defaults.
+
+    Raises ConfigError with file, line, dotted path and the nearest known key.
+    """
+    return read_source(source).config
+
+
+def read_source(source: MonitorConfig | Mapping[str, Any] | str | Path | None) -> ConfigSource:
+    """Return the config and where it came from; ConfigError as of `load_config`."""
+    if isinstance(source, (str, Path)):
+        path = Path(source)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        return ConfigSource(path=str(path.absolute()), text_hash=hash_of(data), config=parse_config(data, str(source)))
+    if source is None:
+        return ConfigSource()
+    if isinstance(source, MonitorConfig):
+        return ConfigSource(config=source)
+    if not isinstance(source, Mapping):
+        raise ConfigError(f"config must be a mapping of keys, got {type(source).__name__}")
+    return ConfigSource(config=_convert(dict(source), MonitorConfig, lambda key: ""))
+
+
+def hash_of(text: bytes) -> str:
+    """Return 16 hex digits of a config file's text: any other text, a comment too, is another config."""
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def parse_config(text: bytes, name: str) -> MonitorConfig:
+    """Return the config that a file's text says; ConfigError with `name` of the file and the line."""
+    if len(text) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{name}: expected at most {MAX_CONFIG_BYTES} bytes, got {len(text)}")
+    tree = _parse(text, name)
+    if tree is None:
+        return MonitorConfig()
+    if not isinstance(tree.value, dict):
+        raise ConfigError(f"{name}: config must be a mapping of keys, got {type(tree.plain()).__name__}")
+    return _convert(tree.plain(), MonitorConfig, lambda key: f"{name}:{_line_of(tree, key)}: ")
+
+
+def is_blank(text: bytes) -> bool:
+    """Whether a file's text says nothing at all: while training rather a write that is under way than a wish."""
+    return _parse(text, "") is None
+
+
+def refuse_fixed(text: bytes, name: str, in_force: Mapping[str, Any]) -> None:
+    """Raise ConfigError when the text changes a key that is read once.
+
+    in_force: plain values of the config in force (`msgspec.to_builtins`).
+    """
+    wanted, tree = msgspec.to_builtins(parse_config(text, name)), _parse(text, name)
+    changed = [key for key in FIXED if key in in_force and wanted[key] != in_force[key]]
+    if changed:
+        words = "; ".join(
+            f"{name}:{_line_of(tree, key)}: {key} cannot change while the run trains: it is "
+            f"{_shown(in_force[key])}, the file says {_shown(wanted[key])}"
+            for key in changed
+        )
+        raise ConfigError(f"{words}; put it back, or restart the trainer; may change: {', '.join(MAY_CHANGE)}")
+
+
+def measurement_of(settings: Mapping[str, Any]) -> Measurement:
+    """Return the measurement that plain values describe; ConfigError for what this version does not know."""
+    return _convert(dict(settings), Measurement, lambda key: "")
+
+
+def near(word: str, known: Collection[str]) -> str:
+    """Return `; did you mean "x"?` for the nearest known word, or nothing."""
+    match = difflib.get_close_matches(word, known, 1, 0.5)
+    return f'; did you mean "{match[0]}"?' if match else ""
+
+
+def _convert(plain: dict[str, Any], kind: type[_StructT], where: Any) -> _StructT:
+    known = kind.__struct_fields__
+    for key in plain:
+        if key not in known:
+            raise ConfigError(f"{where(str(key))}unknown key {key!r}{near(str(key), known)}; known: {', '.join(known)}")
+    listed = {key: [value] if isinstance(value, str) and key in _LISTS else value for key, value in plain.items()}
+    try:
+        return msgspec.convert(listed, kind)
+    except msgspec.ValidationError as error:
+        # msgspec says "Expected `bool`, got `str` - at `$.black_box`".
+        said = re.fullmatch(r"(.*) - at `\$\.([^`]*)`", str(error))
+        path, problem = (said[2], f"{said[2]}: {said[1][:1].lower()}{said[1][1:]}") if said else ("", str(error))
+        raise ConfigError(f"{where(path)}{problem}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{where(str(error).split()[0].rstrip(':'))}{error}") from error
+
+
+def _parse(text: bytes, name: str) -> Located | None:
+    try:
+        return parse(text.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: not valid YAML: expected UTF-8, {error.reason} at byte {error.start}") from error
+    except BrokenDocument as error:
+        raise ConfigError(f"{name}:{error.line}: not valid YAML: {error}") from error
+
+
+def _line_of(tree: Located | None, dotted: str) -> int:
+    """Return the line of the deepest key of a dotted path that is in the file."""
+    line, at = 1, tree
+    for part in re.findall(r"[^.\[\]]+", dotted):
+        if at is None:
+            break
+        if isinstance(at.value, dict):
+            at = at.value.get(part)
+        elif isinstance(at.value, list) and part.isdigit() and int(part) < len(at.value):
+            at = at.value[int(part)]
+        else:
+            break
+        line = line if at is None else at.where
+    return line
+
+
+def _shown(value: Any) -> str:
+    return msgspec.json.encode(value).decode()[:200]
