@@ -24,6 +24,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "topk": ("sentinel.cli.topk:topk", "Name the anomalies that came first."),
     "explain": ("sentinel.cli.explain:explain", "Tell the story of an incident."),
     "replay": ("sentinel.cli.replay:replay", "Judge a recorded run again."),
+    "export": ("sentinel.cli.export:export", "Write the statistics of a run as a table, by tensor or by group."),
     "rules": ("sentinel.cli.rules:rules", "Check, test, back-test and list rules."),
     "check-config": ("sentinel.cli.check_config:check_config", "Check configuration files."),
     "enable": ("sentinel.cli.control:enable", "Switch monitoring on in a run that trains."),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from sentinel.cli.main import CLEAN, FOUND, say
 from sentinel.cli.places import find_run, runs_directory
 from sentinel.errors import SentinelError
 from sentinel.store.journal import Journal
+from sentinel.store.lock import holder
 from sentinel.store.whereabouts import RunPaths, printable, runs_in
 
 
@@ -61,7 +60,7 @@ def run_status(run_dir: Path) -> dict[str, Any]:
     state: dict[str, Any] = {
         "run": paths.name,
         "directory": str(paths.run_dir),
-        "daemon": _daemon(paths.lock_directory / "lock"),
+        "daemon": holder(paths.lock_directory),
         "attempt": None,
         "step": None,
         "num_decisions": 0,
@@ -91,18 +90,3 @@ def run_status(run_dir: Path) -> dict[str, Any]:
 class _Where(msgspec.Struct):
     attempt: int
     step: int
-
-
-def _daemon(lock: Path) -> str | None:
-    """Return who holds the lock, or None where nobody does."""
-    try:
-        fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return os.pread(fd, 256, 0).decode("ascii", "replace").strip() or "unknown"
-    finally:
-        os.close(fd)
-    return None

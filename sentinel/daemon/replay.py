@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +10,8 @@ import msgspec
 from sentinel.daemon.config import JudgingConfig
 from sentinel.daemon.judge import Judge
 from sentinel.daemon.packs import decode_pack
+from sentinel.daemon.recorded import recorded_views
 from sentinel.errors import StoreError
-from sentinel.ingest.decision import Decision
-from sentinel.ingest.follow import RunFollower
-from sentinel.ingest.merge import StepView
-from sentinel.ingest.steps import StepAssembler
 from sentinel.report.files import AppendLog, anomaly_line, json_line
 from sentinel.rules.schema import Pack
 from sentinel.store.journal import Journal
@@ -58,7 +54,10 @@ def replay(
     try:
         judge: Judge | None = None
         judged_by = ""
-        for view, decision in _views(paths, journal, judging, recompute=recompute):
+        until = journal.last_seq if journal is not None else 0
+        for view, decision in recorded_views(paths, journal, recompute=recompute):
+            if not recompute and decision.seq > until:
+                break
             wanted = decision.pack_hash if pack is None else "given"
             if judge is None or wanted != judged_by:
                 rules = pack if pack is not None else _pack(journal, wanted)
@@ -86,34 +85,6 @@ def replay(
         if journal is not None:
             journal.close()
     return result
-
-
-def _views(
-    paths: RunPaths, journal: Journal | None, judging: JudgingConfig, *, recompute: bool
-) -> Iterator[tuple[StepView, Decision]]:
-    follower = RunFollower(paths.run_dir)
-    # Nobody is late in a recording that is read as fast as the disk allows: only what never came is missing.
-    assembler = StepAssembler(paths.name, on_decision=lambda decision: None, late_after_steps=0, late_after_s=0.0)
-    until = journal.last_seq if journal is not None else 0
-    if not recompute:
-        assert journal is not None
-        decode = msgspec.msgpack.Decoder(Decision).decode
-        assembler.replay_decisions(decode(body) for _, _, body in journal.decisions())
-    elif journal is not None:
-        for _, _, body in journal.decisions(after=journal.last_seq - 1):
-            assembler.pack_hash = msgspec.msgpack.decode(body, type=Decision).pack_hash
-    while True:
-        records = follower.poll(final=True)
-        assembler.take(records, time.monotonic())
-        views = assembler.close(time.monotonic(), follower.behind) if records else assembler.finish(time.monotonic())
-        for view in views:
-            decision = view.decision
-            assert decision is not None
-            if not recompute and decision.seq > until:
-                return
-            yield view, decision
-        if not records:
-            return
 
 
 def _pack(journal: Journal | None, pack_hash: str) -> Pack:

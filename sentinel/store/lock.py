@@ -9,6 +9,21 @@ from pathlib import Path
 from sentinel.errors import StoreError
 
 
+def holder(directory: Path) -> str | None:
+    """Return who holds `<directory>/lock`, as it says itself; None where nobody does."""
+    try:
+        fd = os.open(directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return os.pread(fd, 256, 0).decode("ascii", "replace").strip() or "unknown"
+    finally:
+        os.close(fd)
+    return None
+
+
 class RunLock:
     """Holds `<directory>/lock` until closed; the kernel lets go of it when the process dies, however it dies."""
 

@@ -1,0 +1,78 @@
+"""A recorded run step by step: spool and journal read through the daemon's own code; no lock, nothing is written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import TracebackType
+
+import msgspec
+
+from sentinel.ingest.decision import Decision
+from sentinel.ingest.follow import RunFollower
+from sentinel.ingest.merge import StepView
+from sentinel.ingest.steps import StepAssembler
+from sentinel.store.journal import Journal
+from sentinel.store.lock import holder
+from sentinel.store.whereabouts import RunPaths
+
+
+class RecordedRun:
+    """What a run has on disk, as of now. Steps that a daemon decided are made as it made them, the others as they lie there.
+
+    Where a daemon is at work only its decided steps are here: of the ones behind, some ranks may not have spoken yet.
+    """
+
+    def __init__(self, paths: RunPaths) -> None:
+        """Open the journal, if there is one. StoreError when it cannot be read."""
+        self.paths = paths
+        self.journal = Journal(paths.journal, read_only=True) if paths.journal.exists() else None
+        self._is_served = self.journal is not None and holder(paths.lock_directory) is not None
+
+    def __enter__(self) -> RecordedRun:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the journal."""
+        if self.journal is not None:
+            self.journal.close()
+
+    def views(self) -> Iterator[tuple[StepView, Decision]]:
+        """Yield the steps in order, each with the decision that made it; statistics are formed when they are asked for."""
+        for view, decision in recorded_views(self.paths, self.journal):
+            if self._is_served and self.journal is not None and decision.seq > self.journal.last_seq:
+                return
+            yield view, decision
+
+
+def recorded_views(
+    paths: RunPaths, journal: Journal | None, *, recompute: bool = False, pause_s: float = 0.0
+) -> Iterator[tuple[StepView, Decision]]:
+    """Yield the steps of a run: those that the journal decided as it says, then those that nobody has decided.
+
+    recompute: decide all anew. pause_s: sleeps so long after each look at the spool, so that a daemon's own thread comes
+    first. A run without a journal is decided anew too.
+    """
+    follower = RunFollower(paths.run_dir)
+    # Nobody is late in a recording that is read as fast as the disk allows: only what never came is missing.
+    assembler = StepAssembler(paths.name, on_decision=lambda decision: None, late_after_steps=0, late_after_s=0.0)
+    if journal is not None and not recompute:
+        decode = msgspec.msgpack.Decoder(Decision).decode
+        assembler.replay_decisions(decode(body) for _, _, body in journal.decisions())
+    elif journal is not None:
+        for _, _, body in journal.decisions(after=journal.last_seq - 1):
+            assembler.pack_hash = msgspec.msgpack.decode(body, type=Decision).pack_hash
+    while True:
+        records = follower.poll(final=True)
+        assembler.take(records, time.monotonic())
+        views = assembler.close(time.monotonic(), follower.behind) if records else assembler.finish(time.monotonic())
+        for view in views:
+            assert view.decision is not None
+            yield view, view.decision
+        if not records:
+            return
+        if pause_s:
+            time.sleep(pause_s)

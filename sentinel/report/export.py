@@ -1,0 +1,52 @@
+"""Tables as text: CSV and JSON lines that lose no digit and are strict."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+FORMATS = ("csv", "jsonl")
+
+
+class TableText:
+    """Turns the rows of a table into the lines of a format.
+
+    Numbers have all their digits (1e-07 stays 1e-07). What is undefined is null in JSON and an empty field in CSV; an
+    infinity, which JSON cannot say, is null there and `inf` or `-inf` in CSV. Truth is `true` or `false`.
+    """
+
+    def __init__(self, form: str, columns: Sequence[str]) -> None:
+        """form: one of FORMATS."""
+        self._is_csv = form == "csv"
+        self._columns = tuple(columns)
+        self._buffer = io.StringIO()
+        self._csv = csv.writer(self._buffer, lineterminator="\n")
+
+    def head(self) -> str:
+        """Return what stands before the first row."""
+        return self._line(self._columns) if self._is_csv else ""
+
+    def row(self, values: Sequence[object]) -> str:
+        """Return the line of one row, its line feed included."""
+        if not self._is_csv:
+            return msgspec.json.encode(dict(zip(self._columns, values, strict=True))).decode() + "\n"
+        return self._line([_csv_text(value) for value in values])
+
+    def _line(self, values: Sequence[object]) -> str:
+        self._csv.writerow(values)
+        line = self._buffer.getvalue()
+        self._buffer.seek(0)
+        self._buffer.truncate()
+        return line
+
+
+def _csv_text(value: object) -> object:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and math.isnan(value):
+        return ""
+    return value

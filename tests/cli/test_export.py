@@ -1,0 +1,298 @@
+"""`sentinel export`: tables of series and of groups from a run's spool and journal, exact and strict."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sentinel.cli.main import run_cli
+from sentinel.daemon.config import DaemonConfig
+from sentinel.daemon.packs import RulePacks
+from sentinel.daemon.serving import ServedRun
+from sentinel.ingest.follow import RunFollower
+from sentinel.ingest.merge import StepView
+from sentinel.ingest.steps import StepAssembler
+from sentinel.moments import Moments
+from sentinel.record import STATISTICS
+from sentinel.report.export import TableText
+from sentinel.store.journal import Journal
+from sentinel.store.whereabouts import RunPaths
+from sentinel.testing import Nan, SyntheticRun
+
+NOW = 1_800_000_000.0
+
+
+def synthetic(directory: Path, **options: Any) -> SyntheticRun:
+    return SyntheticRun(directory, **{"pp": 2, "dp": 2, "tp": 2, "layers": 12, "d_model": 16, "elements": 8, **options})
+
+
+def heard(run_dir: Path) -> list[StepView]:
+    """The steps as a daemon hears them that is in no hurry."""
+    follower = RunFollower(run_dir)
+    assembler = StepAssembler(run_dir.name, on_decision=lambda decision: None, late_after_steps=0, late_after_s=0.0)
+    views: list[StepView] = []
+    while records := follower.poll(final=True):
+        assembler.take(records, 0.0)
+        views += assembler.close(0.0, follower.behind)
+    return [*views, *assembler.finish(0.0)]
+
+
+def judge(run_dir: Path) -> ServedRun:
+    run_dir.chmod(0o700)
+    packs = RulePacks([])
+    packs.load()
+    run = ServedRun(RunPaths.of(run_dir), DaemonConfig(), packs)
+    while run.turn(NOW):
+        pass
+    return run
+
+
+def rows(capsys: pytest.CaptureFixture[str], run_dir: Path, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert run_cli(["export", str(run_dir), "--json", *arguments]) == code
+    return [json.loads(line, parse_constant=refused) for line in capsys.readouterr().out.splitlines()]
+
+
+def refused(word: str) -> float:
+    raise AssertionError(f"not strict JSON: {word}")
+
+
+def test_a_group_is_the_root_of_the_sum_of_squares_of_its_tensors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    synthetic(tmp_path / "run").write(3)
+    views = heard(tmp_path / "run")
+    assert len(views) == 3
+
+    found = rows(
+        capsys, tmp_path / "run", "--kind", "wgrad", "--statistic", "norm", "--aggregate", "global_grad_norm=*",
+        "--aggregate", "layers.1.*", "--aggregate", "layer{}=layers.{}.*",
+    )  # fmt: skip
+
+    for view in views:
+        of_step = {one["name"]: one for one in found if one["step"] == view.step}
+        norms = {
+            tensor.name: view.moments.norm()[tensor.index] for tensor in view.tensors if tensor.kind == "wgrad"
+        }
+        for name, prefix in {"global_grad_norm": "", "layers.1.*": "layers.1.", "layer10": "layers.10."}.items():
+            members = [norm for tensor, norm in norms.items() if tensor.startswith(prefix)]
+            assert of_step[name]["num_tensors"] == len(members) > 1
+            assert of_step[name]["norm"] == pytest.approx(math.sqrt(sum(norm**2 for norm in members)), rel=1e-12)
+        assert sum(name.startswith("layer") for name in of_step) == 1 + 12
+        assert all(one["is_whole"] and one["num_excluded"] == 0 for one in of_step.values())
+
+
+def test_without_a_group_each_tensor_is_a_series(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    synthetic(tmp_path / "run").write(2)
+    (_, view) = heard(tmp_path / "run")
+
+    found = rows(capsys, tmp_path / "run", "--name", "layers.1.*", "--steps", "1", "--kind", "wgrad,param")
+
+    wanted = [one for one in view.tensors if one.kind in ("wgrad", "param") and one.name.startswith("layers.1.")]
+    assert [(one["name"], one["kind"]) for one in found] == [(one.name, one.kind) for one in wanted]
+    for one, tensor in zip(found, wanted, strict=True):
+        for statistic in STATISTICS:
+            expected = float(view.moments.statistic(statistic)[tensor.index])
+            assert one[statistic] == (None if math.isnan(expected) else expected)
+
+
+def test_csv_and_json_lines_say_the_same_with_all_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    synthetic(tmp_path / "run").write(2)
+    as_json = rows(capsys, tmp_path / "run", "--aggregate", "layers.{}.*")
+
+    assert run_cli(["export", str(tmp_path / "run"), "--aggregate", "layers.{}.*"]) == 0
+    table = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+
+    assert len(table) == len(as_json) > 24
+    for line, one in zip(table, as_json, strict=True):
+        assert list(line) == list(one)
+        for statistic in STATISTICS:
+            assert one[statistic] == (None if line[statistic] == "" else float(line[statistic]))
+        assert line["is_whole"] == json.dumps(one["is_whole"])
+
+
+@pytest.mark.parametrize("value", [1e-7, -1e-7, 5e-324, 1.7976931348623157e308, 0.1 + 0.2, 1e22, 0.0])
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+def test_no_digit_is_lost(form: str, value: float) -> None:
+    line = TableText(form, ("a", "b")).row((value, "x"))
+
+    found = float(line.partition(",")[0]) if form == "csv" else json.loads(line)["a"]
+    assert found == value
+
+
+def test_what_is_undefined_is_null_and_strict() -> None:
+    values = (math.nan, math.inf, -math.inf, True, 'a "quoted", name')
+
+    assert TableText("csv", "abcde").row(values) == ',inf,-inf,true,"a ""quoted"", name"\n'
+    line = TableText("jsonl", "abcde").row(values)
+    assert json.loads(line, parse_constant=refused) == {"a": None, "b": None, "c": None, "d": True, "e": values[-1]}
+
+
+def test_a_nan_is_counted_and_poisons_no_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = synthetic(tmp_path / "run", kinds=("param", "wgrad", "activation", "dgrad"))
+    run.plant(Nan(step=1, module="layers.2")).write(3)
+
+    found = rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "activation", "--statistic", "nans,norm")
+
+    assert [one["nans"] > 0 for one in found] == [False, True, False]
+    assert all(one["norm"] is not None and one["norm"] > 0 for one in found)
+
+
+def test_a_glob_that_matches_nothing_names_what_is_near(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    synthetic(tmp_path / "run").write(1)
+
+    for option in ("--aggregate", "--name"):
+        assert run_cli(["export", str(tmp_path / "run"), option, "*", option, "layer.*.mlp"][: 4 + 2]) == 2
+        out, err = capsys.readouterr()
+        assert out == "", "nothing is written when a glob is wrong"
+        assert '"layer.*.mlp" matches no name; nearest: layers.0.mlp' in err
+    assert run_cli(["export", str(tmp_path / "run"), "--name", "layers.0.mlp", "--kind", "wgrad"]) == 2
+    assert "matches no name of kind wgrad; nearest: layers.0.mlp.weight" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--aggregate", "layers.{}*"], "has no bounds"),
+        (["--aggregate", "x=a.*", "--aggregate", "x=b.*"], "is there twice"),
+        (["--aggregate", "*", "--name", "*"], "give one of them"),
+        (["--aggregate", "*", "--kind", "scalar"], "logged values are not merged"),
+        (["--kind", "wgrat"], 'did you mean "wgrad"?'),
+        (["--statistic", "nrm"], 'did you mean "norm"?'),
+        (["--statistic", ","], "expected at least one statistic"),
+        (["--attempt", "7"], "expected one of 0, got 7"),
+        (["--steps", "5:2"], "expected the first step before the last"),
+        (["--steps", "a:"], "expected steps like 100:200"),
+        (["--format", "xml"], "Invalid value"),
+    ],
+)
+def test_a_wrong_word_is_said_and_exits_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], what: str
+) -> None:
+    synthetic(tmp_path / "run", layers=2).write(1)
+
+    assert run_cli(["export", str(tmp_path / "run"), *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert what in err and out == ""
+
+
+def test_the_newest_attempt_of_a_step_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = synthetic(tmp_path / "run", layers=2, pp=1, tp=1)
+    run.write(6)
+    run.restart(3, attempt=1)
+    run.write(5)
+
+    newest = rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "wgrad")
+    first = rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "wgrad", "--attempt", "0")
+
+    assert [(one["attempt"], one["step"]) for one in newest] == [*((0, s) for s in range(3)), *((1, s) for s in range(3, 8))]
+    assert [(one["attempt"], one["step"]) for one in first] == [(0, step) for step in range(6)]
+
+
+def test_steps_are_included_at_both_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    synthetic(tmp_path / "run", layers=2).write(6)
+
+    for text, expected in {"2:4": [2, 3, 4], "4:": [4, 5], ":1": [0, 1], "3": [3]}.items():
+        found = rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "wgrad", "--steps", text)
+        assert [one["step"] for one in found] == expected
+    assert rows(capsys, tmp_path / "run", "--steps", "9:", code=1) == []
+
+
+def test_scalars_are_series_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    synthetic(tmp_path / "run", layers=2).write(2)
+    views = heard(tmp_path / "run")
+
+    found = rows(capsys, tmp_path / "run", "--kind", "scalar", "--name", "lo*")
+
+    assert [(one["step"], one["name"], one["value"]) for one in found] == [
+        (view.step, "loss", view.scalars["loss"].mean) for view in views
+    ]
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    synthetic(tmp_path / "run", layers=2).write(2)
+    target = tmp_path / "out.jsonl"
+
+    assert run_cli(["export", str(tmp_path / "run"), "--name", "nothing", "-o", str(target)]) == 2
+    assert not target.exists()
+    assert run_cli(["export", str(tmp_path / "run"), "-o", str(target), "--json", "--aggregate", "*"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    lines = [json.loads(line) for line in target.read_text().splitlines()]
+    assert told == {"file": str(target), "num_rows": len(lines), "num_series": len(lines) // 2, "num_steps": 2}
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".out")] == []
+
+
+def test_beside_a_daemon_the_steps_are_the_daemons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank that was late is left out of its steps as the daemon left it out, also when its rows came in the end."""
+    run = synthetic(tmp_path / "run", layers=2, pp=1, tp=1)
+    run.write(2)
+    run.hold(1)
+    run.write(4)
+    served = judge(tmp_path / "run")
+    run.release(1)
+    run.write(1)
+    journal = Journal(RunPaths.of(tmp_path / "run").journal, read_only=True)
+    decided = journal.last_seq
+    journal.close()
+    assert decided == 4, "two steps behind the newest is late"
+
+    beside = rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "activation")
+    err = run_cli(["export", str(tmp_path / "run"), "--aggregate", "*"])
+    said = capsys.readouterr().err
+    while served.turn(NOW):
+        pass
+    served.close()
+    after = rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "activation")
+    afresh = {view.step: view for view in heard(tmp_path / "run")}
+
+    assert err == 0
+    assert [(one["step"], one["is_whole"]) for one in beside] == [(0, True), (1, True), (2, False), (3, False)]
+    assert "2 steps lack shards of ranks that were not heard" in said
+    assert [(one["step"], one["is_whole"]) for one in after] == [
+        (0, True), (1, True), (2, False), (3, False), (4, True), (5, True), (6, True),
+    ]  # fmt: skip
+    assert after[:4] == beside
+    whole = afresh[2].is_whole
+    assert whole.all(), "a reading at leisure has the rank: the daemon's decisions made the difference"
+
+
+def test_weights_are_whole_where_a_replica_speaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = synthetic(tmp_path / "run", layers=2, pp=1, tp=1)
+    run.write(3, skip=[1])
+
+    found = rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "param,activation")
+
+    assert {(one["kind"], one["is_whole"]) for one in found} == {("param", True), ("activation", False)}
+
+
+def test_a_run_that_nobody_judged_is_read_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    synthetic(tmp_path / "run").write(4)
+    before = rows(capsys, tmp_path / "run", "--aggregate", "layers.{}.*")
+
+    judge(tmp_path / "run").close()
+
+    assert rows(capsys, tmp_path / "run", "--aggregate", "layers.{}.*") == before
+    assert not (tmp_path / "run" / "anomaly_analyse.json").exists()
+
+
+def test_statistics_are_those_of_the_merged_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    synthetic(tmp_path / "run", per_micro_step=True).write(1)
+    (view,) = heard(tmp_path / "run")
+    members = [one.index for one in view.tensors if one.kind == "activation" and one.name.startswith("layers.7.")]
+    merged = Moments.empty(1)
+    for at in members:
+        merged = merged.merge(Moments(view.stats[at : at + 1]))
+
+    (found,) = rows(capsys, tmp_path / "run", "--aggregate", "layers.7.*", "--kind", "activation")
+
+    assert found["num_elements"] == merged.num_elements()[0]
+    for statistic in STATISTICS:
+        assert found[statistic] == pytest.approx(float(merged.statistic(statistic)[0]), rel=1e-9), statistic
+    assert np.isfinite(found["kurtosis"])
