@@ -6,14 +6,18 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from sentinel.detect.detector import Explanation, Scores, SeriesDetector, State, grow, state_bytes
+from sentinel.detect.group import GroupDetector
 from sentinel.detect.nonfinite import AnomalyNan, HiddenNan, NanStorm
+from sentinel.detect.replicas import ReplicaDivergence
 from sentinel.detect.turbulence import AnomalyTurbulence, KurtosisSpike
 from sentinel.detect.windowed import GradNormSpike, LossSpike
 from sentinel.errors import RuleError
 
 DETECTORS: dict[str, type[Any]] = {
     cls.__name__: cls
-    for cls in (AnomalyNan, AnomalyTurbulence, KurtosisSpike, LossSpike, GradNormSpike, NanStorm, HiddenNan)
+    for cls in (
+        AnomalyNan, AnomalyTurbulence, KurtosisSpike, LossSpike, GradNormSpike, NanStorm, HiddenNan, ReplicaDivergence,
+    )
 }
 """Name in a rule -> class. The fields of a class are the `args` of its rules."""
 
@@ -45,10 +49,12 @@ __all__ = [
     "AnomalyTurbulence",
     "Explanation",
     "GradNormSpike",
+    "GroupDetector",
     "HiddenNan",
     "KurtosisSpike",
     "LossSpike",
     "NanStorm",
+    "ReplicaDivergence",
     "Scores",
     "SeriesDetector",
     "State",

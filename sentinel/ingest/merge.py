@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from sentinel.ingest.decision import Decision
 from sentinel.ingest.naming import Names, make_names, segment_of
+from sentinel.ingest.replicas import CopySet, Differing, Holder, Replicas, Shard, added_copies, differing
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, Health, TensorInfo
 from sentinel.moments import Moments
 from sentinel.native import merge_rows
@@ -26,7 +27,6 @@ KEPT_APART = ("unknown", "partial")
 
 
 _Coordinates: TypeAlias = tuple[tuple[str, int], ...]
-_Shard: TypeAlias = tuple[tuple[str, int | str], ...]
 
 
 class LogicalTensor(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,17 +54,6 @@ class LogicalTensor(msgspec.Struct, frozen=True, kw_only=True):
     is_partial: bool = False
     """Each rank holds a summand: only what is not finite in it means anything."""
     num_elements: int = 0
-
-
-class Replicas(msgspec.Struct, frozen=True):
-    """Copies of one tensor, or of one shard of it, that must be bit-identical."""
-
-    index: int
-    """Of the logical tensor."""
-    shard: tuple[tuple[str, int | str], ...]
-    """Coordinates of the shard, or `part` as the ranks say it; empty: each holds the whole tensor."""
-    holders: tuple[tuple[int, int], ...]
-    """(rank, id of the tensor on that rank), ranks rising; at least two."""
 
 
 class Scalar(msgspec.Struct, frozen=True):
@@ -95,7 +84,8 @@ class Layout:
         keys: dict[tuple[str, str, tuple[tuple[str, int], ...]], int] = {}
         drafts: list[dict[str, object]] = []
         ranks: list[list[int]] = []
-        copies: dict[tuple[int, _Shard], tuple[list[tuple[int, int]], int]] = {}
+        copies: dict[tuple[int, Shard], tuple[list[Holder], int]] = {}
+        dtypes: dict[int, dict[str, list[Holder]]] = {}
         known_names: dict[tuple[object, ...], str] = {}
         for rank, descriptor in self.descriptors.items():
             chunks = {chunk.vpp_stage: chunk for chunk in descriptor.chunks}
@@ -103,7 +93,7 @@ class Layout:
             size = max((tensor.id for tensor in descriptor.tensors), default=-1) + 1
             to_logical = np.full(size, -1, np.int32)
             to_copy = np.full(size, -1, np.int32)
-            where: dict[tuple[bool, tuple[tuple[str, str], ...], str], tuple[_Coordinates, _Shard]] = {}
+            where: dict[tuple[bool, tuple[tuple[str, str], ...], str], tuple[_Coordinates, Shard]] = {}
             map_key = tuple(descriptor.name_map.items())
             for tensor in descriptor.tensors:
                 chunk = chunks.get(tensor.chunk, ChunkInfo(vpp_stage=tensor.chunk, depth=0))
@@ -128,6 +118,8 @@ class Layout:
                 copy = copies.setdefault((at, sharded), ([], len(copies)))
                 copy[0].append((rank, tensor.id))
                 to_copy[tensor.id] = copy[1]
+                if tensor.kind in WEIGHT_KINDS:
+                    dtypes.setdefault(copy[1], {}).setdefault(tensor.dtype, []).append((rank, tensor.id))
             self._to_logical[rank], self._to_copy[rank] = to_logical, to_copy
         self.num_copies = len(copies)
         self.tensors = [
@@ -136,14 +128,51 @@ class Layout:
         ]
         self.partial = np.array([one.index for one in self.tensors if one.is_partial], np.int32)
         """Logical tensors without statistics of their own."""
+        # Bit patterns of two types never compare.
         self.replicas = [
-            Replicas(at, shard, tuple(holders))
-            for (at, shard), (holders, _) in copies.items()
-            if len(holders) > 1 and self.tensors[at].kind in WEIGHT_KINDS
+            Replicas(at, shard, tuple(holders), number)
+            for (at, shard), (_, number) in copies.items()
+            for _, holders in sorted(dtypes.get(number, {}).items())
+            if len(holders) > 1
         ]
+        self.is_replicated = np.zeros(self.num_copies + 1, np.bool_)
+        """[num_copies + 1] whether there are several of it."""
+        self.is_replicated[[one.number for one in self.replicas]] = True
+        self._pieces: dict[tuple[int, str], dict[Shard, list[Holder]]] = {}
+        for (at, shard), (_, number) in copies.items():
+            for dtype, holders in dtypes.get(number, {}).items():
+                self._pieces.setdefault((at, dtype), {})[shard] = holders
+
+    @cached_property
+    def added_copies(self) -> list[CopySet]:
+        """Copies that only compare as sums of their pieces."""
+        found = [
+            added_copies(at, self.tensors[at].num_elements, pieces)
+            for (at, _), pieces in self._pieces.items()
+            if len(pieces) > 1
+        ]
+        return [one for one in found if one is not None]
+
+    @cached_property
+    def num_weights_compared(self) -> tuple[int, int]:
+        """(weights of which several copies are held and compared, all weights)."""
+        weights = {tensor.index for tensor in self.tensors if tensor.kind == "param"}
+        compared = {one.index for one in self.replicas} | {one.index for one in self.added_copies}
+        return len(weights & compared), len(weights)
+
+    @cached_property
+    def _replicas_by_number(self) -> dict[int, list[Replicas]]:
+        found: dict[int, list[Replicas]] = {}
+        for one in self.replicas:
+            found.setdefault(one.number, []).append(one)
+        return found
+
+    def replicas_of(self, number: int) -> list[Replicas]:
+        """Return the copies of the shard of this number; of each type of numbers its own."""
+        return self._replicas_by_number.get(number, [])
 
     @staticmethod
-    def _coordinates(tensor: TensorInfo, place: Place) -> tuple[_Coordinates, _Shard]:
+    def _coordinates(tensor: TensorInfo, place: Place) -> tuple[_Coordinates, Shard]:
         """(coordinates kept apart, what tells the shard): ranks that differ in neither hold replicas."""
         is_data = tensor.kind not in WEIGHT_KINDS
         apart: list[tuple[str, int]] = []
@@ -317,16 +346,33 @@ class StepView:
         return self.layout.places
 
     @cached_property
+    def row_copy(self) -> npt.NDArray[np.int32]:
+        """[num_rows] number of the shard that a row is a copy of; `layout.num_copies` where nobody knows the tensor."""
+        if not self.parts:
+            return np.empty(0, np.int32)
+        copies = np.concatenate([self.layout.copies_of(part.rank, part.rows["tensor"]) for part in self.parts])
+        return copies if not len(copies) or copies.min() >= 0 else np.where(copies >= 0, copies, self.layout.num_copies)
+
+    @cached_property
+    def ended(self) -> frozenset[int]:
+        """Ranks that spoke of the step to its end, and came to it themselves."""
+        ends = [(part.rank, part.end_step) for part in self.parts]
+        return frozenset(rank for rank, end in ends if end is not None and not end.is_partial)
+
+    @cached_property
+    def differing(self) -> list[Differing]:
+        """Copies of a weight, its state or its reduced gradient that should be bit-identical, and are not."""
+        return differing(self)
+
+    @cached_property
     def _counted(self) -> npt.NDArray[np.bool_]:
         """[num_rows] whether a row counts for its logical tensor: of copies, those of the lowest rank that is there."""
         if not self.parts:
             return np.empty(0, np.bool_)
-        copies = np.concatenate([self.layout.copies_of(part.rank, part.rows["tensor"]) for part in self.parts])
-        known = copies >= 0
+        copies, nobody = self.row_copy, self.layout.num_copies
         if self.layout.partial.size:
-            known &= ~np.isin(self.row_logical, self.layout.partial)
-        if not known.all():
-            copies = np.where(known, copies, self.layout.num_copies)
+            copies = np.where(np.isin(self.row_logical, self.layout.partial), nobody, copies)
+        known = copies < nobody
         speaker = np.empty(self.layout.num_copies + 1, np.int32)
         # Ranks rise along the rows: written backwards, the lowest is the last to be written.
         speaker[copies[::-1]] = self.row_rank[::-1]

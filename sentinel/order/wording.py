@@ -91,6 +91,8 @@ def title_words(root: Anomaly, born: Origin) -> str:
         return root.message or f"{root.rule}: {root.tag_name} {where_words(root.rank, None, root.step)}"
     if is_nonfinite(root):
         return born_words(root, born)
+    if root.statistic == "checksum":
+        return f"{root.rule}: {root.message.partition(':')[0]}, step {root.step}"
     what = root.tag_name if root.kind == "scalar" else f"{root.statistic} of {root.tag_name} ({root.kind})"
     value = "" if root.value is None else f" {_number(root.value)}"
     against = "" if root.baseline is None else f" against {_number(root.baseline)}"

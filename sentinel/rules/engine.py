@@ -9,9 +9,10 @@ import msgspec
 import numpy as np
 
 from sentinel.anomaly import Anomaly
-from sentinel.detect import SeriesDetector, known_detectors, state_bytes
+from sentinel.detect import GroupDetector, SeriesDetector, known_detectors, state_bytes
 from sentinel.errors import RuleError
 from sentinel.rules.loader import build_detector
+from sentinel.rules.replica_watch import ReplicaWatch
 from sentinel.rules.row_watch import RowWatch, raw_statistic
 from sentinel.rules.scalar_watch import ScalarWatch
 from sentinel.rules.schema import Pack, Rule
@@ -89,7 +90,7 @@ class Engine:
                         found.extend(watch.judge(view, plan, column, columns.present, rows))
                 elif isinstance(watch, RowWatch):
                     found.extend(watch.judge(view, plans[at]))
-                elif isinstance(watch, ScalarWatch):
+                elif isinstance(watch, ScalarWatch | ReplicaWatch):
                     found.extend(watch.judge(view))
         self.num_steps += 1
         self.num_rows_judged += view.num_rows
@@ -136,7 +137,7 @@ class Engine:
         for rule in pack.rules:
             if rule.detector not in self._detectors:
                 raise RuleError(f'rule "{rule.name}": unknown detector "{rule.detector}"')
-            detector: SeriesDetector = build_detector(rule, self._detectors)
+            detector = build_detector(rule, self._detectors)
             watches.extend(_watches_of(rule, detector))
         return watches
 
@@ -151,9 +152,11 @@ class Engine:
         return plans
 
 
-def _watches_of(rule: Rule, detector: SeriesDetector) -> list[Watch]:
-    """Return the watches of one rule: rows for detectors without a past, series for the others, scalars."""
+def _watches_of(rule: Rule, detector: SeriesDetector | GroupDetector) -> list[Watch]:
+    """Return the watches of one rule: rows for detectors without a past, series for the others, scalars; groups."""
     watches: list[Watch] = []
+    if isinstance(detector, GroupDetector):
+        return [ReplicaWatch(rule, detector)]
     kinds = frozenset(kind for kind in rule.match.kind if kind != "scalar")
     if kinds:
         statistics = rule.statistics(tuple(detector.statistics))

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from sentinel.anomaly import Anomaly, anomaly_id
-from sentinel.detect import Scores, SeriesDetector, State, grow
+from sentinel.detect import Scores, State, grow
 from sentinel.rules import wording
 from sentinel.rules.episodes import Ended, Episodes
 from sentinel.rules.schema import Rule
@@ -42,7 +42,8 @@ class Plan(msgspec.Struct, frozen=True):
 class Watch:
     """One rule on one statistic. Subclasses say what its series are."""
 
-    def __init__(self, rule: Rule, detector: SeriesDetector, statistic: str, mode: str) -> None:
+    def __init__(self, rule: Rule, detector: Any, statistic: str, mode: str) -> None:
+        """detector: of the contract that the subclass is for."""
         self.rule, self.detector, self.statistic, self.mode = rule, detector, statistic, mode
         self.state: State = {}
         self.num_series = 0

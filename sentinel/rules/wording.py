@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from sentinel.anomaly import Anomaly
+
+if TYPE_CHECKING:
+    from sentinel.ingest.replicas import Differing
 
 _MUCH = 1000.0
 
@@ -18,7 +23,8 @@ def number(value: float | None) -> str:
 
 def count(n: int, noun: str) -> str:
     """Return `1 value`, `2 values`."""
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+    many = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{n} {noun}" if n == 1 else f"{n} {many}"
 
 
 def subject(kind: str, name: str, statistic: str) -> str:
@@ -66,10 +72,47 @@ def bad_scalar(name: str, text: str, ranks: tuple[int, ...], num_ranks: int) -> 
     return f"{name} is {text} {where}"
 
 
+def ranks(numbers: Sequence[int], most: int = 16) -> str:
+    """Return `rank 3`, or `ranks 0, 1, 2`; of many the first ones and how many more."""
+    shown = ", ".join(map(str, numbers[:most]))
+    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
+    return f"rank {shown}" if len(numbers) == 1 else f"ranks {shown}{more}"
+
+
+def diverged(kind: str, name: str, one: Differing, who: Sequence[tuple[int, ...]], is_sure: bool) -> str:
+    """Return the message of copies that differ: which ranks are wrong, or which may be, and what was compared."""
+    piece = f" (part {one.shard})" if one.shard else ""
+    accused = sorted({rank for members in who for rank in members})
+    total = len(one.members)
+    said = dict(zip(one.members, one.checksums, strict=True))
+    if is_sure:
+        others = [members for members in one.members if members not in who]
+        agree = sorted({rank for members in others for rank in members})
+        shared = "" if len(who[0]) == 1 else ", which hold a copy together: one of them is wrong,"
+        text = f"{kind} {name}{piece} on {ranks(accused)}{shared} differs from its {count(total - len(who), 'copy')}"
+        text += f" on {ranks(agree)}" if total - len(who) == 1 else f" that agree, on {ranks(agree)}"
+        return f"{text}: {_word(said[who[0]])} against {_word(said[others[0]])}"
+    if total == 2:
+        text = f"{kind} {name}{piece} differs between its two copies: one of these is wrong, {ranks(one.members[0])} or "
+        text += ranks(one.members[1])
+    else:
+        text = f"{kind} {name}{piece} differs between its {total} copies, and no value has most of them: some are wrong of "
+        text += ranks(accused)
+    return f"{text}: {', '.join(_word(word) for word in list(dict.fromkeys(one.checksums))[:4])}"
+
+
+def _word(checksum: int) -> str:
+    return "NaN" if checksum == 2**64 - 1 else f"{checksum:016x}"
+
+
 def ending(onset: Anomaly, lasted: int, settled: bool, goes_on_as: str = "") -> str:
     """Return the message of an episode's end."""
     named = onset.tag_name if onset.kind == "scalar" else f"{onset.kind} {onset.tag_name}"
-    what = onset.message.split(" is ", 1)[0] if onset.baseline is not None else named
+    what = onset.message.split(" is ", 1)[0] if onset.baseline is not None and onset.statistic != "checksum" else named
+    if onset.statistic == "checksum":
+        told = f"; goes on as {goes_on_as}" if goes_on_as else ""
+        state = "is told anew" if goes_on_as else "is the same again on all that were compared"
+        return f"{what} {state}; its copies differed in {count(lasted, 'step')}{told}"
     if settled:
         return f"{what} settled at a new level, which is the new normal, after {count(lasted, 'step')}"
     if goes_on_as:

@@ -40,7 +40,8 @@ def test_the_default_pack_is_sound():
     assert set(by_name["non-finite"].match.kind) == set(KIND_LABELS) - {"health"}
     assert by_name["loss-spike"].severity is Severity.CRITICAL
     assert {"notify", "escalate"} <= set(by_name["loss-spike"].actions)
-    assert [rule.name for rule in rules.rules if rule.severity is Severity.CRITICAL] == ["non-finite", "loss-spike"]
+    critical = [rule.name for rule in rules.rules if rule.severity is Severity.CRITICAL]
+    assert critical == ["non-finite", "loss-spike", "replica-divergence"]
 
 
 def test_every_builtin_pack_is_clean():

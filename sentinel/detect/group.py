@@ -1,0 +1,51 @@
+"""GroupDetector: what a detector owes the engine that compares the members of groups with one another."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+from sentinel.detect.detector import Scores, State
+
+Points = dict[str, np.ndarray]
+"""Named columns, one value a member; the members of all groups lie one behind the other."""
+
+
+@runtime_checkable
+class GroupDetector(Protocol):
+    """Judges one point of each group over its members, ranks or copies of a tensor: no clock, no I/O. Score first.
+
+    A detector is built from the `args` of its rule. What it says of a member depends on that member's group and state alone,
+    never on the order of members or groups, nor on other groups. A group of one accuses nobody.
+    """
+
+    summary: ClassVar[str]
+    """One sentence for `sentinel rules list`."""
+    statistics: ClassVar[tuple[str, ...]]
+    """What the value of its anomalies is called."""
+    over: ClassVar[Literal["copies", "ranks"]]
+    """`copies`: the column is `checksum` (uint64), a group is the copies of one tensor, of which at least two differ.
+    `ranks`: the columns are `step_s` and `wait_s` (NaN: not known), a group is the ranks of one pipeline stage."""
+
+    def state(self, num_members: int) -> State:
+        """Return the state of members that have seen nothing; no arrays where it needs none."""
+        ...
+
+    def score(self, points: Points, group: np.ndarray, state: State) -> Scores:
+        """Return the score of each member, [members]; changes nothing. group: [members] the number of its group.
+
+        Evidence `is_sure`, bool: False where the member is only one of several that may be wrong.
+        """
+        ...
+
+    def learn(self, points: Points, group: np.ndarray, state: State, anomalous: np.ndarray) -> None:
+        """Take one point into the state, in place; `anomalous` marks the members that must not move a baseline."""
+        ...
+
+
+def members_of(group: np.ndarray) -> list[np.ndarray]:
+    """Return the positions of the members of each group, groups rising."""
+    order = np.argsort(group, kind="stable")
+    numbers, starts = np.unique(group[order], return_index=True)
+    return np.split(order, starts[1:]) if len(numbers) else []

@@ -1,0 +1,150 @@
+"""One battery over all detectors of groups: what each of them owes the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sentinel.detect import DETECTORS, GroupDetector, grow, state_bytes
+from sentinel.detect.group import Points, members_of
+
+Group = tuple[Points, np.ndarray]
+
+
+def alike_copies(rng: np.random.Generator, sizes: list[int]) -> Group:
+    """Groups whose copies are all equal."""
+    words = rng.integers(0, 2**64, len(sizes), dtype=np.uint64)
+    return {"checksum": np.repeat(words, sizes)}, np.repeat(np.arange(len(sizes)), sizes)
+
+
+def wild_copies(rng: np.random.Generator, sizes: list[int]) -> Group:
+    """Groups of few different words, in any mixture."""
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    words = rng.integers(2**64 - 3, 2**64, len(group), dtype=np.uint64, endpoint=False)
+    return {"checksum": words}, group
+
+
+MAKERS: dict[str, tuple[Callable[..., Group], Callable[..., Group]]] = {"copies": (alike_copies, wild_copies)}
+"""What a detector looks over -> (a point at which all is well, any point)."""
+CASES: dict[str, Any] = {name: cls() for name, cls in DETECTORS.items() if isinstance(cls(), GroupDetector)}
+SIZES = [1, 2, 3, 4, 7, 16]
+
+
+@pytest.fixture(params=list(CASES))
+def detector(request: pytest.FixtureRequest) -> Any:
+    return CASES[request.param]
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(29)
+
+
+def run(detector: Any, points: list[Group], state: Any = None) -> tuple[np.ndarray, Any]:
+    """Feed points one after the other; return scores [points, members] and the state."""
+    state = detector.state(len(points[0][1])) if state is None else state
+    scores = []
+    with np.errstate(all="ignore"):
+        for columns, group in points:
+            before = {name: array.copy() for name, array in state.items()}
+            found = detector.score(columns, group, state)
+            scores.append(found.score)
+            _ = found.baseline, found.evidence
+            assert all(np.array_equal(before[name], state[name], equal_nan=True) for name in state), "score() learned"
+            detector.learn(columns, group, state, found.score >= 1.0)
+    return np.array(scores), state
+
+
+def points_of(detector: Any, rng: np.random.Generator, num: int, *, wild: bool) -> list[Group]:
+    make = MAKERS[detector.over][1 if wild else 0]
+    return [make(rng, SIZES) for _ in range(num)]
+
+
+def test_is_a_group_detector(detector):
+    assert isinstance(detector, GroupDetector)
+    assert detector.summary and detector.statistics and detector.over in MAKERS
+
+
+def test_scores_are_finite_and_not_negative(detector, rng):
+    scores, _ = run(detector, points_of(detector, rng, 60, wild=True))
+
+    assert np.isfinite(scores).all()
+    assert (scores >= 0).all()
+
+
+def test_wild_points_are_seen_at_all(detector, rng):
+    """The control of every test here that expects silence."""
+    scores, _ = run(detector, points_of(detector, rng, 60, wild=True))
+
+    assert (scores >= 1.0).any()
+
+
+def test_members_that_are_alike_are_never_accused(detector, rng):
+    scores, _ = run(detector, points_of(detector, rng, 60, wild=False))
+
+    assert (scores < 1.0).all()
+
+
+def test_a_group_of_one_accuses_nobody(detector, rng):
+    make = MAKERS[detector.over][1]
+    scores, _ = run(detector, [make(rng, [1, 1, 1]) for _ in range(60)])
+
+    assert (scores < 1.0).all()
+
+
+def test_replay_is_identical(detector, rng):
+    points = points_of(detector, rng, 60, wild=True)
+
+    first, state = run(detector, points)
+    again, state_again = run(detector, points)
+
+    assert np.array_equal(first, again)
+    assert all(np.array_equal(state[name], state_again[name], equal_nan=True) for name in state)
+
+
+def test_memory_is_bounded(detector, rng):
+    _, early = run(detector, points_of(detector, rng, 10, wild=True))
+    _, late = run(detector, points_of(detector, rng, 100, wild=True))
+
+    assert state_bytes(early) == state_bytes(late) <= 256 * sum(SIZES)
+
+
+def test_the_order_of_members_is_of_no_account(detector, rng):
+    points = points_of(detector, rng, 60, wild=True)
+    order = rng.permutation(sum(SIZES))
+
+    straight, _ = run(detector, points)
+    shuffled, _ = run(detector, [({k: v[order] for k, v in cols.items()}, group[order]) for cols, group in points])
+
+    assert np.array_equal(straight[:, order], shuffled)
+
+
+def test_groups_are_independent(detector, rng):
+    points = points_of(detector, rng, 60, wild=True)
+    mine = members_of(points[0][1])[3]
+
+    together, _ = run(detector, points)
+    alone, _ = run(detector, [({k: v[mine] for k, v in cols.items()}, group[mine]) for cols, group in points])
+
+    assert np.array_equal(together[:, mine], alone)
+
+
+def test_a_restored_state_goes_on_identically(detector, rng):
+    points = points_of(detector, rng, 60, wild=True)
+
+    whole, _ = run(detector, points)
+    _, state = run(detector, points[:30])
+    copied = {name: np.frombuffer(a.tobytes(), a.dtype).reshape(a.shape).copy() for name, a in state.items()}
+    rest, _ = run(detector, points[30:], copied)
+
+    assert np.array_equal(whole[30:], rest)
+
+
+def test_a_state_grows_for_new_members(detector):
+    grown = grow(detector, detector.state(3), 8)
+
+    fresh = detector.state(8)
+    assert all(np.array_equal(grown[name], fresh[name], equal_nan=True) for name in fresh)
