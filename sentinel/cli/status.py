@@ -47,6 +47,8 @@ def status(where: str | None, as_json: bool) -> int:
         daemon = f"judged by process {state['daemon']}" if state["daemon"] else "no daemon"
         step = "nothing judged" if state["step"] is None else f"attempt {state['attempt']}, step {state['step']} judged"
         click.echo(f"{printable(state['run'])}: {step}; {daemon}; {state['num_anomalies']} anomalies")
+        if state["replicas"]:
+            click.echo(f"  replicas: {state['replicas']}")
         for one in open_incidents:
             click.echo(
                 f"  {one['severity']:8} {one['title']} ({one['id']}), first cause: {one['root_name'] or 'unknown'}"
@@ -66,6 +68,7 @@ def run_status(run_dir: Path) -> dict[str, Any]:
         "num_decisions": 0,
         "num_judged": 0,
         "num_anomalies": 0,
+        "replicas": None,
         "incidents": [],
     }
     if not paths.journal.exists():
@@ -74,6 +77,7 @@ def run_status(run_dir: Path) -> dict[str, Any]:
     try:
         state["num_decisions"], state["num_judged"] = journal.last_seq, journal.judged
         state["num_anomalies"] = journal.count("anomalies")
+        state["replicas"] = journal.recall("replicas")
         for _, _, body in journal.decisions(after=journal.judged - 1, until=journal.judged):
             newest = msgspec.msgpack.decode(body, type=_Where)
             state["attempt"], state["step"] = newest.attempt, newest.step

@@ -41,6 +41,8 @@ class RunGauges:
         metrics = self.metrics
         metrics.attempt, metrics.judged_step = view.attempt, view.step
         self._take_scalars(view)
+        num_compared, num_weights = view.layout.num_weights_compared
+        metrics.weights = {"compared": num_compared, "unchecked": num_weights - num_compared}
         self.late = tuple(rank for rank, why in decision.missing.items() if why == "late")
         if not is_new:
             return
@@ -125,6 +127,17 @@ class RunGauges:
         for key, at in self._groups_of(view).items():
             nans, infs = self._bad.get(key, (0, 0))
             self._bad[key] = (nans + int(num_nan[at].sum()), infs + int(num_inf[at].sum()))
+
+    @property
+    def replica_words(self) -> str:
+        """Say of how many weights the copies are compared; that none can be is not "ok"."""
+        num_compared, num_unchecked = (self.metrics.weights.get(state, 0) for state in ("compared", "unchecked"))
+        if not num_compared + num_unchecked:
+            return "cannot be checked: no weights were measured yet"
+        if not num_compared:
+            return f"cannot be checked: of {num_unchecked} weights no rank holds a copy of what another one holds"
+        rest = f"; {num_unchecked} cannot be checked, they have one copy" if num_unchecked else ""
+        return f"{num_compared} weights are compared with their copies{rest}"
 
     def take_incidents(self, incidents: Iterable[Incident]) -> None:
         """Show which incidents are open."""

@@ -83,6 +83,7 @@ class ServedRun:
         self._routes = config.notify.routes()
         self._problems: dict[str, str] = {}
         self._desk_due = 0.0
+        self._replicas = ""
         self._lock = RunLock(paths.lock_directory, f"run {paths.run_dir}")
         try:
             self.journal = Journal(paths.journal)
@@ -195,6 +196,7 @@ class ServedRun:
             "num_anomalies": self._anomaly_log.position.num_lines,
             "num_steps_judged": metrics.num_steps_judged,
             "is_monitoring": metrics.is_monitoring,
+            "replicas": self._gauges.replica_words,
             "commands": [
                 {
                     "state": one.state,
@@ -340,6 +342,7 @@ class ServedRun:
             return False
         if commit is not None:
             self._commit(commit)
+        self._note_replicas()
         self._gauges.take_norms(view)
         self._gauges.take_incidents(self._court.open_incidents)
         self._gauges.metrics.judging_s += time.monotonic() - begun
@@ -444,6 +447,15 @@ class ServedRun:
         metrics.num_file_failures = self._anomaly_log.num_failures + self._incident_log.num_failures
         metrics.num_file_lines_pending = self._anomaly_log.num_pending + self._incident_log.num_pending
         self._published = msgspec.structs.replace(metrics)
+
+    def _note_replicas(self) -> None:
+        """Write down, when it changes, how many weights have copies to compare: `sentinel status` says it."""
+        words = self._gauges.replica_words
+        if words != self._replicas:
+            self._replicas = words
+            if words != self.journal.recall("replicas"):
+                self.journal.remember("replicas", words)
+                log.info("run %s: replicas: %s", self.name, words)
 
     def _note_problem(self, problem: str) -> None:
         log.warning("run %s: %s", self.name, problem)

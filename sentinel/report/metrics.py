@@ -33,6 +33,7 @@ OTHER = "_other"
 
 SEVERITIES: tuple[str, ...] = tuple(severity.value for severity in Severity)
 RANK_STATES: tuple[str, ...] = ("expected", "live", "late")
+WEIGHT_STATES: tuple[str, ...] = ("compared", "unchecked")
 COMMAND_STATES: tuple[str, ...] = (
     "issued", "armed", "applied", "partial", "ended", "withdrawn", "refused", "expired", "dry_run",
 )  # fmt: skip
@@ -76,6 +77,8 @@ class RunMetrics(msgspec.Struct, kw_only=True):
     """Severity -> number."""
     ranks: Mapping[str, int] = {}
     """`expected`, `live`, `late` -> number."""
+    weights: Mapping[str, int] = {}
+    """`compared`: weights of which several ranks hold copies, which must be the same; `unchecked`: those with one copy."""
     is_monitoring: bool = False
     """Module monitoring is on (the black box does not count)."""
     monitoring_acked_step: int | None = None
@@ -320,6 +323,10 @@ class MetricsCollector(Collector):
             "sentinel_open_incidents", "Incidents that are open, by severity.", labels=["run", "severity"]
         )
         ranks = GaugeMetricFamily("sentinel_ranks", "Ranks expected, live and late.", labels=["run", "state"])
+        weights = GaugeMetricFamily(
+            "sentinel_weights", "Weights whose copies are compared, and weights that cannot be checked.",
+            labels=["run", "state"],
+        )  # fmt: skip
         faults = CounterMetricFamily(
             "sentinel_frame_faults", "Frames that could not be read, by reason.", labels=["run", "reason"]
         )
@@ -335,13 +342,15 @@ class MetricsCollector(Collector):
                 incidents.add_metric([run.run, severity], run.open_incidents.get(severity, 0))
             for state in RANK_STATES:
                 ranks.add_metric([run.run, state], run.ranks.get(state, 0))
+            for state in WEIGHT_STATES:
+                weights.add_metric([run.run, state], run.weights.get(state, 0))
             for reason in FRAME_FAULTS:
                 faults.add_metric([run.run, reason], run.frame_faults.get(reason, 0))
             for state in COMMAND_STATES:
                 commands.add_metric([run.run, state], run.commands.get(state, 0))
             for slot, score in enumerate(run.top_scores[:SCORE_SLOTS]):
                 scores.add_metric([run.run, str(slot)], score)
-        yield from (incidents, ranks, faults, commands, scores)
+        yield from (incidents, ranks, weights, faults, commands, scores)
 
     def _norms(self, runs: list[tuple[RunMetrics, _RunSlots]]) -> Iterator[Metric]:
         norms = GaugeMetricFamily(

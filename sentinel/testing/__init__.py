@@ -9,8 +9,8 @@ writes the spools of four ranks as a trainer would, byte for byte through the sa
 """
 
 from sentinel.testing.clock import EPOCH_S, FakeClock
-from sentinel.testing.faults import BlowUp, Fault, LossSpike, Nan
+from sentinel.testing.faults import BitFlip, BlowUp, Fault, LossSpike, Nan
 from sentinel.testing.run import SyntheticRun
 from sentinel.wire.frame import Message
 
-__all__ = ["EPOCH_S", "BlowUp", "FakeClock", "Fault", "LossSpike", "Message", "Nan", "SyntheticRun"]
+__all__ = ["EPOCH_S", "BitFlip", "BlowUp", "FakeClock", "Fault", "LossSpike", "Message", "Nan", "SyntheticRun"]

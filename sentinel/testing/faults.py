@@ -50,4 +50,14 @@ class LossSpike:
     rank: int | None = None
 
 
-Fault = Nan | BlowUp | LossSpike
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BitFlip:
+    """From a step on, a bit of the first weight of a module is another one on one rank: nothing else shows it."""
+
+    step: int
+    module: str
+    rank: int
+    for_steps: int = 2**40
+
+
+Fault = Nan | BlowUp | LossSpike | BitFlip

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from sentinel.place import Place
 from sentinel.record import Kind
-from sentinel.testing.faults import BlowUp, Fault, LossSpike, Nan
+from sentinel.testing.faults import BitFlip, BlowUp, Fault, LossSpike, Nan
 from sentinel.testing.model import SyntheticModel, Table
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -52,6 +52,10 @@ class SyntheticValues:
         is_weight = (rows["kind"] == Kind.PARAM) | (rows["kind"] == Kind.WGRAD)
         rows["checksum"] = np.where(is_weight, _mix(table.key + np.uint64(step + 1)), np.uint64(0))
         for fault in self.faults:
+            if isinstance(fault, BitFlip) and fault.step <= step < fault.step + fault.for_steps:
+                is_hit = (rows["kind"] == Kind.PARAM) & (table.position == self._model.position(fault.module))
+                if table.descriptor.place.rank == fault.rank and is_hit.any():
+                    rows["checksum"][np.flatnonzero(is_hit)[0]] += np.uint64(2**52)
             if isinstance(fault, Nan) and fault.step == step:
                 self._poison(table, rows, fault)
         if self._poisoned_from is not None and step >= self._poisoned_from:
