@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from sentinel.native.fallback import point_at_own
-from sentinel.record import NONE_ID, ROW_DTYPE, STATS_DTYPE, STATS_OFFSET, Flag
+from sentinel.record import NONE_ID, ROW_DTYPE, STATS_DTYPE, STATS_OFFSET, Flag, Kind
 
 WORDS = STATS_DTYPE.itemsize // 8
 """Words of statistics a row: twelve."""
+
+GRADIENT_KINDS = [int(Kind.DGRAD), int(Kind.DGRAD_IN)]
+SCALED_KINDS = [int(Kind.WGRAD_UNREDUCED), int(Kind.WGRAD), *GRADIENT_KINDS]
 
 _META = struct.Struct("<IBBHiIIIIIii")
 _NOT_ARRIVED = -1
@@ -38,6 +43,10 @@ class StepRows:
         self.capacity = capacity
         self.address = 0
         """Where the statistics of row 0 lie in memory; those of row i lie i * 136 bytes behind."""
+        self.grad_scale: float | torch.Tensor = 1.0
+        """What every gradient of the step is multiplied by, 0-dim on the host where it is a tensor: `finish` divides."""
+        self.wgrads_are_scaled = True
+        """The weight gradients carried that scale when they were read; false: only those of activations do."""
         self._bytes = memoryview(b"")
         self._words = torch.empty(0)
         self._devices: dict[torch.device, DeviceStats] = {}
@@ -98,6 +107,11 @@ class StepRows:
             stats = self._devices[device] = DeviceStats(device, self.capacity)
         return stats.rows(first_row, num_rows)
 
+    def take_scale(self, scale: torch.Tensor | None, *, wgrads_are_scaled: bool) -> None:
+        """Note what the loss was multiplied by; None: nothing, or an adapter said it already."""
+        if scale is not None:
+            self.grad_scale, self.wgrads_are_scaled = scale, wgrads_are_scaled
+
     def begin_copy(self) -> None:
         """Send rows on accelerators towards the host, behind the work that fills them. Does not wait."""
         for device in self._devices.values():
@@ -111,6 +125,10 @@ class StepRows:
         """
         used = self.array[: self.num_rows]
         num_missing = sum(device.finish(used, wait) for device in self._devices.values())
+        scale, self.grad_scale = float(self.grad_scale), 1.0
+        if scale not in (0.0, 1.0) and math.isfinite(scale):
+            divide_gradients(used, scale, SCALED_KINDS if self.wgrads_are_scaled else GRADIENT_KINDS)
+        self.wgrads_are_scaled = True
         point_at_own(used)
         return num_missing
 
@@ -118,6 +136,7 @@ class StepRows:
         """Make the buffer empty again."""
         self.array[: self.num_rows] = _EMPTY_ROW
         self.num_rows = 0
+        self.grad_scale = 1.0
         for device in self._devices.values():
             device.reset()
 
@@ -192,6 +211,16 @@ class DeviceStats:
         self.is_used = False
         self._streams.clear()
         self._pinned[:, 0] = _NOT_ARRIVED
+
+
+def divide_gradients(rows: np.ndarray, scale: float, kinds: Sequence[int]) -> None:
+    """Make the statistics of scaled gradients among `rows`, ROW_DTYPE, those of the gradients: exact for powers of two.
+
+    Counts stay, `num_zero` with them: |x| <= zero_eps was asked of the scaled element. So does the checksum.
+    """
+    at = np.flatnonzero(np.isin(rows["kind"], kinds))
+    for name, power in (("mean", 1), ("m2", 2), ("m3", 3), ("m4", 4), ("min", 1), ("max", 1)):
+        rows[name][at] /= scale**power
 
 
 def _pin(capacity: int) -> torch.Tensor:

@@ -93,7 +93,7 @@ def _before_scaling(original: Callable[..., Any]) -> Callable[..., Any]:
 def _before_method(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def clip_grad_norm_(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        parameters = list(model.parameters())
+        parameters: list[torch.Tensor] = list(model.parameters())
         for user in list(_users):
             user.on_clip(parameters, None)
         norm = original(model, *args, **kwargs)

@@ -11,6 +11,7 @@ from sentinel.collect.clipping import ClipWatch
 from sentinel.collect.gradients import Parameters
 from sentinel.collect.recording import Recording
 from sentinel.collect.scalars import Scalars
+from sentinel.collect.waiting import WaitClock
 
 
 class GradientWatch:
@@ -21,6 +22,7 @@ class GradientWatch:
         parameters: Parameters,
         recording: Recording,
         scalars: Scalars,
+        waits: WaitClock,
         *,
         is_wanted: Callable[[], bool],
         before_reading: Callable[[], None],
@@ -31,6 +33,7 @@ class GradientWatch:
         self._parameters = parameters
         self._recording = recording
         self._scalars = scalars
+        self._waits = waits
         self._is_wanted = is_wanted
         self._before_reading = before_reading
         self._guard = guard
@@ -52,15 +55,20 @@ class GradientWatch:
         """Note at the end of this backward how often each gradient was written: a write after it is somebody else's."""
         queue = torch.autograd.Variable._execution_engine.queue_callback
         # Twice: a callback queued by a callback runs after DDP's, which finishes its buckets in one.
-        queue(lambda: queue(self._backward_ended))
+        def own_part_ended() -> None:
+            self._waits.begin_backward_end()
+            queue(self._backward_ended)
 
-    def scaled(self, stage: Any) -> None:
-        """A pipeline stage changed its gradients itself, as a part of the backward."""
+        queue(own_part_ended)
+
+    def rewritten(self, stage: Any = None) -> None:
+        """A pipeline stage or a GradScaler changed the gradients, as a part of the backward: that is no clipping."""
         if not self._has_clipped and self._is_wanted():
             self._note_versions()
 
     def _backward_ended(self) -> None:
         try:
+            self._waits.end_backward_end()
             self._parameters.note_grads()
             if not self._has_clipped and self._is_wanted():
                 self._parameters.note_versions()

@@ -19,25 +19,29 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sentinel.collect.attempt import Attempt
+from sentinel.collect.attempt import NO_ATTEMPT, Attempt
 from sentinel.collect.boundary import Boundary
-from sentinel.collect.config import MonitorConfig
+from sentinel.collect.config_edits import ConfigEdits
+from sentinel.collect.clipping import ClipWatch
 from sentinel.collect.gradient_watch import GradientWatch
 from sentinel.collect.gradients import REFRESH_STEPS, Parameters
 from sentinel.collect.introduction import Introduction
+from sentinel.collect.loss_scale import LossScale
 from sentinel.collect.kernels import choose_kernel
 from sentinel.collect.orders import Orders
 from sentinel.collect.pipelining import PipelineWatch
-from sentinel.collect.plan import Plan, Request, parse_kinds
+from sentinel.collect.plan import Plan, parse_kinds
 from sentinel.collect.recording import Recording, describe_error
-from sentinel.collect.scalars import Scalars, resolver
+from sentinel.collect.scalars import Scalars, on_its_way, resolver
 from sentinel.collect.sites import Sites
 from sentinel.collect.structure import read_structure, unwrap
 from sentinel.collect.taps import Chunk
 from sentinel.collect.tensors import TensorTable
 from sentinel.collect.topology import Topology
-from sentinel.errors import ConfigError
+from sentinel.collect.waiting import WaitClock
+from sentinel.command import ANY_ATTEMPT
 from sentinel.messages import Ack, Descriptor, EndStep, Heartbeat
+from sentinel.monitor_config import ConfigSource
 from sentinel.place import Place
 from sentinel.record import Flag, Kind
 from sentinel.version import VERSION
@@ -56,7 +60,7 @@ class Monitor:
         self,
         models: Sequence[nn.Module],
         optimizers: Sequence[Any],
-        config: MonitorConfig,
+        source: ConfigSource,
         topology: Topology,
         attempt: Attempt,
         life: bytes,
@@ -64,9 +68,11 @@ class Monitor:
         grad_acc_steps: int | None,
         first_step: int,
     ) -> None:
-        self.config = config
+        self.config = config = source.config
         self.current_step = first_step
         self.is_alive = True
+        self.is_paused = False
+        """Forwards are nobody's steps now: an adapter's trainer tries itself out (a dry run)."""
         self._attempt = attempt
         self._grad_acc_steps = grad_acc_steps
         self._first_step = first_step
@@ -89,21 +95,27 @@ class Monitor:
             choose_kernel(device), self._table,
             max_rows=config.max_rows, zero_eps=config.zero_eps, checksum=config.checksum,
         )  # fmt: skip
-        self._introduction = Introduction(models, config, topology, self._table, self.recording.tell)
+        self._introduction = Introduction(models, source, topology, self._table, self.recording.tell)
         self.sites = Sites(self._table, self.recording)
         self.parameters = Parameters(self._table, self.recording.tell)
-        self.plan = Plan(config)
-        self.orders = Orders(config.allow_commands, self)
+        self.plan = Plan(config.measurement, source.text_hash, lambda: self.place.rank)
+        self.orders = Orders(config.allow_commands, self, ANY_ATTEMPT if attempt.attempt == NO_ATTEMPT else attempt.attempt)
+        self._edits = ConfigEdits(source, self.orders, self, self.recording.tell)
+        self._waits = WaitClock(is_blind=device.type != "cpu")
         self._gradients = GradientWatch(
-            self.parameters, self.recording, self._scalars,
+            self.parameters, self.recording, self._scalars, self._waits,
             is_wanted=self._wants_gradients, before_reading=self._step_without_forward, guard=self.guard,
         )  # fmt: skip
         self.boundary = Boundary(self._gradients.ready, self._gradients.doomed, self.guard)
-        self._pipeline_watch = PipelineWatch(self._stage_seen, self._gradients.scaled)
+        self._pipeline_watch = PipelineWatch(self._stage_seen, self._gradients.rewritten)
+        self._loss_scale = LossScale(self._gradients.rewritten, self.guard)
         self.chunks: list[Chunk] = []
+        self.on_end: list[Callable[[], None]] = []
+        """Called once when this life ends: an adapter takes off what it put on its trainer."""
         try:
             self._install(models, optimizers)
             self._handover = self._begin_life(attempt, life)
+            self._edits.start()
         except BaseException:
             self._uninstall()  # A model that cannot be watched is left as it was.
             raise
@@ -127,14 +139,15 @@ class Monitor:
             self.chunks.append(chunk)
             chunk.install()
         self._introduction.set_depths(self.chunks)
+        self.plan.foresee(self.current_step)
         self._replan()
         self.parameters.refresh(self.chunks)
         zeroed: dict[int, nn.Module] = {id(m): m for model in models for m in (model, unwrap(model))}
         self.boundary.watch(optimizers, list(zeroed.values()))
         if not optimizers:
             self.boundary.adopt(one.param for one in self.parameters.all)
-        self._gradients.clips.install()
-        self._pipeline_watch.install()
+        for watch in self._watches:
+            watch.install()
 
     def _begin_life(self, attempt: Attempt, life: bytes) -> Handover:
         spool = self.config.spool
@@ -144,9 +157,15 @@ class Monitor:
             position=self._position, on_command=self.orders.receive, on_refused=self._command_refused,
         )  # fmt: skip
 
+    @property
+    def _watches(self) -> tuple[ClipWatch | PipelineWatch | LossScale | WaitClock, ...]:
+        """What is replaced in torch while a monitor lives."""
+        return self._gradients.clips, self._pipeline_watch, self._loss_scale, self._waits
+
     def _uninstall(self) -> None:
-        for undo in (self.boundary.remove, self._gradients.clips.remove, self._pipeline_watch.remove):
-            undo()
+        self.boundary.remove()
+        for watch in self._watches:
+            watch.remove()
         for chunk in self.chunks:
             chunk.remove()
 
@@ -173,10 +192,19 @@ class Monitor:
             except Exception as error:
                 self.guard(f"log({name[:64]}=...)", error)
 
-    def step(self, *, is_skipped: bool | None = None) -> None:
+    def noticed(self, **scalars: Any) -> None:
+        """Note scalars that an adapter saw for itself: what the trainer logs under the same name in this step wins."""
+        for name, value in scalars.items():
+            try:
+                self._scalars.note_default(name, value)
+            except Exception as error:
+                self.guard(f"noticed({name[:64]}=...)", error)
+
+    def step(self, *, is_skipped: bool | torch.Tensor | None = None) -> None:
         """End the current step here and now; from then on only this ends steps.
 
-        is_skipped: whether the trainer left its weights alone; None: unless an optimizer was seen to step.
+        is_skipped: whether the trainer left its weights alone (a tensor is not synchronised: the writer thread reads it);
+        None: unless an optimizer was seen to step.
         """
         try:
             if not self.boundary.is_explicit:
@@ -230,19 +258,9 @@ class Monitor:
         `statistics` is accepted for symmetry with commands: a row carries all of them. Raises ConfigError on unknown kinds.
         """
         del statistics
-        parsed = parse_kinds(kinds)
-        if for_steps is not None and for_steps < 1:
-            raise ConfigError(f"enable: for_steps must be at least 1, got {for_steps}")
         # A step that has begun counts; between steps the wish begins with the next one.
         first = self.current_step + (1 if self.boundary.is_over else 0)
-        self.plan.add(
-            Request(
-                kinds=parsed,
-                targets=(targets,) if isinstance(targets, str) else tuple(targets or ()),
-                per_micro_step=per_micro_step,
-                ends_before=None if for_steps is None else first + for_steps,
-            )
-        )
+        self.plan.enable(kinds, targets, per_micro_step=per_micro_step, for_steps=for_steps, first_step=first)
         self._replan()
 
     def disable(self, kinds: Iterable[str] | str | None = None, targets: Iterable[str] | str | None = None) -> None:
@@ -355,12 +373,10 @@ class Monitor:
         self._begun = True
         self._activity = "train"
         self._begun_at = time.perf_counter()
-        self._apply_orders()
-        since = self.current_step - self.config.start_step
-        self.sites.is_due = since >= 0 and since % self.config.step_interval == 0
+        has_changed = self._apply_orders()
         self.parameters.begin_step()
-        if self.sites.is_due:
-            if self._begun_steps % REFRESH_STEPS == 0 or not self.parameters.all:
+        if self.plan.is_due:
+            if has_changed or self._begun_steps % REFRESH_STEPS == 0 or not self.parameters.all:
                 self.parameters.refresh(self.chunks)
             if self.plan.takes(Kind.PARAM):
                 entries, tensors = self.parameters.measurable(self.parameters.all)
@@ -368,12 +384,17 @@ class Monitor:
                 self._due["param"] = len(entries)
         self._begun_steps += 1
 
-    def _apply_orders(self) -> None:
-        changed = bool(self.plan.expire(self.current_step))
-        if self.orders.apply(self.current_step) or changed:
+    def _apply_orders(self) -> bool:
+        """Obey what is due, decide what this step measures; True when hooks were changed for it."""
+        has_changed = bool(self.plan.expire(self.current_step))
+        has_changed |= self.orders.apply(self.current_step)
+        has_changed |= self.plan.begin(self.current_step)
+        self.sites.is_due = self.plan.is_due
+        if has_changed:
             self._replan()
+        return has_changed
 
-    def _end_step(self, *, is_partial: bool = False, is_skipped: bool | None = None) -> None:
+    def _end_step(self, *, is_partial: bool = False, is_skipped: bool | torch.Tensor | None = None) -> None:
         """Hand the step over to the writer and begin counting the next."""
         if not self._begun and not self._scalars:
             return
@@ -381,13 +402,19 @@ class Monitor:
         for handle in self._leaf_handles:
             handle.remove()
         self._leaf_handles = []
-        if is_skipped is None:
+        was_skipped = None
+        if isinstance(is_skipped, torch.Tensor):
+            is_skipped, was_skipped = False, on_its_way("is_skipped", is_skipped.detach())
+        elif is_skipped is None:
             is_skipped = self.boundary.was_skipped and any(chunk.num_forwards for chunk in self.chunks)
         is_skipped &= not is_partial
         rows = recording.rows
         if is_skipped:
             rows.array["flags"][: rows.num_rows] |= np.uint16(Flag.SKIPPED)
         self._due["wgrad"] = len(self.parameters.read)
+        scale, is_scaled = self._loss_scale.take()
+        if scale is not None:
+            self._scalars.note_default("loss_scale", scale)
         scalars = self._scalars.take()
         num_calls, num_folded = recording.call_id, recording.num_folded
         now = time.perf_counter()
@@ -401,6 +428,7 @@ class Monitor:
             num_folded_rows=num_folded,
             step_time_s=now - self._begun_at,
             due=dict(self._due),
+            wait_s=self._waits.take(),
         )
         descriptor = self._descriptor() if self._table.is_changed else None
         self._table.is_changed = False
@@ -412,12 +440,14 @@ class Monitor:
             self._handover.post(msgspec.structs.replace(end, num_rows=0))  # The rank has spoken: nobody waits for it.
             recording.tell("rows_dropped", f"step {end.step}: every row buffer is still on its way to the spool")
         else:
+            full.take_scale(scale, wgrads_are_scaled=is_scaled)
             full.begin_copy()
             self._handover.submit(
                 StepBatch(
                     step=end.step, rows=full.array, num_rows=full.num_rows, end_step=end,
                     per_micro_step=self.plan.per_micro_step, descriptor=descriptor, prepare=resolver(full, scalars),
                     health=recording.take_health(), release=functools.partial(recording.give_back, full),
+                    was_skipped=was_skipped,
                 )
             )  # fmt: skip
         for chunk in self.chunks:
@@ -444,12 +474,14 @@ class Monitor:
 
     def _replan(self) -> None:
         for chunk in self.chunks:
-            chunk.plan(self.plan.wanted, self.config.black_box)
+            chunk.plan(self.plan.wanted, self.plan.measurement.black_box)
+        self.sites.is_due = self.plan.is_due
         self._table.is_changed = True  # Sites get new places in the next forward.
 
     def _descriptor(self) -> Descriptor:
         return self._introduction.descriptor(
-            self.chunks, kernel=self.recording.kernel.name, boundary=self.boundary.name, first_step=self._first_step
+            self.chunks, self.plan, kernel=self.recording.kernel.name, boundary=self.boundary.name,
+            first_step=self._first_step,
         )
 
     def _position(self) -> Heartbeat:
@@ -479,7 +511,13 @@ class Monitor:
         except Exception as error:
             self.guard("close", error)
         self.is_alive = False
+        self._edits.stop()
         self._uninstall()
+        for undo in self.on_end:
+            try:
+                undo()
+            except Exception as error:
+                self.guard("close", error)
         self._handover.close(reason, timeout_s=5.0, health=self.recording.take_health())
         atexit.unregister(self._at_exit)
         self._finalizer.cancel()

@@ -17,7 +17,7 @@ class Scalars:
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
-        self._total_norm: torch.Tensor | None = None
+        self._defaults: dict[str, Any] = {}
 
     def __bool__(self) -> bool:
         return bool(self._values)
@@ -28,7 +28,7 @@ class Scalars:
         ValueError, with the name, for what is no number; a number beyond all floats is an infinity.
         """
         if isinstance(value, torch.Tensor):
-            self._values[name] = _on_its_way(name, value.detach())
+            self._values[name] = on_its_way(name, value.detach())
         elif value is not None:
             try:
                 self._values[name] = float(value)
@@ -39,15 +39,23 @@ class Scalars:
                     f"monitor.log({name}=...): expected a number or a tensor of one element, got {_brief(value)}"
                 ) from None
 
+    def note_default(self, name: str, value: Any) -> None:
+        """Take what was seen without the trainer saying it: it counts unless the trainer logs its own."""
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+            self._defaults[name] = value.detach()  # Copied when the step ends: it may be noted at every micro-step.
+        elif value is not None and not isinstance(value, torch.Tensor):
+            self._defaults[name] = float(value)
+
     def note_total_norm(self, norm: torch.Tensor) -> None:
         """Take the norm that clipping used: the step's `grad_norm`, unless the trainer logs its own."""
-        self._total_norm = norm.detach()
+        self.note_default("grad_norm", norm)
 
     def take(self) -> Mapping[str, Any]:
         """Hand out the scalars of the step that ends and begin anew."""
-        if self._total_norm is not None and "grad_norm" not in self._values:
-            self.note("grad_norm", self._total_norm)
-        taken, self._values, self._total_norm = self._values, {}, None
+        for name, value in self._defaults.items():
+            if name not in self._values:
+                self.note(name, value)
+        taken, self._values, self._defaults = self._values, {}, {}
         return taken
 
 
@@ -65,7 +73,7 @@ def _brief(value: Any) -> str:
     return f"{type(value).__name__} {reprlib.repr(value)}"[:80]
 
 
-def _on_its_way(name: str, value: torch.Tensor) -> torch.Tensor:
+def on_its_way(name: str, value: torch.Tensor) -> torch.Tensor:
     """Return a copy on the host, or a pinned one on its way there."""
     value = getattr(value, "_local_tensor", value)
     if value.numel() != 1:

@@ -1,0 +1,40 @@
+"""Functions and methods of torch replaced by ours while at least one monitor lives, and put back exactly afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+User = TypeVar("User")
+
+
+class Interception(Generic[User]):
+    """One set of replacements, shared by all monitors of the process; the replacements tell each of `users`."""
+
+    def __init__(self, replace_all: Callable[[Interception[User]], None]) -> None:
+        """replace_all: calls `replace` for everything there is to replace now; called when the first user joins."""
+        self.users: list[User] = []
+        self._replace_all = replace_all
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+
+    def join(self, user: User) -> None:
+        """Have `user` told from now on."""
+        if user not in self.users:
+            self.users.append(user)
+        if not self._replaced:
+            self._replace_all(self)
+
+    def leave(self, user: User) -> None:
+        """Tell `user` no more; torch is as before when the last one is gone."""
+        if user in self.users:
+            self.users.remove(user)
+        if not self.users:
+            while self._replaced:
+                owner, name, original, ours = self._replaced.pop()
+                if getattr(owner, name, None) is ours:
+                    setattr(owner, name, original)
+
+    def replace(self, owner: Any, name: str, ours: Any) -> None:
+        """Put `ours` in the place of an attribute of a module or class."""
+        self._replaced.append((owner, name, getattr(owner, name), ours))
+        setattr(owner, name, ours)

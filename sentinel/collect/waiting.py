@@ -1,0 +1,88 @@
+"""How long this rank waits for others: host time inside collectives, from which the daemon tells who arrives last.
+
+In a synchronous group all steps are equally long; the slow rank is the one that does not wait. Only host time is seen, so
+on an accelerator, where collectives wait on the device, nothing is reported.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+from typing import Any
+
+from sentinel.collect.interception import Interception
+
+
+class WaitClock:
+    """Seconds that the training thread spent waiting in collectives since the step began."""
+
+    def __init__(self, *, is_blind: bool) -> None:
+        """is_blind: the model lies on an accelerator, the host does not wait there."""
+        self._is_blind = is_blind
+        self._seconds = 0.0
+        self._thread = threading.get_ident()
+        self._since = 0.0
+
+    def install(self) -> None:
+        """Watch every wait for a collective of torch.distributed."""
+        if not self._is_blind:
+            _works.join(self)
+
+    def remove(self) -> None:
+        """Undo `install`."""
+        _works.leave(self)
+
+    def begin_backward_end(self) -> None:
+        """This rank's own part of a backward is done; what follows waits for the reductions (DDP, FSDP)."""
+        self._since = time.perf_counter()
+
+    def end_backward_end(self) -> None:
+        """The reductions are done."""
+        since, self._since = self._since, 0.0
+        if since:
+            self.add(time.perf_counter() - since)
+
+    def add(self, seconds: float) -> None:
+        """Count time waited, if the training thread did; waits at the end of a backward are in the time of that end."""
+        if not self._since and threading.get_ident() == self._thread:
+            self._seconds += seconds
+
+    def take(self) -> float:
+        """Return the seconds waited in the step that ends and begin anew; -1.0: not known. The caller trains."""
+        self._thread = threading.get_ident()
+        seconds, self._seconds = self._seconds, 0.0
+        is_known = not self._is_blind and _works.is_active
+        return seconds if is_known else -1.0
+
+
+class _Works(Interception[WaitClock]):
+    @property
+    def is_active(self) -> bool:
+        dist = sys.modules.get("torch.distributed")
+        return dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _replace_all(works: Interception[WaitClock]) -> None:
+    # Synchronous collectives of torch.distributed end in a wait of their own work: one method sees them all.
+    kind = getattr(sys.modules.get("torch._C._distributed_c10d"), "Work", None)
+    if kind is None:
+        return
+    original = kind.wait
+    clock = time.perf_counter
+
+    @functools.wraps(original)
+    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        began = clock()
+        try:
+            return original(work, *args, **kwargs)
+        finally:
+            waited = clock() - began
+            for user in works.users:
+                user.add(waited)
+
+    works.replace(kind, "wait", wait)
+
+
+_works = _Works(_replace_all)
