@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+
+ANY_ATTEMPT = -1
 
 
 class EnableMonitoring(msgspec.Struct, frozen=True, kw_only=True, tag="EnableMonitoring"):
@@ -22,6 +26,8 @@ class EnableMonitoring(msgspec.Struct, frozen=True, kw_only=True, tag="EnableMon
     ranks: tuple[int, ...] = ()
     """Ranks that are meant; empty: all."""
     reason: str = ""
+    attempt: int = ANY_ATTEMPT
+    """The attempt that is meant: in the next one the same step is another moment."""
 
 
 class DisableMonitoring(msgspec.Struct, frozen=True, kw_only=True, tag="DisableMonitoring"):
@@ -35,6 +41,26 @@ class DisableMonitoring(msgspec.Struct, frozen=True, kw_only=True, tag="DisableM
     targets: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     reason: str = ""
+    attempt: int = ANY_ATTEMPT
+
+
+class ChangeConfig(msgspec.Struct, frozen=True, kw_only=True, tag="ChangeConfig"):
+    """Measure as the edited config file says, from one step on, on every rank alike."""
+
+    id: str
+    seq: int
+    at_step: int
+    settings: dict[str, Any] = {}
+    """Every key of `monitor_config.Measurement` as it is from then on; what was in force before does not matter."""
+    changed: tuple[str, ...] = ()
+    """Keys that the edit changed, for people; empty when only the text did."""
+    path: str = ""
+    text_hash: str = ""
+    """`monitor_config.hash_of` the edited text."""
+    ranks: tuple[int, ...] = ()
+    """Ranks that are meant; empty: all."""
+    reason: str = ""
+    attempt: int = ANY_ATTEMPT
 
 
 class WithdrawCommand(msgspec.Struct, frozen=True, kw_only=True, tag="WithdrawCommand"):
@@ -43,9 +69,9 @@ class WithdrawCommand(msgspec.Struct, frozen=True, kw_only=True, tag="WithdrawCo
     id: str
     seq: int
     withdraws: str
-    """The id of the command to forget; what it enabled ends at once."""
+    """The id of the command to forget; what it enabled ends at once, what it changed is changed back."""
     reason: str = ""
 
 
-Command = EnableMonitoring | DisableMonitoring | WithdrawCommand
+Command = EnableMonitoring | DisableMonitoring | ChangeConfig | WithdrawCommand
 """Told apart by the JSON field `type`."""

@@ -5,6 +5,8 @@ Fields are only ever added, last, with a default, so that an older reader still 
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from sentinel.place import Place
@@ -76,6 +78,12 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
     first_step: int = 0
     layer_offset: int | None = None
     name_map: dict[str, str] = {}
+    config_path: str = ""
+    """Absolute path of the config file on this rank's host; empty: the config came from code."""
+    config_hash: str = ""
+    """Hash of the text in force (`monitor_config.hash_of`); it follows edits while training."""
+    settings: dict[str, Any] = {}
+    """The config in force, plain values of `monitor_config.MonitorConfig`."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for ids that no table of tensors can have."""

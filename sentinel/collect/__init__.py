@@ -18,7 +18,7 @@ from sentinel.collect.structure import unwrap
 from sentinel.collect.topology import Topology
 from sentinel.collect.unmeasured import Unmeasured
 from sentinel.errors import ConfigError, SentinelError
-from sentinel.monitor_config import MonitorConfig, load_config
+from sentinel.monitor_config import MonitorConfig, read_source
 from sentinel.place import Place
 
 __all__ = ["attach"]
@@ -57,7 +57,7 @@ def attach(
     for one in optimizers:
         if not callable(getattr(one, "step", None)):
             raise ConfigError(f"attach: optimizer must have a step method, got {type(one).__name__}")
-    settings = load_config(config)
+    source = read_source(config)
     for one in models:
         former = _attached.get(unwrap(one))
         if former is not None and former.is_alive:
@@ -65,9 +65,9 @@ def attach(
             return former
     life = secrets.token_bytes(16)
     try:
-        attempt = agree(settings, environment, life)
+        attempt = agree(source.config, environment, life)
         monitor = Monitor(
-            models, optimizers, settings, Topology(environment, place), attempt, life,
+            models, optimizers, source, Topology(environment, place), attempt, life,
             grad_acc_steps=grad_acc_steps, first_step=first_step,
         )  # fmt: skip
     except ConfigError:

@@ -8,14 +8,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
+from sentinel.collect.plan import Plan
 from sentinel.collect.taps import Chunk
 from sentinel.collect.tensors import TensorTable
 from sentinel.collect.topology import Topology
 from sentinel.messages import ChunkInfo, Descriptor
-from sentinel.monitor_config import MonitorConfig
+from sentinel.monitor_config import ConfigSource
 from sentinel.place import Place, depth
 from sentinel.record import ROW_DTYPE
 from sentinel.version import VERSION
@@ -27,7 +29,7 @@ class Introduction:
     def __init__(
         self,
         models: Sequence[nn.Module],
-        config: MonitorConfig,
+        source: ConfigSource,
         topology: Topology,
         table: TensorTable,
         tell: Callable[[str, str], None],
@@ -35,7 +37,7 @@ class Introduction:
         self.place = Place()
         self.topology = topology
         self._models = models
-        self._config = config
+        self._source = source
         self._table = table
         self._tell = tell
 
@@ -65,8 +67,11 @@ class Introduction:
                 chunk.depth = said
         return is_changed
 
-    def descriptor(self, chunks: Sequence[Chunk], *, kernel: str, boundary: str, first_step: int) -> Descriptor:
+    def descriptor(
+        self, chunks: Sequence[Chunk], plan: Plan, *, kernel: str, boundary: str, first_step: int
+    ) -> Descriptor:
         """Return what travels before any row that needs it."""
+        config = self._source.config
         fields: Mapping[str, Any] = ROW_DTYPE.fields or {}
         environment = {
             "host": socket.gethostname(), "pid": str(os.getpid()), "torch": str(torch.__version__),
@@ -81,8 +86,11 @@ class Introduction:
             row_bytes=ROW_DTYPE.itemsize,
             environment=environment,
             first_step=first_step,
-            layer_offset=self._config.layer_offset,
-            name_map=dict(self._config.name_map),
+            layer_offset=config.layer_offset,
+            name_map=dict(config.name_map),
+            config_path=self._source.path,
+            config_hash=plan.text_hash,
+            settings={**msgspec.to_builtins(config), **msgspec.to_builtins(plan.measurement)},
         )
 
 

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from sentinel.collect.attempt import NO_ATTEMPT, Attempt
 from sentinel.collect.boundary import Boundary
 from sentinel.collect.config_edits import ConfigEdits
+from sentinel.collect.config_edits import ConfigEdits
 from sentinel.collect.clipping import ClipWatch
 from sentinel.collect.gradient_watch import GradientWatch
 from sentinel.collect.gradients import REFRESH_STEPS, Parameters
@@ -41,6 +42,7 @@ from sentinel.collect.topology import Topology
 from sentinel.collect.waiting import WaitClock
 from sentinel.command import ANY_ATTEMPT
 from sentinel.messages import Ack, Descriptor, EndStep, Heartbeat
+from sentinel.monitor_config import ConfigSource
 from sentinel.monitor_config import ConfigSource
 from sentinel.place import Place
 from sentinel.record import Flag, Kind
@@ -115,6 +117,7 @@ class Monitor:
         try:
             self._install(models, optimizers)
             self._handover = self._begin_life(attempt, life)
+            self._edits.start()
             self._edits.start()
         except BaseException:
             self._uninstall()  # A model that cannot be watched is left as it was.

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from sentinel.collect.plan import Plan, Request, parse_kinds
-from sentinel.command import Command, DisableMonitoring, EnableMonitoring, WithdrawCommand
+from sentinel.collect.plan import Plan, parse_kinds
+from sentinel.command import ANY_ATTEMPT, ChangeConfig, Command, DisableMonitoring, EnableMonitoring, WithdrawCommand
 from sentinel.errors import ConfigError
 from sentinel.messages import Ack
+from sentinel.monitor_config import Measurement, measurement_of
 from sentinel.place import Place
+
+FROM_FILE = "file-"
+"""How the id of a command begins that a rank made for itself from its config file."""
 
 
 class Obeying(Protocol):
@@ -28,15 +32,21 @@ class Obeying(Protocol):
 class Orders:
     """Commands that wait for their step. `receive` and `apply` run on different threads and share one dict."""
 
-    def __init__(self, allowed: Sequence[str], monitor: Obeying) -> None:
+    def __init__(self, allowed: Sequence[str], monitor: Obeying, attempt: int = ANY_ATTEMPT) -> None:
+        """attempt: ours; commands for another one are not for us. ANY_ATTEMPT: not known, every command is."""
         self._allowed = frozenset(allowed)
         self._monitor = monitor
-        self._pending: dict[str, EnableMonitoring | DisableMonitoring] = {}
+        self._attempt = attempt
+        self._pending: dict[str, EnableMonitoring | DisableMonitoring | ChangeConfig] = {}
         self._withdrawn: list[WithdrawCommand] = []
         self._active: dict[str, int | None] = {}
+        self._former: dict[str, tuple[Measurement, str]] = {}
+        """The newest ChangeConfig that was obeyed -> what was in force before."""
+        self.told_hash = ""
+        """Text of the config file that a daemon ordered last: what it asks goes before what we read ourselves."""
 
     def receive(self, command: Command) -> Ack | None:
-        """Take a command in; return the answer. Runs on the writer thread."""
+        """Take a command in; return the answer, None for a command to others. Runs on the writer thread."""
         step = self._monitor.current_step
         if isinstance(command, WithdrawCommand):
             if self._pending.pop(command.withdraws, None) is None:
@@ -44,13 +54,19 @@ class Orders:
             return Ack(command=command.withdraws, state="withdrawn", step=step, reason=command.reason)
         if command.ranks and self._monitor.place.rank not in command.ranks:
             return None
+        if ANY_ATTEMPT not in (command.attempt, self._attempt) and command.attempt != self._attempt:
+            return None
         name = type(command).__name__
-        if name not in self._allowed:
+        # What a rank read in its own file is its user's word, whatever the daemon may ask.
+        if name not in self._allowed and not command.id.startswith(FROM_FILE):
             return Ack(command=command.id, state="refused", step=step, reason=f"{name} is not in allow_commands")
         try:
-            parse_kinds(command.kinds)
+            _check(command)
         except ConfigError as error:
             return Ack(command=command.id, state="refused", step=step, reason=str(error))
+        if isinstance(command, ChangeConfig) and not command.id.startswith(FROM_FILE):
+            self.told_hash = command.text_hash
+            self._pending.pop(FROM_FILE + command.text_hash, None)
         if command.at_step <= step:
             return Ack(command=command.id, state="missed", step=step, reason=f"step {command.at_step} has begun")
         self._pending[command.id] = command
@@ -63,10 +79,7 @@ class Orders:
         """Obey what is due at the beginning of `step`; True when the plan changed. Runs on the training thread."""
         if not (self._pending or self._withdrawn or self._active):
             return False
-        plan, changed = self._monitor.plan, False
-        for command in [self._withdrawn.pop() for _ in range(len(self._withdrawn))]:
-            changed |= plan.drop(command.withdraws)
-            self._active.pop(command.withdraws, None)
+        changed = self._take_back()
         for name in list(self._pending):
             order = self._pending.get(name)
             if order is None or order.at_step > step or self._pending.pop(name, None) is None:
@@ -74,18 +87,7 @@ class Orders:
             if order.at_step < step:
                 self._answer(name, "missed", step, f"step {order.at_step} has begun")
                 continue
-            if isinstance(order, EnableMonitoring):
-                ends = None if order.for_steps is None else step + order.for_steps
-                plan.add(
-                    Request(
-                        kinds=parse_kinds(order.kinds), targets=order.targets, per_micro_step=order.per_micro_step,
-                        ends_before=ends, command=order.id,
-                    )
-                )  # fmt: skip
-                self._active[order.id] = ends
-            else:
-                plan.disable(parse_kinds(order.kinds), order.targets, from_code=False)
-                self._active = {n: e for n, e in self._active.items() if any(r.command == n for r in plan.requests)}
+            self._obey(order, step)
             changed = True
             self._answer(name, "applied", step)
         for name, ends_before in list(self._active.items()):
@@ -94,5 +96,41 @@ class Orders:
                 self._answer(name, "ended", step)
         return changed
 
+    def _take_back(self) -> bool:
+        plan, changed = self._monitor.plan, False
+        for command in [self._withdrawn.pop() for _ in range(len(self._withdrawn))]:
+            changed |= plan.drop(command.withdraws)
+            self._active.pop(command.withdraws, None)
+            former = self._former.pop(command.withdraws, None)
+            if former is not None:
+                plan.change(*former)
+                changed = True
+        return changed
+
+    def _obey(self, order: EnableMonitoring | DisableMonitoring | ChangeConfig, step: int) -> None:
+        plan = self._monitor.plan
+        if isinstance(order, ChangeConfig):
+            self._former = {order.id: (plan.measurement, plan.text_hash)}
+            plan.change(measurement_of(order.settings), order.text_hash)
+        elif isinstance(order, EnableMonitoring):
+            request = plan.enable(
+                order.kinds, order.targets, per_micro_step=order.per_micro_step, for_steps=order.for_steps,
+                first_step=step, command=order.id,
+            )  # fmt: skip
+            self._active[order.id] = request.ends_before
+        else:
+            plan.disable(parse_kinds(order.kinds), order.targets, from_code=False)
+            self._active = {n: e for n, e in self._active.items() if any(r.command == n for r in plan.requests)}
+
     def _answer(self, command: str, state: str, step: int, reason: str = "") -> None:
         self._monitor.acknowledge(Ack(command=command, state=state, step=step, reason=reason))
+
+
+def _check(command: EnableMonitoring | DisableMonitoring | ChangeConfig) -> None:
+    """Raise ConfigError for what this version cannot measure."""
+    if isinstance(command, ChangeConfig):
+        measurement_of(command.settings)
+        return
+    parse_kinds(command.kinds)
+    if isinstance(command, EnableMonitoring) and command.for_steps is not None and command.for_steps < 1:
+        raise ConfigError(f"for_steps must be at least 1, got {command.for_steps}")

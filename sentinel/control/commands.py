@@ -19,7 +19,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from sentinel.command import Command, DisableMonitoring, EnableMonitoring, WithdrawCommand
+from sentinel.command import (
+    ANY_ATTEMPT,
+    ChangeConfig,
+    Command,
+    DisableMonitoring,
+    EnableMonitoring,
+    WithdrawCommand,
+)
 from sentinel.errors import StoreError
 from sentinel.messages import Ack
 
@@ -38,7 +45,7 @@ MAX_REMEMBERED = 1000
 SCAN_INTERVAL_S = 0.2
 """Least time between two looks for commands that others wrote (chosen; a remote directory is slow to list)."""
 
-_CommandT = TypeVar("_CommandT", EnableMonitoring, DisableMonitoring, WithdrawCommand)
+_CommandT = TypeVar("_CommandT", EnableMonitoring, DisableMonitoring, ChangeConfig, WithdrawCommand)
 _FILE = re.compile(r"(\d{6,})\.json")
 _DECODER: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 
@@ -49,7 +56,7 @@ class CommandStatus(msgspec.Struct, kw_only=True):
     command: Command
     state: str = "issued"
     source: str = "cli"
-    """`policy`, `cli`, `http`."""
+    """`policy`, `cli`, `http`, `config` (an edit of the trainer's config file)."""
     key: str = ""
     """What it follows from; the same key is issued once."""
     issued: float = 0.0
@@ -126,6 +133,7 @@ class CommandDesk:
         reason: str = "",
         source: str = "cli",
         key: str = "",
+        attempt: int = ANY_ATTEMPT,
     ) -> EnableMonitoring:
         """Write an order to measure more from `at_step` on; the one already written when `key` was used before."""
         known = self.find(key)
@@ -135,6 +143,7 @@ class CommandDesk:
             lambda seq: EnableMonitoring(
                 id=command_id(seq, at_step, key or repr(now)), seq=seq, at_step=at_step, kinds=kinds, targets=targets,
                 statistics=statistics, per_micro_step=per_micro_step, for_steps=for_steps, ranks=ranks, reason=reason,
+                attempt=attempt,
             ),
             source, key, now,
         )  # fmt: skip
@@ -149,14 +158,40 @@ class CommandDesk:
         ranks: tuple[int, ...] = (),
         reason: str = "",
         source: str = "cli",
+        attempt: int = ANY_ATTEMPT,
     ) -> DisableMonitoring:
         """Write an order to stop from `at_step` on what was enabled; no kinds: all of it."""
         return self._write(
             lambda seq: DisableMonitoring(
                 id=command_id(seq, at_step, repr(now)), seq=seq, at_step=at_step, kinds=kinds, targets=targets,
-                ranks=ranks, reason=reason,
+                ranks=ranks, reason=reason, attempt=attempt,
             ),
             source, "", now,
+        )  # fmt: skip
+
+    def change(
+        self,
+        *,
+        at_step: int,
+        now: float,
+        settings: dict[str, Any],
+        changed: tuple[str, ...],
+        path: str,
+        text_hash: str,
+        reason: str,
+        key: str,
+        attempt: int = ANY_ATTEMPT,
+    ) -> ChangeConfig:
+        """Write an order to measure by other settings from `at_step` on; the one already written for the same `key`."""
+        known = self.find(key)
+        if known is not None and isinstance(known.command, ChangeConfig):
+            return known.command
+        return self._write(
+            lambda seq: ChangeConfig(
+                id=command_id(seq, at_step, key), seq=seq, at_step=at_step, settings=settings, changed=changed,
+                path=path, text_hash=text_hash, reason=reason, attempt=attempt,
+            ),
+            "config", key, now,
         )  # fmt: skip
 
     def withdraw(self, command: str, *, now: float, reason: str = "", source: str = "policy") -> WithdrawCommand:
@@ -230,10 +265,15 @@ class CommandDesk:
         self._forget()
         return changed
 
-    def begin_attempt(self, now: float) -> None:
-        """Withdraw what stands: a step number of one attempt means another moment in the next."""
+    def begin_attempt(self, now: float, attempt: int | None = None) -> None:
+        """Withdraw what stands: a step number of one attempt means another moment in the next.
+
+        attempt: the one that begins; what is ordered for it, or for any, stays. None: nothing stays.
+        """
         for status in self.statuses():
-            if not status.is_final:
+            meant = getattr(status.command, "attempt", ANY_ATTEMPT)
+            stays = attempt is not None and (meant == ANY_ATTEMPT or meant >= attempt)
+            if not status.is_final and not stays:
                 self.withdraw(status.command.id, now=now, reason="a new attempt began")
 
     def find(self, key: str) -> CommandStatus | None:
@@ -287,8 +327,9 @@ class CommandDesk:
             elif live and len(set(obeying)) == len(live):
                 self._enter_state(status, "applied", now)
         if status.state in ("applied", "partial") and live:
-            if isinstance(command, DisableMonitoring):
-                self._end_disabled(command, now)
+            if not isinstance(command, EnableMonitoring):
+                if isinstance(command, DisableMonitoring):
+                    self._end_disabled(command, now)
                 self._enter_state(status, "ended", now)
             elif all(
                 answer in ("ended", "missed", "refused") or _is_over(command, ended[rank] + 1)
@@ -299,7 +340,7 @@ class CommandDesk:
     def _move_issued(
         self,
         status: CommandStatus,
-        command: EnableMonitoring | DisableMonitoring,
+        command: EnableMonitoring | DisableMonitoring | ChangeConfig,
         ended: Mapping[int, int],
         acks: Mapping[int, str],
         obeying: Collection[int],

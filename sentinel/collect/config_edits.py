@@ -1,0 +1,114 @@
+"""Edits of the config file as a rank sees them by itself: followed where they name a future step, without any daemon."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from sentinel.collect.orders import FROM_FILE, Obeying, Orders
+from sentinel.command import ChangeConfig
+from sentinel.config_file import ConfigFile, Reading
+from sentinel.errors import ConfigError
+from sentinel.messages import Ack
+from sentinel.monitor_config import ConfigSource, refuse_fixed
+
+LOOK_S = 0.5
+"""Pause between two looks at the file (chosen: an edit is stable after one more, and a step to name lies further off)."""
+ALONE_S = 10.0
+"""An edit that names no step, and that no daemon took up for so long, is said to be unread."""
+
+
+class ConfigEdits:
+    """Looks at the file from a thread of its own: a file system that hangs holds up neither trainer nor writer."""
+
+    def __init__(
+        self, source: ConfigSource, orders: Orders, monitor: Obeying, tell: Callable[[str, str, str], None]
+    ) -> None:
+        """tell: (code, message, site): notes something for the log and the daemon."""
+        self._source = source
+        self._orders = orders
+        self._monitor = monitor
+        self._tell = tell
+        self._file = ConfigFile(source.path)
+        self._seen = source.text_hash
+        self._unread_since: float | None = None
+        self._is_over = threading.Event()
+
+    def start(self) -> None:
+        """Begin to look, where there is a file."""
+        if self._source.path:
+            threading.Thread(target=self._run, name="sentinel-config", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look no more; does not wait."""
+        self._is_over.set()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(LOOK_S):
+            try:
+                self.turn(time.monotonic())
+            except Exception as error:
+                self._tell("config_failed", f"{type(error).__name__}: {error}", self._source.path)
+
+    def turn(self, mono: float) -> None:
+        """Look once. mono: seconds, a clock that never jumps."""
+        reading = self._file.look(mono)
+        if reading is None:
+            return
+        if reading.text_hash != self._seen:
+            self._seen, self._unread_since = reading.text_hash, None
+            self._take(reading, mono)
+        elif self._unread_since is not None and mono - self._unread_since >= ALONE_S:
+            self._unread_since = None
+            if reading.text_hash not in (self._orders.told_hash, self._monitor.plan.text_hash):
+                self._say(
+                    "config_unread",
+                    f"{self._source.path} was edited, and no daemon asks for it; start `sentinel serve`, or name a future "
+                    "step in the file (at_step: N) and every rank follows by itself",
+                )
+
+    def _take(self, reading: Reading, mono: float) -> None:
+        try:
+            if reading.config is None:
+                raise ConfigError(reading.problem)
+            refuse_fixed(reading.text, self._source.path, msgspec.to_builtins(self._source.config))
+        except ConfigError as error:
+            self._say("config_broken", f"the former config stays in force: {error}")
+            return
+        plan, at_step = self._monitor.plan, reading.config.at_step
+        if reading.text_hash in (plan.text_hash, self._orders.told_hash):
+            return
+        if at_step is None:
+            self._unread_since = mono
+            return
+        answer = self._orders.receive(
+            ChangeConfig(
+                id=FROM_FILE + reading.text_hash,
+                seq=0,
+                at_step=at_step,
+                settings=msgspec.to_builtins(reading.config.measurement),
+                path=self._source.path,
+                text_hash=reading.text_hash,
+                reason="read in the file itself",
+            )
+        )
+        assert answer is not None
+        self._monitor.acknowledge(answer)
+        if answer.state == "missed":
+            self._missed(answer)
+
+    def _missed(self, answer: Ack) -> None:
+        self._tell(
+            "config_missed",
+            f"rank {self._monitor.place.rank} read the edit of {self._source.path} too late: {answer.reason}; other ranks "
+            "may have obeyed. Name a later step (at_step)",
+            answer.command,
+        )
+
+    def _say(self, code: str, message: str) -> None:
+        # One voice is enough for what every rank reads alike.
+        if self._monitor.place.rank == 0:
+            self._tell(code, message, self._seen)
