@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,14 +21,13 @@ from torch.utils.hooks import RemovableHandle
 
 from sentinel.collect.attempt import NO_ATTEMPT, Attempt
 from sentinel.collect.boundary import Boundary
-from sentinel.collect.config_edits import ConfigEdits
-from sentinel.collect.config_edits import ConfigEdits
 from sentinel.collect.clipping import ClipWatch
+from sentinel.collect.config_edits import ConfigEdits
 from sentinel.collect.gradient_watch import GradientWatch
 from sentinel.collect.gradients import REFRESH_STEPS, Parameters
 from sentinel.collect.introduction import Introduction
-from sentinel.collect.loss_scale import LossScale
 from sentinel.collect.kernels import choose_kernel
+from sentinel.collect.loss_scale import LossScale
 from sentinel.collect.orders import Orders
 from sentinel.collect.pipelining import PipelineWatch
 from sentinel.collect.plan import Plan, parse_kinds
@@ -42,7 +41,6 @@ from sentinel.collect.topology import Topology
 from sentinel.collect.waiting import WaitClock
 from sentinel.command import ANY_ATTEMPT
 from sentinel.messages import Ack, Descriptor, EndStep, Heartbeat
-from sentinel.monitor_config import ConfigSource
 from sentinel.monitor_config import ConfigSource
 from sentinel.place import Place
 from sentinel.record import Flag, Kind
@@ -117,7 +115,6 @@ class Monitor:
         try:
             self._install(models, optimizers)
             self._handover = self._begin_life(attempt, life)
-            self._edits.start()
             self._edits.start()
         except BaseException:
             self._uninstall()  # A model that cannot be watched is left as it was.
