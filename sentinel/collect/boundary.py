@@ -93,7 +93,8 @@ class Boundary:
             inner = getattr(optimizer, "optimizer", None)
             if inner is None or inner is optimizer:
                 break
-            self._wrap_zero_grad(optimizer, lambda: self._zeroed(None))
+            if type(optimizer).__name__ != "AcceleratedOptimizer":  # Its zero_grad is the inner one's, or nothing at all.
+                self._wrap_zero_grad(optimizer, lambda: self._zeroed(None))
             optimizer = inner
         existing = next((w for w in self.watched if w.optimizer() is optimizer), None)
         if existing is not None:

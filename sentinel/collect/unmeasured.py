@@ -21,6 +21,9 @@ class Unmeasured:
     def log(self, **scalars: Any) -> None:
         """Accept and forget."""
 
+    def noticed(self, **scalars: Any) -> None:
+        """Accept and forget."""
+
     def step(self, *, is_skipped: bool | None = None) -> None:
         """Do nothing."""
 
