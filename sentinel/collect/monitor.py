@@ -404,7 +404,8 @@ class Monitor:
         self._leaf_handles = []
         was_skipped = None
         if isinstance(is_skipped, torch.Tensor):
-            is_skipped, was_skipped = False, on_its_way("is_skipped", is_skipped.detach())
+            was_skipped = on_its_way("is_skipped", is_skipped.detach())
+            is_skipped = False
         elif is_skipped is None:
             is_skipped = self.boundary.was_skipped and any(chunk.num_forwards for chunk in self.chunks)
         is_skipped &= not is_partial

@@ -43,6 +43,7 @@ class Recorder(Protocol):
     """What taps need of the monitor."""
 
     is_alive: bool
+    is_paused: bool
     current_step: int
     sites: Sites
 
@@ -149,7 +150,7 @@ class Chunk:
             return
         try:
             self.in_forward = False
-            if not self._is_training():
+            if self.recorder.is_paused or not self._is_training():
                 return
             self.recorder.before_forward(self)
             self.in_forward = True

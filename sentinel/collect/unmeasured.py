@@ -24,7 +24,7 @@ class Unmeasured:
     def noticed(self, **scalars: Any) -> None:
         """Accept and forget."""
 
-    def step(self, *, is_skipped: bool | None = None) -> None:
+    def step(self, *, is_skipped: Any = None) -> None:
         """Do nothing."""
 
     def set_step(self, step: int) -> None:

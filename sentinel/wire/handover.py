@@ -16,13 +16,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import SupportsFloat, TypeAlias
 
 import msgspec
 import numpy as np
 
 from sentinel.command import Command
 from sentinel.messages import Ack, Bye, Descriptor, EndStep, Health, Heartbeat
+from sentinel.record import Flag
 from sentinel.wire.clock import Clock, SystemClock
 from sentinel.wire.control import ControlFolder
 from sentinel.wire.frame import FRAME_TYPES, NO_ATTEMPT, NO_STEP, FrameType, Message, encode_message, run_id_of
@@ -63,6 +64,8 @@ class StepBatch:
     """Called when the rows are no longer needed, dropped ones included: give the buffer back."""
     health: Sequence[Health] = ()
     vectors: Sequence[bytes] = ()
+    was_skipped: SupportsFloat | None = None
+    """Not 0: the trainer skipped this step; read after `prepare`, for only the device knew when the step ended."""
 
 
 _Item: TypeAlias = StepBatch | Message
@@ -271,6 +274,9 @@ class Handover:
             scalars = batch.prepare() if batch.prepare is not None else None
             if end is not None and scalars:
                 end = msgspec.structs.replace(end, scalars={**end.scalars, **scalars})
+            if end is not None and batch.was_skipped is not None and float(batch.was_skipped) != 0 and not end.is_partial:
+                end = msgspec.structs.replace(end, is_skipped=True)
+                batch.rows["flags"][: batch.num_rows] |= np.uint16(Flag.SKIPPED)
             num_rows = batch.num_rows if batch.per_micro_step else _fold(batch.rows, batch.num_rows)
             num_written = self.spool.append_rows(batch.rows[:num_rows], step=batch.step)
         except Exception:
