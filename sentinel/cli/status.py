@@ -49,6 +49,8 @@ def status(where: str | None, as_json: bool) -> int:
         click.echo(f"{printable(state['run'])}: {step}; {daemon}; {state['num_anomalies']} anomalies")
         if state["replicas"]:
             click.echo(f"  replicas: {state['replicas']}")
+        if state["config"] and state["config"]["problem"]:
+            click.echo(f"  config: the newest edit is not in force: {printable(state['config']['problem'])}")
         for one in open_incidents:
             click.echo(
                 f"  {one['severity']:8} {one['title']} ({one['id']}), first cause: {one['root_name'] or 'unknown'}"
@@ -69,6 +71,7 @@ def run_status(run_dir: Path) -> dict[str, Any]:
         "num_judged": 0,
         "num_anomalies": 0,
         "replicas": None,
+        "config": None,
         "incidents": [],
     }
     if not paths.journal.exists():
@@ -78,6 +81,7 @@ def run_status(run_dir: Path) -> dict[str, Any]:
         state["num_decisions"], state["num_judged"] = journal.last_seq, journal.judged
         state["num_anomalies"] = journal.count("anomalies")
         state["replicas"] = journal.recall("replicas")
+        state["config"] = json.loads(journal.recall("config") or "null")
         for _, _, body in journal.decisions(after=journal.judged - 1, until=journal.judged):
             newest = msgspec.msgpack.decode(body, type=_Where)
             state["attempt"], state["step"] = newest.attempt, newest.step

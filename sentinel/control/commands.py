@@ -96,6 +96,8 @@ class CommandDesk:
         """at_step of the last command that every live rank it means answered with `armed`."""
         self.problem = ""
         """Why a command could not be withdrawn; empty when none waits for that."""
+        self.attempt = ANY_ATTEMPT
+        """Attempt that commands written from now on are meant for."""
         self.num_foreign = 0
         """Files in the directory that are no commands."""
         self._audit = audit
@@ -133,7 +135,6 @@ class CommandDesk:
         reason: str = "",
         source: str = "cli",
         key: str = "",
-        attempt: int = ANY_ATTEMPT,
     ) -> EnableMonitoring:
         """Write an order to measure more from `at_step` on; the one already written when `key` was used before."""
         known = self.find(key)
@@ -143,7 +144,7 @@ class CommandDesk:
             lambda seq: EnableMonitoring(
                 id=command_id(seq, at_step, key or repr(now)), seq=seq, at_step=at_step, kinds=kinds, targets=targets,
                 statistics=statistics, per_micro_step=per_micro_step, for_steps=for_steps, ranks=ranks, reason=reason,
-                attempt=attempt,
+                attempt=self.attempt,
             ),
             source, key, now,
         )  # fmt: skip
@@ -158,13 +159,12 @@ class CommandDesk:
         ranks: tuple[int, ...] = (),
         reason: str = "",
         source: str = "cli",
-        attempt: int = ANY_ATTEMPT,
     ) -> DisableMonitoring:
         """Write an order to stop from `at_step` on what was enabled; no kinds: all of it."""
         return self._write(
             lambda seq: DisableMonitoring(
                 id=command_id(seq, at_step, repr(now)), seq=seq, at_step=at_step, kinds=kinds, targets=targets,
-                ranks=ranks, reason=reason, attempt=attempt,
+                ranks=ranks, reason=reason, attempt=self.attempt,
             ),
             source, "", now,
         )  # fmt: skip
@@ -180,7 +180,6 @@ class CommandDesk:
         text_hash: str,
         reason: str,
         key: str,
-        attempt: int = ANY_ATTEMPT,
     ) -> ChangeConfig:
         """Write an order to measure by other settings from `at_step` on; the one already written for the same `key`."""
         known = self.find(key)
@@ -189,7 +188,7 @@ class CommandDesk:
         return self._write(
             lambda seq: ChangeConfig(
                 id=command_id(seq, at_step, key), seq=seq, at_step=at_step, settings=settings, changed=changed,
-                path=path, text_hash=text_hash, reason=reason, attempt=attempt,
+                path=path, text_hash=text_hash, reason=reason, attempt=self.attempt,
             ),
             "config", key, now,
         )  # fmt: skip

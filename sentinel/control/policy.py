@@ -61,11 +61,17 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     expires_s: float = 600.0
     """A command that not every rank answered for so long is withdrawn."""
 
+    follow_config: bool = True
+    """Make an edit of the trainer's config file a command that every rank obeys at one step; false: never."""
+
+    max_edits_per_hour: int = 60
+    """Most such edits of a run in an hour; further ones wait, the newest counts."""
+
     def __post_init__(self) -> None:
         unknown = [kind for kind in self.kinds if kind not in KIND_LABELS]
         if unknown or not self.kinds:
             raise ConfigError(f"control.kinds must be among {', '.join(KIND_LABELS)}, got {unknown or 'none'}")
-        for name, least in (("for_steps", 1), ("max_per_hour", 0), ("cooldown_s", 0)):
+        for name, least in (("for_steps", 1), ("max_per_hour", 0), ("max_edits_per_hour", 0), ("cooldown_s", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"control.{name} must be at least {least}, got {getattr(self, name)}")
         if not 0 < self.latency_s <= MAX_LATENCY_S:

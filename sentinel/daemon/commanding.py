@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -9,7 +10,9 @@ from typing import Any
 
 import msgspec
 
+from sentinel.command import ANY_ATTEMPT
 from sentinel.control.commands import CommandDesk, CommandStatus
+from sentinel.control.edits import ConfigInUse, EditDesk
 from sentinel.control.policy import ControlConfig, Escalator, Proposal, first_step
 from sentinel.errors import ConfigError, StoreError
 from sentinel.messages import Ack
@@ -18,6 +21,7 @@ from sentinel.store.journal import Journal
 from sentinel.store.whereabouts import RunPaths
 
 _FACT = "commands"
+EDITS_FACT = "config"
 SILENT_START_S = 5.0
 """How long proposals wait, after a start, for a rank to be heard: heartbeats come every second."""
 ALARM_KINDS = ("activation", "activation_in", "dgrad", "dgrad_in")
@@ -56,6 +60,10 @@ class Commanding:
         if former:
             self._desk.load(former.encode())
         self._escalator = Escalator(config, self._desk, journal.audit)
+        self._edits = EditDesk(config, self._desk, journal.audit, socket.gethostname())
+        self._kept_edits = journal.recall(EDITS_FACT) or ""
+        if self._kept_edits:
+            self._edits.load(self._kept_edits.encode())
         self._newest_step = -1
         self._step_time_s: float | None = None
         self._kept = former or ""
@@ -63,14 +71,25 @@ class Commanding:
         self.problem = ""
         """Why commands cannot be written; empty when they can."""
 
-    def turn(self, ended: Mapping[int, int], newest_step: int, step_time_s: float | None, now: float) -> None:
-        """Follow commands and consider proposals that wait.
+    def turn(
+        self,
+        ended: Mapping[int, int],
+        newest_step: int,
+        step_time_s: float | None,
+        now: float,
+        *,
+        attempt: int = ANY_ATTEMPT,
+        in_use: Mapping[int, ConfigInUse] | None = None,
+    ) -> None:
+        """Follow commands, consider proposals that wait, and look at the trainer's config file.
 
-        ended: live rank -> newest step it has spoken for (-1: none). now: seconds since the epoch.
+        ended: live rank -> newest step it has spoken for (-1: none). now: seconds since the epoch. attempt: as the ranks
+        call it. in_use: live rank -> the config that it measures by.
         """
         with self._mutex:
             self._newest_step, self._step_time_s = newest_step, step_time_s
             try:
+                self._begin_attempt(attempt, now)
                 changed = self._desk.tick(ended, now)
                 self._escalator.follow(changed, newest_step=newest_step, step_time_s=step_time_s, now=now)
                 self.keep()
@@ -88,6 +107,10 @@ class Commanding:
                     self.keep()
                     outcome = "not issued" if command is None else f"issued {command.id}"
                     self._journal.finish_delivery([row.position], outcome)
+                self._edits.turn(
+                    in_use or {}, newest_step=newest_step, step_time_s=step_time_s, now=now, mono=time.monotonic()
+                )
+                self.keep()
                 self.problem = ""
             except StoreError as error:
                 self.problem = str(error)
@@ -155,8 +178,27 @@ class Commanding:
         with self._mutex:
             return self._desk.is_on(self._newest_step)
 
+    @property
+    def config_problem(self) -> str:
+        """Why the newest text of the trainer's config file is not in force; empty when it is."""
+        return self._edits.state.problem
+
+    def edits(self) -> dict[str, int]:
+        """Return outcome -> edits of the trainer's config file."""
+        with self._mutex:
+            return dict(self._edits.counts)
+
+    def _begin_attempt(self, attempt: int, now: float) -> None:
+        if attempt > self._desk.attempt:
+            self._desk.begin_attempt(now, attempt)
+            self._desk.attempt = attempt
+
     def keep(self) -> None:
-        """Put what is known of commands into the journal, if it changed."""
+        """Put what is known of commands and edits into the journal, if it changed."""
+        edits = self._edits.dump().decode()
+        if edits != self._kept_edits:
+            self._journal.remember(EDITS_FACT, edits)
+            self._kept_edits = edits
         body = self._desk.dump().decode()
         if body != self._kept:
             self._journal.remember(_FACT, body)

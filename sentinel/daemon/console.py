@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -9,9 +10,10 @@ from typing import Any
 
 import msgspec
 
-from sentinel.daemon.http import UnknownRun
+from sentinel.daemon.http import Unavailable, UnknownRun
 from sentinel.daemon.packs import RulePacks
 from sentinel.daemon.serving import ServedRun
+from sentinel.errors import StoreError
 from sentinel.report.metrics import MetricsCollector, MetricsSnapshot
 from sentinel.report.pipeline import Notifier
 from sentinel.version import VERSION
@@ -128,7 +130,10 @@ class ServedConsole:
     def control(self, run: str, action: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """Do `enable` or `disable` in a run."""
         [one] = self._chosen(run)
-        return one.commanding.order(action, request, time.time())
+        try:
+            return one.commanding.order(action, request, time.time())
+        except (StoreError, sqlite3.Error) as error:
+            raise Unavailable(f"run {run}: the order may not have been given, nothing can be written: {error}") from error
 
     def reload(self) -> dict[str, Any]:
         """Have the loop read the rule packs again, and wait for the outcome."""

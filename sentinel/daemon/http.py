@@ -44,6 +44,10 @@ class UnknownRun(SentinelError):
     """A request for a run that is not served here."""
 
 
+class Unavailable(SentinelError):
+    """A request that is right and cannot be done now: the journal or the control folder cannot be written."""
+
+
 class Console(Protocol):
     """What can be asked of a daemon. Every method may be called from any thread and returns at once."""
 
@@ -76,7 +80,7 @@ class Console(Protocol):
         ...
 
     def control(self, run: str, action: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Do `enable` or `disable`; SentinelError when it cannot be."""
+        """Do `enable` or `disable`; SentinelError when it cannot be, Unavailable when not now."""
         ...
 
     def reload(self) -> dict[str, Any]:
@@ -211,6 +215,8 @@ def make_app(console: Console, gate: Gate) -> Starlette:
                 return await run_in_threadpool(answer, request)
             except UnknownRun as error:
                 return problem(404, str(error))
+            except Unavailable as error:
+                return problem(503, str(error))
             except (SentinelError, msgspec.DecodeError, ValueError) as error:
                 return problem(400, str(error))
             except Exception:

@@ -20,6 +20,8 @@ from typing import Any
 import msgspec
 
 from sentinel.anomaly import Anomaly, Incident
+from sentinel.command import ANY_ATTEMPT
+from sentinel.control.edits import ConfigInUse
 from sentinel.daemon.commanding import Commanding
 from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.gauges import RunGauges
@@ -27,7 +29,7 @@ from sentinel.daemon.judge import Judge, Verdict
 from sentinel.daemon.packs import RulePacks, decode_pack, encode_pack
 from sentinel.errors import SentinelError, StoreError
 from sentinel.ingest.decision import Decision
-from sentinel.ingest.follow import Position, Record, RunFollower
+from sentinel.ingest.follow import Life, Position, Record, RunFollower
 from sentinel.ingest.merge import StepView
 from sentinel.ingest.steps import StepAssembler, snapshot_positions
 from sentinel.messages import Ack
@@ -172,7 +174,7 @@ class ServedRun:
     def problems(self) -> list[str]:
         """Return what is wrong with the run, in words."""
         logs = [one.problem for one in (self._anomaly_log, self._incident_log) if one.problem]
-        desk = [self.commanding.problem] if self.commanding.problem else []
+        desk = [one for one in (self.commanding.problem, self.commanding.config_problem) if one]
         return [*self._problems.values(), *logs, *desk]
 
     def metrics(self) -> RunMetrics:
@@ -411,14 +413,20 @@ class ServedRun:
 
     def _command(self, now: float, mono: float) -> None:
         newest: dict[int, tuple[float, int]] = {}
+        speaking: dict[int, Life] = {}
         for life in self._follower.lives.values():
             heard = self._heard_at.get(life.id, 0.0)
-            if life.bye is None and heard and mono - heard < LIVE_S:
-                newest[life.rank] = max(newest.get(life.rank, (0.0, -1)), (heard, life.last_step))
+            if life.bye is None and heard and mono - heard < LIVE_S and (heard, life.last_step) >= newest.get(
+                life.rank, (0.0, -1)
+            ):
+                newest[life.rank], speaking[life.rank] = (heard, life.last_step), life
         ended = {rank: step for rank, (_, step) in newest.items()}
         known = [life.heartbeat.step for life in self._follower.lives.values() if life.heartbeat and life.rank in ended]
         newest_step = max([self._assembler.newest_step, *ended.values(), *known])
-        self.commanding.turn(ended, newest_step, self._gauges.metrics.step_time_s, now)
+        attempt = max((life.attempt for life in speaking.values() if life.attempt is not None), default=ANY_ATTEMPT)
+        in_use = {rank: _in_use(life) for rank, life in speaking.items() if life.attempt in (None, attempt)}
+        step_time_s = self._gauges.metrics.step_time_s
+        self.commanding.turn(ended, newest_step, step_time_s, now, attempt=attempt, in_use=in_use)
         self._publish(now, num_live=len(ended))
 
     def _publish(self, now: float, num_live: int = 0) -> None:
@@ -442,6 +450,7 @@ class ServedRun:
             "foreign": follower.num_foreign,
         }  # fmt: skip
         metrics.commands = self.commanding.counts()
+        metrics.config_edits = self.commanding.edits()
         metrics.is_monitoring = self.commanding.is_monitoring()
         metrics.monitoring_acked_step = self.commanding.monitoring_acked_step
         metrics.num_file_failures = self._anomaly_log.num_failures + self._incident_log.num_failures
@@ -460,6 +469,19 @@ class ServedRun:
     def _note_problem(self, problem: str) -> None:
         log.warning("run %s: %s", self.name, problem)
         self._problems[problem] = problem
+
+
+def _in_use(life: Life) -> ConfigInUse:
+    told = life.descriptor
+    if told is None:
+        return ConfigInUse(path="", text_hash="", settings={})
+    return ConfigInUse(
+        path=told.config_path,
+        text_hash=told.config_hash,
+        settings=told.settings,
+        host=told.environment.get("host", ""),
+        ended=life.last_step,
+    )
 
 
 def _found(anomaly: Anomaly) -> FoundAnomaly:

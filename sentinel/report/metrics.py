@@ -37,6 +37,7 @@ WEIGHT_STATES: tuple[str, ...] = ("compared", "unchecked")
 COMMAND_STATES: tuple[str, ...] = (
     "issued", "armed", "applied", "partial", "ended", "withdrawn", "refused", "expired", "dry_run",
 )  # fmt: skip
+EDIT_OUTCOMES: tuple[str, ...] = ("ordered", "broken", "given_up", "unreadable")
 OUTCOMES: tuple[str, ...] = (
     "sent", "repeated", "digested", "retried", "failed", "expired", "superseded", "dropped",
 )  # fmt: skip
@@ -108,6 +109,8 @@ class RunMetrics(msgspec.Struct, kw_only=True):
     """Code of a health record -> number."""
     commands: Mapping[str, int] = {}
     """State (`COMMAND_STATES`) -> commands that ever entered it."""
+    config_edits: Mapping[str, int] = {}
+    """Outcome (`EDIT_OUTCOMES`) -> edits of the trainer's config file."""
     judging_s: float = 0.0
     """Seconds spent judging."""
     num_file_failures: int = 0
@@ -333,6 +336,9 @@ class MetricsCollector(Collector):
         commands = CounterMetricFamily(
             "sentinel_commands", "Commands to the trainer, by each state they entered.", labels=["run", "state"]
         )
+        edits = CounterMetricFamily(
+            "sentinel_config_edits", "Edits of the trainer's config file, by what became of them.", labels=["run", "outcome"]
+        )
         scores = GaugeMetricFamily(
             "sentinel_top_score", "Largest scores of the newest judged step; 1 and more is anomalous.",
             labels=["run", "slot"],
@@ -348,9 +354,11 @@ class MetricsCollector(Collector):
                 faults.add_metric([run.run, reason], run.frame_faults.get(reason, 0))
             for state in COMMAND_STATES:
                 commands.add_metric([run.run, state], run.commands.get(state, 0))
+            for outcome in EDIT_OUTCOMES:
+                edits.add_metric([run.run, outcome], run.config_edits.get(outcome, 0))
             for slot, score in enumerate(run.top_scores[:SCORE_SLOTS]):
                 scores.add_metric([run.run, str(slot)], score)
-        yield from (incidents, ranks, weights, faults, commands, scores)
+        yield from (incidents, ranks, weights, faults, commands, edits, scores)
 
     def _norms(self, runs: list[tuple[RunMetrics, _RunSlots]]) -> Iterator[Metric]:
         norms = GaugeMetricFamily(
