@@ -85,6 +85,12 @@ class Anomaly(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks of the data-parallel axis that share one set of experts."""
     communicates: bool = False
     """The module exchanges data inside its tensor- or context-parallel group."""
+    num_members: int = 0
+    """Of a group of tensors that a rule merges: how many were merged; 0: this is no group."""
+    members: tuple[str, ...] = ()
+    """Their names, sorted; empty where they are too many to list."""
+    members_id: str = ""
+    """Where they are: a hash of their names, equal for equal members."""
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True):

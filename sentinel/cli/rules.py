@@ -63,6 +63,7 @@ def list_(paths: tuple[str, ...], no_builtin: bool, detectors: bool, as_json: bo
             click.echo(msgspec.json.encode(line).decode())
         else:
             watched = f"{'/'.join(line.statistic)} of {'/'.join(line.kind)} {' '.join(line.names)}"
+            watched += f", merged to {' '.join(line.aggregates)}" if line.aggregates else ""
             click.echo(f"{line.name}: {line.detector}, {line.severity}, {'+'.join(line.actions) or 'no action'}: {watched}")
             click.echo(f"    {line.description} ({line.source})")
     return CLEAN

@@ -129,7 +129,8 @@ def propose(
         return None
     # A rule may ask because of the loss, while another saw where it began: suspect what was seen first.
     suspects = [one for one in onsets if one.id in first_causes] or onsets
-    located = [one for one in suspects if one.kind not in PLACELESS_KINDS]
+    # A group of tensors may span all stages: its members say where, if anybody does.
+    located = [one for one in suspects if one.kind not in PLACELESS_KINDS and not one.num_members]
     ranks = blast_radius(located, places)
     first = asking[0]
     where = located[0].segment or located[0].tag_name if located else "somewhere"

@@ -16,6 +16,9 @@ from sentinel.store.journal import Journal
 from sentinel.store.lock import holder
 from sentinel.store.whereabouts import RunPaths
 
+STEP = "step"
+"""The kind of the journal's decisions that close a step."""
+
 
 class RecordedRun:
     """What a run has on disk, as of now. Steps that a daemon decided are made as it made them, the others as they lie there.
@@ -61,10 +64,11 @@ def recorded_views(
     assembler = StepAssembler(paths.name, on_decision=lambda decision: None, late_after_steps=0, late_after_s=0.0)
     if journal is not None and not recompute:
         decode = msgspec.msgpack.Decoder(Decision).decode
-        assembler.replay_decisions(decode(body) for _, _, body in journal.decisions())
+        assembler.replay_decisions(decode(body) for _, kind, body in journal.decisions() if kind == STEP)
     elif journal is not None:
-        for _, _, body in journal.decisions(after=journal.last_seq - 1):
-            assembler.pack_hash = msgspec.msgpack.decode(body, type=Decision).pack_hash
+        for _, kind, body in journal.decisions(after=journal.last_seq - 1):
+            if kind == STEP:
+                assembler.pack_hash = msgspec.msgpack.decode(body, type=Decision).pack_hash
     while True:
         records = follower.poll(final=True)
         assembler.take(records, time.monotonic())

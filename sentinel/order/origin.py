@@ -63,7 +63,9 @@ def origin(anomaly: Anomaly, anomalies: Iterable[Anomaly] = ()) -> Origin:
     module, candidates = "", ()  # type: tuple[str, tuple[str, ...]]
     name = anomaly.tag_name
     rank = anomaly.rank
-    if phase is Phase.FORWARD:
+    if anomaly.num_members:
+        pass  # a group of tensors is no module
+    elif phase is Phase.FORWARD:
         if anomaly.kind == "activation_in" and anomaly.border:
             name = anomaly.segment or f"input of {anomaly.tag_name}"
         elif anomaly.kind == "activation_in":

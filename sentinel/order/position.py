@@ -75,6 +75,8 @@ def _replica(anomaly: Anomaly) -> int:
 def position(anomaly: Anomaly) -> Position:
     """Return where an anomaly stands in its step."""
     phase = phase_of(anomaly.kind, anomaly.tag_name)
+    if phase is Phase.WGRAD and anomaly.num_members:
+        phase = Phase.NORM  # of a group of gradients: each of them may be its cause
     runs_down = Phase.BACKWARD <= phase <= Phase.WGRAD
     at = (-anomaly.depth, -anomaly.site_pos) if runs_down else (anomaly.depth, anomaly.site_pos)
     micro = ALL_LANES if anomaly.micro_step is None else anomaly.micro_step

@@ -77,6 +77,7 @@ class Record(msgspec.Struct):
     pp_size: int = 1
     ep_size: int = 1
     communicates: bool = False
+    num_members: int = 0
 
 
 _GLANCE = msgspec.json.Decoder(_Glance)

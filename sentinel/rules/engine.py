@@ -11,6 +11,7 @@ import numpy as np
 from sentinel.anomaly import Anomaly
 from sentinel.detect import GroupDetector, SeriesDetector, known_detectors, state_bytes
 from sentinel.errors import RuleError
+from sentinel.rules.aggregate_watch import AggregateWatch, Merged
 from sentinel.rules.loader import build_detector
 from sentinel.rules.replica_watch import ReplicaWatch
 from sentinel.rules.row_watch import RowWatch, raw_statistic
@@ -90,7 +91,7 @@ class Engine:
                         found.extend(watch.judge(view, plan, column, columns.present, rows))
                 elif isinstance(watch, RowWatch):
                     found.extend(watch.judge(view, plans[at]))
-                elif isinstance(watch, ScalarWatch | ReplicaWatch):
+                elif isinstance(watch, ScalarWatch | ReplicaWatch | AggregateWatch):
                     found.extend(watch.judge(view))
         self.num_steps += 1
         self.num_rows_judged += view.num_rows
@@ -158,6 +159,12 @@ def _watches_of(rule: Rule, detector: SeriesDetector | GroupDetector) -> list[Wa
     if isinstance(detector, GroupDetector):
         return [ReplicaWatch(rule, detector)]
     kinds = frozenset(kind for kind in rule.match.kind if kind != "scalar")
+    if rule.match.aggregate:
+        merged = Merged(rule, kinds)
+        for statistic in rule.statistics(tuple(detector.statistics)):
+            fitted = detector.for_statistic(statistic) if hasattr(detector, "for_statistic") else detector
+            watches.append(AggregateWatch(rule, fitted, statistic, merged))
+        return watches
     if kinds:
         statistics = rule.statistics(tuple(detector.statistics))
         if not detector.state(1):

@@ -54,6 +54,8 @@ class RuleLine(msgspec.Struct, frozen=True, kw_only=True):
     kind: tuple[str, ...]
     """Kinds watched; `*` alone: all."""
     names: tuple[str, ...]
+    aggregates: tuple[str, ...]
+    """Groups watched instead of single tensors, each as NAME=GLOB,GLOB."""
     statistic: tuple[str, ...]
     severity: str
     actions: tuple[str, ...]
@@ -84,6 +86,7 @@ def list_rules(pack: Pack) -> list[RuleLine]:
                 detector=rule.detector,
                 kind=("*",) if rule.match.kind == RULE_KINDS else rule.match.kind,
                 names=rule.match.name,
+                aggregates=tuple(one.definition for one in rule.match.aggregate),
                 statistic=rule.statistics(tuple(getattr(cls, "statistics", ()))),
                 severity=rule.severity.value,
                 actions=rule.actions,
@@ -115,8 +118,10 @@ def _lint(rule: Rule) -> list[Finding]:
     notes = []
     if rule.severity is Severity.CRITICAL and "notify" not in rule.actions:
         notes.append('is critical, yet its actions tell nobody; add "notify"')
-    for glob in rule.match.name:
-        if rule.match.kind != ("scalar",) and _PLAIN_PREFIX.fullmatch(glob):
-            notes.append(f'match.name "{glob}" takes that one name only; "{glob}.*" takes what is inside it')
+    named = [("name", glob) for glob in rule.match.name] if rule.match.kind != ("scalar",) else []
+    named += [("aggregate", glob) for one in rule.match.aggregate for glob in one.globs]
+    for key, glob in named:
+        if _PLAIN_PREFIX.fullmatch(glob):
+            notes.append(f'match.{key} "{glob}" takes that one name only; "{glob}.*" takes what is inside it')
     file, _, line = rule.source.rpartition(":")
     return [Finding(file=file, line=int(line), message=f'rule "{rule.name}": {note}') for note in notes]

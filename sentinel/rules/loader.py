@@ -16,6 +16,7 @@ from sentinel.anomaly import Severity
 from sentinel.detect import known_detectors
 from sentinel.document import BrokenDocument, Located, parse
 from sentinel.errors import RuleError, SentinelError
+from sentinel.rules.aggregate_match import read_aggregates
 from sentinel.rules.schema import ACTIONS, RULE_KINDS, RULE_STATISTICS, VALUE, Match, Pack, Rule
 
 PACKS = Path(__file__).parent / "packs"
@@ -25,7 +26,7 @@ PACK_KEYS = ("rules", "builtin")
 RULE_KEYS = (
     "name", "detector", "match", "args", "severity", "actions", "episode_quiet_steps", "enabled", "description",
 )  # fmt: skip
-MATCH_KEYS = ("kind", "name", "statistic", "rank")
+MATCH_KEYS = ("kind", "name", "statistic", "rank", "aggregate")
 SEVERITIES = tuple(severity.value for severity in Severity)
 
 
@@ -132,6 +133,11 @@ def build_detector(rule: Rule, detectors: Mapping[str, type[Any]]) -> Any:
         raise RuleError(f"args: {error}") from error
     except (TypeError, ValueError) as error:
         raise RuleError(f"args of {rule.detector}: {error}") from error
+
+
+def is_series_detector(detector: type[Any]) -> bool:
+    """Whether a detector scores single series: those that compare ranks or copies, or watch the clock, do not."""
+    return hasattr(detector, "score") and not hasattr(detector, "over")
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
@@ -319,6 +325,7 @@ class _Fields:
             name=self._words(item, "name", None) or ("*",),
             statistic=self._words(item, "statistic", RULE_STATISTICS),
             rank=self._ranks(item),
+            aggregate=read_aggregates(item, lambda line, what: self._complain("match", line, what)),
         )
 
     def _words(self, match: Located, key: str, known: tuple[str, ...] | None) -> tuple[str, ...]:
@@ -390,6 +397,9 @@ class _Fields:
         where = match.where if match is not None else self._given["name"].where
         key = "match" if match is not None else "name"
         tensors = [kind for kind in rule.match.kind if kind != "scalar"]
+        if rule.match.aggregate and not is_series_detector(cls):
+            what = f"match.aggregate: {rule.detector} watches no series of values; leave it out, or take another detector"
+            self._complain(key, where, what)
         if VALUE in rule.match.statistic and tensors:
             self._complain(key, where, 'match.statistic: "value" is for kind scalar only')
         if rule.match.kind == ("scalar",) and rule.match.statistic not in ((), (VALUE,)):

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from sentinel.aggregate import Aggregate
 from sentinel.anomaly import Severity
 from sentinel.record import KIND_LABELS, STATISTICS
 
@@ -34,6 +35,8 @@ class Match(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics; empty: the detector's own choice."""
     rank: tuple[int, ...] = ()
     """Ranks whose own rows are judged, for rules that judge single ranks; empty: all."""
+    aggregate: tuple[Aggregate, ...] = ()
+    """Groups of tensors, each merged to one series; empty: each tensor is one."""
 
     def takes_name(self, name: str) -> bool:
         """Whether any glob matches the whole of `name`: `layers.1.*` takes `layers.1.mlp`, never `layers.10.mlp`."""
