@@ -248,7 +248,7 @@ def _parse(text: bytes, name: str) -> Located | None:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: not valid YAML: expected UTF-8, {error.reason} at byte {error.start}") from error
     except BrokenDocument as error:
-        raise ConfigError(f"{name}:{error.line}: not valid YAML: {error}") from error
+        raise ConfigError(f"{name}:{error.line}: not valid YAML: {str(error).removeprefix('not YAML: ')}") from error
 
 
 def _line_of(tree: Located | None, dotted: str) -> int:

@@ -346,6 +346,11 @@ class CommandDesk:
         now: float,
     ) -> None:
         silent = [rank for rank, answer in acks.items() if not answer]
+        is_found = isinstance(command, ChangeConfig) and status.source != "config"
+        if is_found and acks and all(not acks[rank] and ended[rank] >= command.at_step for rank in acks):
+            # The journal was lost and its answers with it; to withdraw it would undo what the ranks measure by.
+            self._enter_state(status, "ended", now, "found again after its step; the ranks say what is in force")
+            return
         refused = sorted(rank for rank, answer in acks.items() if answer == "refused")
         late = {rank for rank, answer in acks.items() if answer == "missed"}
         # A rank's answer lies in its spool before the end of the step in which it gave it.
