@@ -48,6 +48,8 @@ class Boundary:
         self.watched: list[Watched] = []
         self.is_explicit = False
         self._is_over = False
+        self._finished: bool | None = None
+        """The trainer said that the step is over, and whether it left its weights alone."""
         self.is_dirty = False
         """A backward ran since the step began, or since the last optimizer step in it."""
         self._first_to_step: Watched | None = None
@@ -156,6 +158,14 @@ class Boundary:
             if watched.optimizer() is optimizer:
                 self._zeroed(watched)
 
+    def finish(self, *, is_skipped: bool | None) -> None:
+        """The trainer says that the step is over; it ends when the next one begins, for it may be logged about until then.
+
+        is_skipped: whether the weights were left alone; None: unless an optimizer was seen to step.
+        """
+        self.is_explicit = True
+        self._finished = self.was_skipped if is_skipped is None else is_skipped
+
     def skip(self) -> None:
         """The gradients of a backward are gone and nobody stepped: the step is over."""
         self._is_over, self.is_dirty = True, False
@@ -213,16 +223,19 @@ class Boundary:
     @property
     def is_over(self) -> bool:
         """Whether the next training forward begins a new step."""
-        return self._is_over and not self.is_explicit
+        return self._finished is not None or (self._is_over and not self.is_explicit)
 
     @property
     def was_skipped(self) -> bool:
-        """Whether no optimizer stepped since the step began, although there is one."""
+        """Whether no optimizer stepped since the step began, although there is one; or what the trainer said."""
+        if self._finished is not None:
+            return self._finished
         return bool(self.watched) and not any(w.has_stepped for w in self.watched)
 
     def close(self) -> None:
         """Forget the step that ended."""
         self._is_over = self.is_dirty = False
+        self._finished = None
         for watched in self.watched:
             watched.has_stepped = watched.was_zeroed = False
             if self.is_explicit:

@@ -126,7 +126,8 @@ class Parameters:
             local = self._local(one, one.wgrad, held)
             if local is None:
                 continue
-            touched = one.version_after_backward >= 0 and version != one.version_after_backward
+            # A trainer that keeps gradients elsewhere may have noted those of `.grad` on their way there.
+            touched = one.param.grad is not None and 0 <= one.version_after_backward != version
             one.last_read, one.last_version = weakref.ref(grad), version
             if is_doomed:
                 self.doomed.add(key)

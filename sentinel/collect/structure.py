@@ -107,7 +107,8 @@ def _children(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module, int]
     found = []
     for name, child in module.named_children():
         full = strip_wrappers(f"{prefix}.{name}" if prefix else name)
-        size = sum(p.numel() for p in child.parameters())
+        # A parameter that ZeRO-3 cut up is empty here, and says how large it is.
+        size = sum(int(getattr(p, "ds_numel", p.numel())) for p in child.parameters())
         if size:
             found.append((full, child, size))
     return found

@@ -1,0 +1,243 @@
+"""DeepSpeed: `sentinel.attach_deepspeed(engine)` after `deepspeed.initialize`, ZeRO stages 0 to 3.
+
+One method of the engine updates the model, whoever calls it (`engine.step` at an accumulation boundary, or a pipeline's
+schedule): before it gradients are reduced, and neither unscaled nor clipped; in it the step is counted. So it is wrapped, on
+this engine alone. Steps have the number that DeepSpeed prints beside `lr` and `skipped`: the first one is 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank
+
+from sentinel.collect import attach
+from sentinel.collect.adapters.deepspeed_holding import DeepSpeedHolding
+from sentinel.collect.monitor import Monitor
+from sentinel.collect.unmeasured import Unmeasured
+from sentinel.errors import ConfigError
+from sentinel.monitor_config import MonitorConfig
+from sentinel.place import Place
+
+log = logging.getLogger("sentinel")
+
+SAVED_AS = "sentinel"
+"""Key of our state in the client state of DeepSpeed's checkpoints."""
+
+
+def attach_deepspeed(
+    engine: Any, config: MonitorConfig | Mapping[str, Any] | str | Path | None = None
+) -> Monitor | Unmeasured:
+    """Attach Sentinel to the engine that `deepspeed.initialize` returned; before or after its checkpoint is loaded.
+
+    Returns the monitor, or one that measures nothing, as `sentinel.attach` does. Raises ConfigError for what only the
+    caller can mend: an unknown key, an engine that is none.
+    """
+    if not isinstance(engine, DeepSpeedEngine):
+        raise ConfigError(
+            f"attach_deepspeed: expected the engine that deepspeed.initialize returns first, got {type(engine).__name__}"
+        )
+    optimizer = engine.optimizer if isinstance(engine.optimizer, torch.optim.Optimizer) else None  # DeepSpeed's own are none
+    monitor = attach(engine.module, optimizer, config, place=_place(engine), first_step=int(engine.global_steps) + 1)
+    if isinstance(monitor, Monitor) and not isinstance(monitor.parameters.holding, DeepSpeedHolding):
+        try:
+            Followed(engine, monitor)
+        except Exception as error:  # The trainer never dies for Sentinel: an engine that nobody foresaw trains unmeasured.
+            log.warning("sentinel: attach_deepspeed failed", exc_info=True)
+            monitor.detach()
+            return Unmeasured(f"{type(error).__name__}: {error}")
+    return monitor
+
+
+class Followed:
+    """What is wrapped on one engine, and what is known of its running step."""
+
+    def __init__(self, engine: Any, monitor: Monitor) -> None:
+        self._engine = engine
+        self._monitor = monitor
+        self._holding = DeepSpeedHolding(engine.optimizer, monitor.place, self._tell)
+        self._loss: torch.Tensor | None = None
+        """Of the micro-steps of this step so far, each divided by their number as DeepSpeed does."""
+        self._scale = 1.0
+        self._undo: list[Callable[[], None]] = []
+        monitor.boundary.is_explicit = True
+        monitor.parameters.holding = self._holding
+        monitor.parameters.refresh(monitor.chunks)
+        monitor.on_end.append(self._restore)
+        log.info("sentinel: step boundary: the engine's step")
+        self._wrap("_take_model_step", self._around_update)
+        self._wrap("backward", self._around_backward)
+        self._wrap("step", self._around_step)
+        self._wrap("save_checkpoint", self._around_save)
+        self._wrap("load_checkpoint", self._around_load)
+        if hasattr(engine, "train_batch"):
+            self._wrap("train_batch", self._around_step)
+
+    def _wrap(self, name: str, around: Callable[..., Any]) -> None:
+        original = getattr(self._engine, name)
+        former = self._engine.__dict__.get(name)
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs) if self._monitor.is_alive else original(*args, **kwargs)
+
+        def undo() -> None:
+            if self._engine.__dict__.get(name) is wrapped:
+                if former is None:
+                    del self._engine.__dict__[name]
+                else:
+                    self._engine.__dict__[name] = former
+
+        self._engine.__dict__[name] = wrapped
+        self._undo.append(undo)
+
+    def _restore(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _tell(self, code: str, message: str) -> None:
+        self._monitor.recording.tell(code, message)
+
+    def _safely(self, site: str, do: Callable[..., None], *args: Any) -> None:
+        """Keep what goes wrong in Sentinel away from the engine."""
+        try:
+            do(*args)
+        except Exception as error:
+            self._monitor.guard(site, error)
+
+    def _or_flush(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call DeepSpeed; where it raises, bring to disk what there is of the running step."""
+        try:
+            return original(*args, **kwargs)
+        except BaseException:
+            self._safely("flush", self._note_loss)
+            self._monitor.flush()
+            raise
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def _around_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._safely("backward", self._before_backward)
+        loss = self._or_flush(original, *args, **kwargs)
+        self._safely("backward", self._after_backward, loss)
+        return loss
+
+    def _before_backward(self) -> None:
+        self._scale = _loss_scale(self._engine)
+        self._monitor.recording.rows.grad_scale = self._scale
+
+    def _after_backward(self, loss: Any) -> None:
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            part = loss.detach().float()
+            self._loss = part.clone() if self._loss is None else self._loss + part
+        # DeepSpeed averages `.grad` over the ranks after autograd's end: no write of somebody else's.
+        self._monitor.parameters.note_versions()
+
+    def _around_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._or_flush(original, *args, **kwargs)
+
+    def _around_update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._safely("before_update", self._before_update)
+        result = original(*args, **kwargs)
+        self._safely("after_update", self._after_update)
+        return result
+
+    def _before_update(self) -> None:
+        monitor = self._monitor
+        self._scale = _loss_scale(self._engine)
+        monitor.recording.rows.grad_scale = self._scale
+        if monitor.current_step != self._engine.global_steps + 1:
+            monitor.set_step(self._engine.global_steps + 1)  # Somebody counts for the engine.
+        self._note_loss()
+        try:
+            self._holding.open()
+            monitor.gradients_ready()
+        finally:
+            self._holding.close()
+
+    def _after_update(self) -> None:
+        engine, monitor = self._engine, self._monitor
+        scaler = engine.torch_autocast_z0_gradscaler
+        lrs = engine.get_lr()
+        monitor.noticed(lr=lrs[0] if lrs else None, grad_norm=engine.get_global_grad_norm())
+        if engine.fp16_enabled():
+            monitor.noticed(loss_scale=self._scale)
+        # torch's own scaler leaves the optimizer alone without a word to DeepSpeed.
+        is_skipped = None if scaler is not None else bool(getattr(engine.optimizer, "overflow", False))
+        monitor.boundary.finish(is_skipped=is_skipped)
+
+    def _note_loss(self) -> None:
+        loss, self._loss = self._loss, None
+        if self._engine.pipeline_parallelism and isinstance(getattr(self._engine, "total_loss", None), torch.Tensor):
+            loss = self._engine.total_loss.detach() / self._engine.micro_batches
+        if loss is not None:
+            self._monitor.noticed(loss=loss)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _around_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._monitor.activity("checkpoint")
+        try:
+            bound = inspect.signature(original).bind(*args, **kwargs)
+            state = bound.arguments.get("client_state") or {}
+            bound.arguments["client_state"] = {SAVED_AS: self._monitor.state_dict(), **state}
+            args, kwargs = bound.args, bound.kwargs
+        except Exception as error:
+            self._monitor.guard("save_checkpoint", error)
+        result = original(*args, **kwargs)
+        self._monitor.activity("train")
+        return result
+
+    def _around_load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._monitor.activity("checkpoint")
+        result = original(*args, **kwargs)
+        self._monitor.activity("train")
+        self._safely("load_checkpoint", self._after_load, result)
+        return result
+
+    def _after_load(self, result: Any) -> None:
+        monitor = self._monitor
+        monitor.flush()  # A step that was under way is over, or went no further.
+        state = result[1].pop(SAVED_AS, None) if isinstance(result, tuple) and isinstance(result[1], dict) else None
+        if isinstance(state, Mapping):
+            monitor.load_state_dict(state)
+        monitor.set_step(self._engine.global_steps + 1)
+        self._loss = None
+
+
+def _loss_scale(engine: Any) -> float:
+    """Return what DeepSpeed multiplied the losses of the running step by; torch's own scalers are watched elsewhere."""
+    return float(getattr(engine.optimizer, "loss_scale", 1.0))
+
+
+def _place(engine: Any) -> Place | None:
+    """Return this rank's place where DeepSpeed knows of more axes than data parallelism; None: it is read from torch."""
+    if not dist.is_initialized():
+        return None
+    rank, world = dist.get_rank(), dist.get_world_size()
+    fields: dict[str, Any] = {}
+    if engine.pipeline_parallelism:
+        grid = engine.grid
+        fields.update(pp_rank=int(grid.get_stage_id()), pp_size=int(grid.pipe_parallel_size))
+        fields.update(dp_rank=int(grid.get_data_parallel_id()), dp_size=int(grid.data_parallel_size))
+        fields.update(tp_rank=int(grid.get_slice_parallel_rank()), tp_size=int(grid.slice_parallel_size))
+    else:
+        dp, tp, cp = int(engine.dp_world_size), int(engine.mp_world_size), int(engine.sequence_parallel_size)
+        if tp * cp <= 1 or dp * tp * cp != world:
+            return None
+        from deepspeed.utils import groups
+
+        fields.update(dp_rank=int(groups._get_data_parallel_rank()), dp_size=dp)
+        if tp > 1:
+            fields.update(tp_rank=int(bwc_tensor_model_parallel_rank(engine.mpu)), tp_size=tp)
+        if cp > 1:
+            fields.update(cp_rank=int(groups._get_sequence_parallel_rank()), cp_size=cp)
+    return Place(rank=rank, world_size=world, **fields)

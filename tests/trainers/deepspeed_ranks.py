@@ -1,0 +1,225 @@
+"""DeepSpeed engines in gloo processes of their own: trained bare, watched, and once more to note the true gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import multiprocessing
+import os
+import re
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..layouts.net import BATCH, Net, loss_of, tokens
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "deepspeed", "sentinel.collect"])
+
+EVERYTHING = {"kinds": ["param", "wgrad", "activation", "activation_in", "dgrad", "dgrad_in"]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What the ranks train."""
+
+    stage: int = 0
+    precision: str = "fp32"
+    zero: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Further keys of `zero_optimization`."""
+    more: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Further keys of the DeepSpeed configuration."""
+    num_steps: int = 3
+    accumulate: int = 1
+    model: Callable[[], nn.Module] = Net
+    groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None
+    clip: float = 0.5
+    lr: float = 0.05
+    schedule: bool = False
+    around: Callable[[Any, int, str], None] | None = None
+    """Called before each step with (engine, number of the step from 0, phase)."""
+    torch_style: bool = False
+    """`loss.backward()` and not `engine.backward(loss)`."""
+
+    def config(self) -> dict[str, Any]:
+        """Return the configuration DeepSpeed gets."""
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": self.accumulate,
+            "gradient_clipping": self.clip,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 1,
+            "zero_optimization": {
+                "stage": self.stage, "reduce_bucket_size": 500, "allgather_bucket_size": 500,
+                **({"stage3_param_persistence_threshold": 30} if self.stage == 3 else {}), **self.zero,
+            },
+        }  # fmt: skip
+        if self.precision == "bf16":
+            config["bf16"] = {"enabled": True}
+        elif self.precision == "fp16":
+            config["fp16"] = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 100, "hysteresis": 1}
+        if self.schedule:
+            config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": self.lr, "warmup_num_steps": 5}}
+        return {**config, **self.more}
+
+
+def make_engine(job: Job) -> Any:
+    """Return a fresh engine on the same weights every time."""
+    import deepspeed
+
+    model = job.model()
+    params = job.groups(model) if job.groups else [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(params, job.lr, momentum=0.5)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=job.config())
+    return engine
+
+
+def backward(engine: Any, job: Job, step: int, micro_step: int, rank: int, world: int) -> torch.Tensor:
+    """Run forward and backward of one micro-batch; return the loss."""
+    batch = tokens(step).view(job.accumulate, world, BATCH // job.accumulate // world, -1)[micro_step, rank]
+    loss = loss_of(engine(batch), batch)
+    if job.torch_style:
+        engine.scale(loss).backward() if job.precision == "fp16" else loss.backward()
+    else:
+        engine.backward(loss)
+    return loss.detach()
+
+
+def weights(engine: Any) -> torch.Tensor:
+    """Return every bit that this rank holds."""
+    held = []
+    for p in engine.module.parameters():
+        if not hasattr(p, "ds_tensor"):
+            held.append(p.detach().flatten().float())
+            continue
+        first = engine.global_rank * p.ds_tensor.ds_numel  # Behind the parameter's end lies padding that nobody wrote.
+        held.append(p.ds_tensor.detach().float()[: max(0, p.ds_numel - first)])
+    return torch.cat(held)
+
+
+def full_params(engine: Any) -> dict[str, torch.Tensor]:
+    """Return name -> the whole parameter, float64. A collective."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=engine.zero_optimization_stage() == 3):
+        return {name: p.detach().double().clone() for name, p in engine.module.named_parameters()}
+
+
+def full_grads(engine: Any) -> dict[str, torch.Tensor]:
+    """Return name -> the whole reduced gradient without the loss scale, float64: DeepSpeed's own word. A collective."""
+    from deepspeed.utils import safe_get_full_grad
+
+    scale = float(getattr(engine.optimizer, "loss_scale", 1.0))
+    grads = {name: safe_get_full_grad(p) for name, p in engine.module.named_parameters() if p.requires_grad}
+    return {name: g.detach().double().clone() / scale for name, g in grads.items() if g is not None}
+
+
+def num_collectives() -> int:
+    """Return how many this process has taken part in, over all its groups: DeepSpeed makes its own."""
+    import torch.distributed as dist
+
+    return sum(int(group._get_sequence_number_for_group()) for group in dist.distributed_c10d._world.pg_map)
+
+
+def train(rank: int, world: int, job: Job, phase: str) -> dict[str, Any]:
+    """Train once; return what a rank can tell."""
+    torch.manual_seed(0)
+    engine = make_engine(job)
+    first = num_collectives()
+    monitor = None
+    if phase == "watched":
+        import sentinel
+
+        monitor = sentinel.attach_deepspeed(engine, EVERYTHING)
+    said: dict[str, Any] = {"losses": [], "norms": [], "grads": [], "params": [], "printed": [], "lr": [], "skipped": []}
+    for step in range(job.num_steps):
+        if job.around is not None:
+            job.around(engine, step, phase)
+        if phase == "truth":
+            said["params"].append(full_params(engine))
+        losses = []
+        for micro_step in range(job.accumulate):
+            losses.append(backward(engine, job, step, micro_step, rank, world))
+            is_last = micro_step == job.accumulate - 1
+            if phase == "truth" and is_last:
+                said["grads"].append(full_grads(engine))
+            engine.step()
+        said["losses"].append(float(torch.stack(losses).float().mean()))
+        norm = engine.get_global_grad_norm()
+        said["norms"].append(None if norm is None else float(norm))
+        said["skipped"].append(int(engine.skipped_steps))
+        said["lr"].append(engine.get_lr()[0])
+    said["weights"] = weights(engine)
+    said["collectives"] = num_collectives() - first
+    if monitor is not None:
+        assert monitor.is_alive
+        said["health"] = [f"{one.code}: {one.message}" for one in monitor.recording.health]
+        monitor.detach()
+        wrapped = ("step", "backward", "_take_model_step", "save_checkpoint", "load_checkpoint")
+        assert not [name for name in wrapped if name in engine.__dict__]
+    engine.destroy()
+    return said
+
+
+def phases(rank: int, world: int, folder: Path, job: Job, names: tuple[str, ...]) -> None:
+    """The usual job of a rank: train in each phase and save what it says."""
+    import deepspeed.utils
+
+    for name in names:
+        log = io.StringIO()
+        handler = logging.StreamHandler(log)
+        deepspeed.utils.logger.addHandler(handler)
+        said = train(rank, world, job, name)
+        deepspeed.utils.logger.removeHandler(handler)
+        said["printed"] = [int(n) for n in re.findall(r"\bstep=(\d+), skipped", log.getvalue())]
+        torch.save(said, folder / f"{name}-{rank}.pt")
+
+
+def run(folder: Path, world: int, target: Callable[..., None], *args: Any, timeout_s: float = 120.0) -> None:
+    """Run `target(rank, world, folder, *args)` in `world` gloo processes; fail with what the first of them raised."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [_context.Process(target=_rank, args=(rank, world, port, folder, target, args)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout_s)
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+            process.join()
+    problems = [path.read_text() for path in sorted(folder.glob("error-*.txt"))]
+    assert not problems, problems[0]
+    assert all(process.exitcode == 0 for process in ranks), [process.exitcode for process in ranks]
+
+
+def _rank(rank: int, world: int, port: int, folder: Path, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    try:
+        os.environ.update(
+            SENTINEL_DIR=str(folder), SENTINEL_RUN="run", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank),
+            LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_SIZE=str(world), DS_ACCELERATOR="cpu",
+        )  # fmt: skip
+        torch.set_num_threads(1)
+        import deepspeed
+        import torch.distributed as dist
+
+        # Compiled when it is first asked for, which takes a minute; gloo serves as well.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        dist.init_process_group("gloo", rank=rank, world_size=world)
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+        target(rank, world, folder, *args)
+        dist.barrier()
+    except BaseException:
+        (folder / f"error-{rank}.txt").write_text(traceback.format_exc())
+        raise
+    finally:
+        os._exit(0 if not (folder / f"error-{rank}.txt").exists() else 1)
