@@ -87,7 +87,8 @@ class Introduction:
             environment=environment,
             first_step=first_step,
             layer_offset=config.layer_offset,
-            name_map=dict(config.name_map),
+            # The first that fits counts, and a copy's own name is exact.
+            name_map={**{name: one for chunk in chunks for name, one in chunk.tied.items()}, **config.name_map},
             config_path=self._source.path,
             config_hash=plan.text_hash,
             settings={**msgspec.to_builtins(config), **msgspec.to_builtins(plan.measurement)},
@@ -101,4 +102,5 @@ def _chunk_info(chunk: Chunk) -> ChunkInfo:
         segments=chunk.structure.segments,
         blocks=chunk.structure.blocks,
         modules=tuple(chunk.structure.modules),
+        offsets=dict(chunk.offsets),
     )

@@ -72,6 +72,10 @@ class Chunk:
         self.structure = structure
         self.vpp_stage = vpp_stage
         self.depth = depth
+        self.offsets: dict[str, int] = {}
+        """As ChunkInfo.offsets: an adapter's trainer counts its layers and experts itself."""
+        self.tied: dict[str, str] = {}
+        """Local name of a parameter that is a copy of another chunk's -> canonical name of that one."""
         self.in_forward = False
         self.micro_step = 0
         self.num_forwards = 0
@@ -339,8 +343,9 @@ class ModuleTap:
         for source in (args, kwargs):
             for path, tensor in tensors_in(source):
                 was_first, is_first = is_first, False
-                # Beside the first, what carries no gradient is a mask or a table, and a mask may hold -inf by design.
-                if not was_first and not (self.takes_all and tensor.requires_grad):
+                # Beside the first, what carries no gradient is a mask or a table, and a mask may hold -inf by design; a
+                # parameter that is handed on (a tied weight, a bias to be fused) is measured as what it is.
+                if not was_first and (not self.takes_all or not tensor.requires_grad or isinstance(tensor, nn.Parameter)):
                     continue
                 entry = chunk.known(tensor)
                 if entry is not None:
@@ -365,7 +370,7 @@ class ModuleTap:
         is_first = True
         for path, tensor in tensors_in(output):
             was_first, is_first = is_first, False
-            if not was_first and not self.takes_all:
+            if not was_first and (not self.takes_all or isinstance(tensor, nn.Parameter)):
                 continue
             entry = chunk.known(tensor)
             if entry is not None:

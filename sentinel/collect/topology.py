@@ -75,6 +75,10 @@ class Topology:
             world = max(1, self._environment.world_size or 1)
             return Place(rank=min(self._environment.rank or 0, world - 1), world_size=world)
         rank, world = dist.get_rank(), dist.get_world_size()
+        megatron = _megatron_axes()
+        if megatron:
+            schedule = "" if megatron["pp_size"] == 1 else "interleaved1f1b" if len(models) > 1 else "1f1b"
+            return Place(rank=rank, world_size=world, vpp_size=max(1, len(models)), schedule=schedule, **megatron)
         coordinates: dict[str, tuple[int, int]] = {}
         mine = [mesh for mesh in self.meshes if mesh.get_coordinate() is not None]
         # A flattened mesh may be as large as the one that tells the axes apart; one for experts only adds its own axis.
@@ -124,6 +128,22 @@ class Topology:
         """Return the depth that the pipeline itself gives this chunk; None without a pipeline."""
         stage = self.stages.get(id(unwrap(model)))
         return None if stage is None else int(stage.stage_index)
+
+
+def _megatron_axes() -> dict[str, int]:
+    """Return Place's ranks and sizes as Megatron's parallel_state knows them; empty where it is not in use."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return {}
+    names = {
+        "dp": "data_parallel", "tp": "tensor_model_parallel", "pp": "pipeline_model_parallel", "cp": "context_parallel",
+        "ep": "expert_model_parallel",
+    }  # fmt: skip
+    found: dict[str, int] = {}
+    for axis, name in names.items():
+        found[f"{axis}_rank"] = int(getattr(state, f"get_{name}_rank")())
+        found[f"{axis}_size"] = int(getattr(state, f"get_{name}_world_size")())
+    return found
 
 
 def _axes(mesh: Any) -> dict[str, tuple[int, int]]:

@@ -10,6 +10,10 @@ from sentinel.messages import ChunkInfo, Descriptor, TensorInfo
 from sentinel.place import canonical, chunk_name, layer_offsets
 
 
+_INPUTS = ("activation_in", "dgrad_in")
+_OUTPUTS = ("activation", "dgrad")
+
+
 class Names(msgspec.Struct, frozen=True):
     """Local names made canonical, for all descriptors of one run."""
 
@@ -27,9 +31,15 @@ class Names(msgspec.Struct, frozen=True):
         depth: int,
         name_map: Mapping[str, str] | None = None,
         own_offsets: Mapping[str, int] | None = None,
+        kind: str = "",
     ) -> str:
-        """Return the canonical name of a local one. own_offsets: those that its rank says itself (`ChunkInfo.offsets`)."""
+        """Return the canonical name of a local one. own_offsets: those that its rank says itself (`ChunkInfo.offsets`).
+
+        kind: of the tensor. What the first chunk takes in and what the last one gives out are the whole model's.
+        """
         whole = self.wholes.get(depth, chunk_name(depth, self.num_depths))
+        if (kind in _INPUTS and depth == 0) or (kind in _OUTPUTS and depth == self.num_depths - 1):
+            whole = chunk_name(0, 1)
         offsets = self.offsets.get(depth, {})
         full = canonical(name, {**offsets, **own_offsets} if own_offsets else offsets, whole, name_map)
         return f"{whole}.{full}" if full in self.clashes else full
@@ -63,7 +73,9 @@ def make_names(descriptors: Mapping[int, Descriptor]) -> Names:
     clashes: set[str] = set()
     for depth, (descriptor, chunk) in sorted(chunks.items()):
         names = {module for module in chunk.modules if module}
-        names |= {t.name for t in descriptor.tensors if t.kind == "param" and t.chunk == chunk.vpp_stage}
+        params = {t.name for t in descriptor.tensors if t.kind == "param" and t.chunk == chunk.vpp_stage}
+        # A parameter that the map names by itself is meant to be that one: a pipeline's copy of a tied embedding.
+        names |= params - descriptor.name_map.keys()
         containers = {prefix for name in chunk.blocks if (prefix := name.rpartition(".")[0])}
         for name in names - containers:
             full = canonical(name, offsets.get(depth, {}), wholes[depth], descriptor.name_map)
