@@ -1,0 +1,306 @@
+"""Megatron-core: its training loop has no callbacks, so the optimizer's step tells where an iteration ends.
+
+    monitor = sentinel.attach_megatron(model, optimizer)
+
+Read in megatron-core 0.16: a schedule runs forward_step and backward_step per micro-batch and finalize_model_grads at its
+end; `optimizer.step` is prepare_grads (copy, unscale, look for infinities), clip, update; it returns (success, grad norm,
+zeros) and leaves the weights alone where success is False. Iterations are counted from 1, skipped ones included.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state  # noqa: F401  A missing megatron-core says so by itself.
+from torch import nn
+
+from sentinel.collect import attach
+from sentinel.collect.adapters.megatron_holding import (
+    MegatronHolding,
+    leaves,
+    offsets_of,
+    tied_names,
+    unwrap_chunk,
+)
+from sentinel.collect.adapters.megatron_placements import SitePlaces
+from sentinel.collect.monitor import Monitor
+from sentinel.collect.taps import Chunk
+from sentinel.collect.unmeasured import Unmeasured
+from sentinel.monitor_config import MonitorConfig
+from sentinel.place import Place
+
+
+def attach_megatron(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Any = None,
+    config: MonitorConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    first_step: int = 1,
+    place: Place | None = None,
+) -> Monitor | Unmeasured:
+    """Attach Sentinel to Megatron's model chunks (wrapped as they are) and its optimizer (one, chained, or a list).
+
+    Steps are iterations, counted from `first_step` as Megatron prints them; `monitor.load_state_dict` (or `set_step`)
+    continues a resumed count. Loss, lr, grad norm and loss scale are followed without a wait; what the loop logs wins.
+    """
+    chunks = [unwrap_chunk(one) for one in ([model] if isinstance(model, nn.Module) else model)]
+    given = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    own = [one for one in given if hasattr(one, "prepare_grads")]
+    plain = [one for one in given if not hasattr(one, "prepare_grads")]
+    stand_in = [Iterations()] if own else []
+    monitor = attach(chunks, [*plain, *stand_in] or None, config, place=place, first_step=first_step)
+    if isinstance(monitor, Monitor):
+        try:
+            Following(monitor, chunks, own, [model] if isinstance(model, nn.Module) else list(model), stand_in)
+        except Exception as error:
+            monitor.guard("attach_megatron", error)
+    return monitor
+
+
+class Iterations:
+    """What the boundary watches in the place of Megatron's optimizers: it never steps, `Following` says when one did."""
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict[str, Any]] = []
+
+    def step(self) -> None:
+        """Nothing."""
+
+    def zero_grad(self) -> None:
+        """Nothing."""
+
+
+class Following:
+    """Follows one trainer: its optimizer's step, its schedules' forward steps, its zeroing of gradients."""
+
+    def __init__(
+        self,
+        monitor: Monitor,
+        chunks: Sequence[nn.Module],
+        optimizers: Sequence[Any],
+        wrapped: Sequence[nn.Module],
+        stand_in: Sequence[Iterations],
+    ) -> None:
+        self.monitor = monitor
+        self._optimizers = optimizers
+        self._stand_in = stand_in  # The boundary keeps a weak reference only.
+        self._sums: dict[str, tuple[Any, Any]] = {}
+        """Scalar -> (sum, count) over the micro-batches of the running step, on the device."""
+        self._is_stepping = False
+        self.holding = MegatronHolding(chunks, optimizers, monitor.place)
+        self.holding.look(())
+        monitor.parameters.holding = self.holding
+        for mine in monitor.chunks:
+            mine.offsets = offsets_of(mine.root, monitor.place)
+            mine.tied = tied_names(mine.root, monitor.config.name_map)
+        monitor.sites.placements = SitePlaces(chunks, monitor.place)
+        for optimizer in optimizers:
+            self._wrap(optimizer, "step", self._around_step)
+            self._wrap(optimizer, "prepare_grads", self._around_prepare)
+        for chunk in wrapped:
+            if hasattr(chunk, "zero_grad_buffer"):
+                self._wrap(chunk, "zero_grad_buffer", self._around_zeroing)
+        _follow(self)
+        monitor.on_end.append(lambda: _leave(self))
+
+    def _wrap(self, owner: Any, name: str, around: Callable[[Any, Callable[..., Any]], Callable[..., Any]]) -> None:
+        ours = around(owner, getattr(owner, name))
+        functools.update_wrapper(ours, getattr(owner, name))
+        owner.__dict__[name] = ours
+        reference = weakref.ref(owner)
+
+        def undo() -> None:
+            alive = reference()
+            if alive is not None and alive.__dict__.get(name) is ours:
+                del alive.__dict__[name]
+
+        self.monitor.on_end.append(undo)
+
+    def _guarded(self, site: str, work: Callable[..., None], *args: Any) -> None:
+        if self.monitor.is_alive:
+            try:
+                work(*args)
+            except Exception as error:
+                self.monitor.guard(site, error)
+
+    # -- the optimizer -----------------------------------------------------------------------------------------------
+
+    def _around_step(self, optimizer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self._guarded("optimizer.step", self._before_step, optimizer)
+            try:
+                result = original(*args, **kwargs)
+            except BaseException:
+                self.raised()
+                raise
+            self._guarded("optimizer.step", self._after_step, optimizer, result)
+            return result
+
+        return step
+
+    def _before_step(self, optimizer: Any) -> None:
+        groups = [group for group in optimizer.param_groups if not group.get("is_decoupled_lr", False)]
+        if groups:
+            self.monitor.noticed(lr=groups[0].get("lr"))
+        scalers = [leaf.grad_scaler for leaf in leaves(optimizer) if getattr(leaf, "grad_scaler", None) is not None]
+        if scalers:
+            self.monitor.noticed(loss_scale=scalers[0].scale)
+
+    def _around_prepare(self, optimizer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        def prepare_grads(*args: Any, **kwargs: Any) -> Any:
+            found_inf = original(*args, **kwargs)
+            self._guarded("prepare_grads", self._prepared, optimizer)
+            return found_inf
+
+        return prepare_grads
+
+    def _prepared(self, optimizer: Any) -> None:
+        """The gradients are reduced and unscaled; Megatron's own clipping comes next."""
+        del optimizer
+        self.holding.is_prepared = True
+        try:
+            self.monitor.gradients_ready()
+        finally:
+            self.holding.is_prepared = False
+
+    def _after_step(self, optimizer: Any, result: Any) -> None:
+        success, grad_norm, zeros = result if isinstance(result, tuple) and len(result) == 3 else (True, None, None)
+        clips = getattr(getattr(optimizer, "config", None), "clip_grad", 1.0) > 0.0
+        if grad_norm is not None and (clips or grad_norm):
+            self.monitor.noticed(grad_norm=grad_norm)
+        if zeros:
+            self.monitor.noticed(num_zeros=zeros)
+        if optimizer is self._optimizers[-1]:
+            self._finish(is_skipped=not success)
+
+    def _finish(self, *, is_skipped: bool) -> None:
+        for name, (total, count) in self._sums.items():
+            self.monitor.noticed(**{name: total / count})
+        self._sums = {}
+        self.monitor.boundary.finish(is_skipped=is_skipped)
+        # Not for good: a model whose forwards are captured in a graph begins its steps at the optimizer.
+        self.monitor.boundary.is_explicit = False
+
+    # -- gradients thrown away ---------------------------------------------------------------------------------------
+
+    def _around_zeroing(self, chunk: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        def zero_grad_buffer(*args: Any, **kwargs: Any) -> Any:
+            self._guarded("zero_grad_buffer", self._zeroing)
+            return original(*args, **kwargs)
+
+        return zero_grad_buffer
+
+    def _zeroing(self) -> None:
+        """A loop that throws an iteration away never calls the optimizer: it is a step all the same, a skipped one."""
+        boundary = self.monitor.boundary
+        if self._optimizers and boundary.is_dirty and not boundary.is_over:
+            self.monitor.gradients_ready()
+            self._finish(is_skipped=True)
+
+    # -- the schedules -----------------------------------------------------------------------------------------------
+
+    def chunk_of(self, model: Any) -> Chunk | None:
+        """Return the chunk of this trainer that a schedule runs."""
+        root = unwrap_chunk(model) if isinstance(model, nn.Module) else None
+        return next((chunk for chunk in self.monitor.chunks if chunk.root is root), None)
+
+    def forwarded(self, store: Any) -> None:
+        """Take what the loss function reports of a micro-batch: a number, or a sum and its count, by name."""
+        said = store[-1] if isinstance(store, list) and store else None
+        if not isinstance(said, Mapping):
+            return
+        for at, (key, value) in enumerate(said.items()):
+            pair = _sum_and_count(value)
+            if pair is not None:
+                name = "loss" if at == 0 else str(key)
+                total, count = self._sums.get(name, (0.0, 0.0))
+                self._sums[name] = (total + pair[0], count + pair[1])
+
+    def raised(self) -> None:
+        """The trainer is about to end with an exception, most likely: what there is goes to the disk."""
+        self.monitor.flush()
+
+
+def _sum_and_count(value: Any) -> tuple[Any, Any] | None:
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().reshape(-1)
+        if flat.numel() == 1:
+            return flat[0].clone(), 1.0
+        return (flat[0].clone(), flat[1].clone()) if flat.numel() == 2 else None
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        total, count = (one.detach().clone() if isinstance(one, torch.Tensor) else one for one in value)
+        return total, count
+    return (float(value), 1.0) if isinstance(value, (int, float)) else None
+
+
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_followers: list[Following] = []
+_restore: list[tuple[Any, str, Any, Any]] = []
+
+
+def _follow(one: Following) -> None:
+    """Wrap the schedules' own steps while somebody follows: they are looked up in their module at each call."""
+    _followers.append(one)
+    if _restore:
+        return
+    module = importlib.import_module(SCHEDULES)
+    for name, around in (("forward_step", _around_forward), ("backward_step", _around_backward)):
+        original = getattr(module, name, None)
+        if original is not None:
+            ours = around(original)
+            _restore.append((module, name, original, ours))
+            setattr(module, name, ours)
+
+
+def _leave(one: Following) -> None:
+    if one in _followers:
+        _followers.remove(one)
+    while not _followers and _restore:
+        module, name, original, ours = _restore.pop()
+        if getattr(module, name, None) is ours:
+            setattr(module, name, original)
+
+
+def _around_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """forward_step(forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store, ...)"""
+
+    @functools.wraps(original)
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        model = kwargs.get("model", args[2] if len(args) > 2 else None)
+        store = kwargs.get("forward_data_store", args[5] if len(args) > 5 else None)
+        mine = [(one, chunk) for one in _followers if (chunk := one.chunk_of(model)) is not None]
+        before = [chunk.num_forwards for _, chunk in mine]
+        steps = [one.monitor.current_step for one, _ in mine]
+        said = len(store) if isinstance(store, list) else 0
+        try:
+            result = original(*args, **kwargs)
+        except BaseException:
+            for one, _ in mine:
+                one.raised()
+            raise
+        for (one, chunk), num_forwards, step in zip(mine, before, steps, strict=True):
+            was_counted = chunk.num_forwards > (num_forwards if one.monitor.current_step == step else 0)
+            if was_counted and isinstance(store, list) and len(store) > said:
+                one._guarded("forward_step", one.forwarded, store)
+        return result
+
+    return forward_step
+
+
+def _around_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def backward_step(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except BaseException:
+            for one in list(_followers):
+                one.raised()
+            raise
+
+    return backward_step

@@ -1,0 +1,595 @@
+"""A rank's training on real megatron-core, as its pretraining loop does it, and a launcher that forks ranks.
+
+The launcher reads one job a line (JSON) and answers with one line each; importing Megatron takes seconds, forking does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+VOCAB, LENGTH, WIDTH, HEADS = 32, 8, 16, 4
+
+
+@dataclasses.dataclass
+class Job:
+    """What to train, how it is laid out, and how it is watched."""
+
+    folder: str
+    world: int = 1
+    port: int = 0
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    sequence_parallel: bool = False
+    layers: int = 4
+    experts: int = 0
+    grouped: bool = False
+    tied: bool = True
+    gated: bool = False
+    precision: str = "fp32"
+    distributed_optimizer: bool = False
+    overlap: bool = False
+    per_token: bool = False
+    recompute: str = ""
+    steps: int = 3
+    global_micro_batches: int = 4
+    micro_batch_size: int = 2
+    clip: float = 0.5
+    loss_scale: float = 256.0
+    overflow_at: int = -1
+    """Iteration whose loss is infinite, 1-based."""
+    evaluate_after: int = -1
+    raise_at: int = -1
+    """Iteration whose third forward raises, 1-based."""
+    checkpoint: str = ""
+    """Save here at the end; a later job with `resume` continues."""
+    resume: str = ""
+    first_step: int = 1
+    config: dict[str, Any] | None = None
+    """Sentinel's; None: only the bare run."""
+    bare: bool = True
+    """Train without Sentinel first."""
+    is_logged: bool = False
+    """Call monitor.log after the step, as a user would."""
+
+
+# -- the model -----------------------------------------------------------------------------------------------------------
+
+
+def global_name(name: str, chunk: Any, job: Job) -> str:
+    """The name that this test gives a parameter on every layout, from what Megatron itself says."""
+    from megatron.core import parallel_state
+
+    words = name.split(".")
+    for at, word in enumerate(words):
+        if word == "layers" and words[at - 1] == "decoder":
+            layer = chunk.decoder.layers[int(words[at + 1])]
+            words[at + 1] = str(layer.layer_number - 1)
+        if word == "local_experts":
+            held = job.experts // parallel_state.get_expert_model_parallel_world_size()
+            words[at + 1] = str(int(words[at + 1]) + held * parallel_state.get_expert_model_parallel_rank())
+    full = ".".join(words)
+    return "embedding.word_embeddings.weight" if job.tied and full == "output_layer.weight" else full
+
+
+def whole_tensor(name: str, shape: tuple[int, ...], is_norm: bool) -> torch.Tensor:
+    """The same numbers on every layout."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    values = torch.randn(shape, generator=generator, dtype=torch.float64) * 0.2
+    return values + 1.0 if is_norm else values
+
+
+def is_expert(param: torch.Tensor) -> bool:
+    return not getattr(param, "allreduce", True)
+
+
+def cut(param: torch.Tensor) -> tuple[int, int, int]:
+    """(dimension, size, rank) of the tensor-parallel cut of a parameter; size 1 where it is whole."""
+    from megatron.core import parallel_state
+
+    if not getattr(param, "tensor_model_parallel", False):
+        return 0, 1, 0
+    if is_expert(param):
+        size = parallel_state.get_expert_tensor_parallel_world_size()
+        return int(param.partition_dim), size, parallel_state.get_expert_tensor_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    return int(param.partition_dim), size, parallel_state.get_tensor_model_parallel_rank()
+
+
+def fill(chunk: Any, job: Job) -> None:
+    """Give every parameter its slice of the whole tensor of its name."""
+    from megatron.core import parallel_state
+
+    ep, ep_rank = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
+    for local, param in chunk.named_parameters():
+        name = global_name(local, chunk, job)
+        dim, size, rank = cut(param)
+        shape = list(param.shape)
+        shape[dim] *= size
+        is_norm = "layernorm" in name and name.endswith("weight")
+        if job.grouped and ".experts.weight" in name:
+            held = job.experts // ep  # Laid out one expert behind the other, whatever the shape says.
+            one = (WIDTH, param.numel() // held // WIDTH)
+            one = one if name.endswith("weight1") else one[::-1]
+            parts = [whole_tensor(f"{name}.{held * ep_rank + e}", one, False).flatten() for e in range(held)]
+            with torch.no_grad():
+                param.copy_(torch.cat(parts).view(param.shape))
+            continue
+        whole = whole_tensor(name, tuple(shape), is_norm)
+        with torch.no_grad():
+            param.copy_(whole.chunk(size, dim)[rank] if size > 1 else whole)
+
+
+def norm_class(job: Job) -> Any:
+    """The norm of Apex or Transformer Engine marks its weights for sequence parallelism; torch's does not."""
+
+    def make(config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
+        norm = torch.nn.LayerNorm(hidden_size, eps)
+        for param in norm.parameters():
+            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+    class Norm:
+        def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
+            return make(config, hidden_size, eps, **kwargs)
+
+    return Norm
+
+
+def attention_class() -> Any:
+    """Core attention over a context cut in contiguous pieces: Megatron's own needs Transformer Engine for that."""
+    from megatron.core import parallel_state
+
+    class Gathered(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
+            ctx.group = group
+            parts = [torch.empty_like(part) for _ in range(group.size())]
+            dist.all_gather(parts, part.contiguous(), group=group)
+            return torch.cat(parts, 0)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            grad = grad.contiguous().clone()
+            dist.all_reduce(grad, group=ctx.group)
+            return grad.chunk(ctx.group.size(), 0)[ctx.group.rank()], None
+
+    class GatheredAttention(torch.nn.Module):
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__()
+
+        def forward(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            group = parallel_state.get_context_parallel_group()
+            size, rank = group.size(), group.rank()
+            key, value = (Gathered.apply(one, group) for one in (key, value))
+            q, k, v = (one.permute(1, 2, 0, 3) for one in (query, key, value))
+            scores = q @ k.transpose(-1, -2) / query.shape[-1] ** 0.5
+            place = torch.arange(q.shape[2]) + rank * q.shape[2]
+            scores = scores.masked_fill(place[:, None] < torch.arange(q.shape[2] * size)[None], -1e4)
+            out = scores.softmax(-1) @ v
+            return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+    return GatheredAttention
+
+
+def build(job: Job) -> tuple[list[Any], Any, Any]:
+    """The chunks, wrapped as Megatron wraps them, the optimizer and its scheduler."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    del get_gpt_decoder_block_spec
+    extra: dict[str, Any] = {}
+    if job.experts:
+        extra.update(
+            num_moe_experts=job.experts, moe_router_topk=2, moe_token_dispatcher_type="alltoall", moe_aux_loss_coeff=0.01,
+            moe_router_load_balancing_type="none", moe_grouped_gemm=job.grouped, add_bias_linear=False,
+            moe_ffn_hidden_size=WIDTH,
+        )  # fmt: skip
+    if job.etp is not None:
+        extra["expert_tensor_parallel_size"] = job.etp
+    if job.recompute == "full":
+        extra.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    if job.vpp > 1:  # Two stages send both ways between the same ranks: Megatron asks for this.
+        extra.update(overlap_p2p_comm=True, batch_p2p_comm=False)
+    if job.recompute == "selective":
+        extra.update(recompute_granularity="selective", recompute_modules=["core_attn"])
+    if job.gated:
+        extra.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[job.precision]
+    config = TransformerConfig(
+        num_layers=job.layers, hidden_size=WIDTH, num_attention_heads=HEADS, ffn_hidden_size=2 * WIDTH,
+        tensor_model_parallel_size=job.tp, pipeline_model_parallel_size=job.pp, context_parallel_size=job.cp,
+        virtual_pipeline_model_parallel_size=job.vpp if job.vpp > 1 else None, expert_model_parallel_size=job.ep,
+        sequence_parallel=job.sequence_parallel, hidden_dropout=0.0, attention_dropout=0.0, pipeline_dtype=dtype,
+        params_dtype=dtype, bf16=job.precision == "bf16", fp16=job.precision == "fp16",
+        gradient_accumulation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
+        persist_layer_norm=False, calculate_per_token_loss=job.per_token,
+        variable_seq_lengths=False, **extra,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(
+        num_experts=job.experts or None, moe_grouped_gemm=job.grouped, moe_use_legacy_grouped_gemm=job.grouped
+    )
+    norm = norm_class(job)
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
+    if job.cp > 1:
+        spec.submodules.self_attention.submodules.core_attention = attention_class()
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    chunks = []
+    for vp_stage in range(job.vpp):
+        stage = {"vp_stage": vp_stage} if job.vpp > 1 else {}
+        from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+        submodules = TransformerBlockSubmodules(
+            layer_specs=[spec] * get_num_layers_to_build(config, **stage), layer_norm=norm
+        )
+        chunk = GPTModel(
+            config=config, transformer_layer_spec=submodules, vocab_size=VOCAB, max_sequence_length=LENGTH,
+            share_embeddings_and_output_weights=job.tied,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage), **stage,
+        )  # fmt: skip
+        fill(chunk, job)
+        chunks.append(chunk)
+    if job.precision != "fp32":
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=job.distributed_optimizer, overlap_grad_reduce=job.overlap,
+        overlap_param_gather=job.overlap and job.distributed_optimizer, grad_reduce_in_fp32=True,
+        bucket_size=400 if job.overlap else None,
+    )  # fmt: skip
+    model = [
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=at > 0) for at, chunk in enumerate(chunks)
+    ]
+    settings = OptimizerConfig(
+        optimizer="adam", lr=0.01, min_lr=0.001, weight_decay=0.01, clip_grad=job.clip, bf16=config.bf16, fp16=config.fp16,
+        params_dtype=dtype, use_distributed_optimizer=job.distributed_optimizer,
+        overlap_param_gather=job.overlap and job.distributed_optimizer,
+        loss_scale=None, initial_loss_scale=job.loss_scale, min_loss_scale=1.0, hysteresis=1, loss_scale_window=1000,
+    )  # fmt: skip
+    optimizer = get_megatron_optimizer(settings, model)
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    if job.overlap:
+        config.no_sync_func = [chunk.no_sync for chunk in model] if len(model) > 1 else model[0].no_sync
+    scheduler = OptimizerParamScheduler(
+        optimizer, init_lr=0.0, max_lr=0.01, min_lr=0.001, lr_warmup_steps=2, lr_decay_steps=100, lr_decay_style="linear",
+        start_wd=0.01, end_wd=0.01, wd_incr_steps=100, wd_incr_style="constant", use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=False,
+    )  # fmt: skip
+    return model, optimizer, scheduler
+
+
+# -- the loop ------------------------------------------------------------------------------------------------------------
+
+
+def batches(job: Job, iteration: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(tokens, labels, positions) of this rank's micro-batches of one iteration, 1-based."""
+    from megatron.core import parallel_state
+
+    dp, dp_rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    cp, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    for micro in range(dp_rank, job.global_micro_batches, dp):
+        generator = torch.Generator().manual_seed(1000 * iteration + micro)
+        drawn = torch.randint(0, VOCAB, (job.micro_batch_size, LENGTH + 1), generator=generator)
+        places = torch.arange(LENGTH).expand(job.micro_batch_size, -1)
+        yield tuple(one.chunk(cp, 1)[cp_rank] for one in (drawn[:, :-1], drawn[:, 1:], places))  # type: ignore[misc]
+
+
+def make_forward_step(job: Job, now: dict[str, int]) -> Any:
+    from megatron.core import parallel_state
+
+    def loss_func(output: torch.Tensor) -> Any:
+        losses = output.float()
+        if now["iteration"] == job.overflow_at and not now["evaluating"]:
+            losses = losses * float("inf")
+        if job.per_token:
+            total = losses.sum()
+            count = torch.tensor(losses.numel(), dtype=torch.int)
+            return total, count, {"lm loss": torch.stack([total.detach().clone(), count.float()])}
+        loss = losses.mean()
+        said = loss.detach().clone()
+        if job.cp > 1:
+            dist.all_reduce(said, group=parallel_state.get_context_parallel_group())
+            said /= job.cp
+            loss = loss / job.cp  # Megatron takes it as this rank's part of the mean over the whole context.
+        return loss, {"lm loss": said}
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        tokens, labels, positions = next(iterator)
+        now["forwards"] += 1
+        if now["iteration"] == job.raise_at and now["forwards"] == 3:
+            raise RuntimeError("the data loader broke")
+        return model(tokens, positions, None, labels=labels), loss_func
+
+    return forward_step
+
+
+def train(job: Job, monitor: Any, model: list[Any], optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """Megatron's train loop: what it prints, and what this test computes of the gradients itself."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    dp = parallel_state.get_data_parallel_world_size()
+    now = {"iteration": 0, "forwards": 0, "evaluating": 0}
+    forward_step = make_forward_step(job, now)
+    told: list[dict[str, Any]] = []
+    truth: list[dict[str, Any]] = []
+    start = 0
+    if job.resume:
+        start = load(job, monitor, model, optimizer, scheduler)
+    for chunk in model:
+        chunk.train()
+
+    def forward_backward(iteration: int, forward_only: bool) -> Any:
+        data = [batches(job, iteration) for _ in model]
+        return get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=data if len(model) > 1 else data[0], model=model,
+            num_microbatches=job.global_micro_batches // dp, seq_length=LENGTH, micro_batch_size=job.micro_batch_size,
+            forward_only=forward_only,
+        )  # fmt: skip
+
+    for iteration in range(start + 1, start + job.steps + 1):
+        now.update(iteration=iteration, forwards=0)
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        reduced = forward_backward(iteration, False)
+        truth.append(reference(job, model, optimizer))
+        lr = optimizer.param_groups[0]["lr"]
+        success, grad_norm, _ = optimizer.step()
+        if success:
+            scheduler.step(1)
+        values = [one["lm loss"] for one in reduced]
+        if values and values[0].numel() == 2:
+            total = torch.stack(values).sum(0)
+            loss = float(total[0] / total[1])
+        else:
+            loss = float(torch.stack(values).mean()) if values else float("nan")
+        if monitor is not None and job.is_logged:
+            monitor.log(loss=loss, custom=iteration)
+        line = f" iteration {iteration:8d}/{start + job.steps:8d} | learning rate: {lr!r} | lm loss: {loss!r} |"
+        line += f" grad norm: {grad_norm!r} | number of skipped iterations: {int(not success)} |"
+        told.append({"line": line, "loss": loss, "grad_norm": grad_norm, "success": bool(success), "lr": lr})
+        if iteration == job.evaluate_after:
+            for chunk in model:
+                chunk.eval()
+            now["evaluating"] = 1
+            with torch.no_grad():
+                forward_backward(iteration + 500, True)
+            now["evaluating"] = 0
+            for chunk in model:
+                chunk.train()
+    if job.checkpoint:
+        save(job, monitor, model, optimizer, scheduler, start + job.steps)
+    return {"told": told, "truth": truth, "weights": digest(model)}
+
+
+def digest(model: list[Any]) -> float:
+    total = 0.0
+    for n, chunk in enumerate(model):
+        for m, param in enumerate(chunk.parameters()):
+            local = param.detach().double().flatten()
+            total += float((local * torch.arange(1, local.numel() + 1)).sum()) * (1 + n + m)
+    return total
+
+
+def reference(job: Job, model: list[Any], optimizer: Any) -> dict[str, list[float]]:
+    """Canonical name -> [sum of squares, sum, count] in float64 of the gradient pieces that only this rank counts.
+
+    Read where Megatron keeps them, before its own clipping, the loss scale taken out; pieces of all ranks add up.
+    """
+    from megatron.core import parallel_state
+
+    scale = float(optimizer.get_loss_scale())
+    found: dict[str, list[float]] = {}
+    dp_cp = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    for chunk in model:
+        inner = chunk.module.module if job.precision != "fp32" else chunk.module
+        for local, param in inner.named_parameters():
+            if getattr(param, "shared", False):
+                continue
+            _, size, _ = cut(param)
+            expert = is_expert(param)
+            tp_rank = parallel_state.get_tensor_model_parallel_rank()
+            if expert:
+                tp_rank = parallel_state.get_expert_tensor_parallel_rank()
+            if size == 1 and tp_rank != 0:
+                continue
+            grad = param.main_grad.detach().double().flatten() / scale
+            if job.distributed_optimizer:
+                for one in optimizer.chained_optimizers:
+                    if param in one.model_param_gbuf_map:
+                        held = one._get_model_param_range_map(param)["param"]
+                        grad = grad[held.start : held.end]
+                        break
+                else:
+                    continue
+            elif (parallel_state.get_expert_data_parallel_rank() if expert else dp_cp) != 0:
+                continue
+            name = global_name(local, inner, job)
+            found[name] = [float((grad**2).sum()), float(grad.sum()), float(grad.numel())]
+    return found
+
+
+def save(job: Job, monitor: Any, model: list[Any], optimizer: Any, scheduler: Any, iteration: int) -> None:
+    state = {
+        "iteration": iteration, "model": [chunk.state_dict() for chunk in model], "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(), "sentinel": None if monitor is None else monitor.state_dict(),
+    }  # fmt: skip
+    torch.save(state, f"{job.checkpoint}-{dist.get_rank()}.pt")
+
+
+def load(job: Job, monitor: Any, model: list[Any], optimizer: Any, scheduler: Any) -> int:
+    state = torch.load(f"{job.resume}-{dist.get_rank()}.pt", weights_only=False)
+    for chunk, one in zip(model, state["model"], strict=True):
+        chunk.load_state_dict(one)
+    optimizer.load_state_dict(state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
+    if monitor is not None:
+        monitor.load_state_dict(state["sentinel"])
+    return int(state["iteration"])
+
+
+# -- ranks ---------------------------------------------------------------------------------------------------------------
+
+COLLECTIVES = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "broadcast", "barrier",
+    "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "batch_isend_irecv", "all_gather_object",
+    "broadcast_object_list", "gather", "scatter", "reduce", "gather_object", "_all_gather_base", "_reduce_scatter_base",
+)  # fmt: skip
+
+
+def _counting(original: Any, name: str, counts: dict[str, int]) -> Any:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        counts[name] = counts.get(name, 0) + 1
+        return original(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def counted(counts: dict[str, int]) -> Iterator[None]:
+    """Count every call of torch.distributed's collectives."""
+    modules: Any = (torch.distributed, sys.modules["torch.distributed.distributed_c10d"])
+    undo = []
+    for name in COLLECTIVES:
+        originals = [getattr(module, name, None) for module in modules]
+        # One wrapper for both names: P2POp compares isend and irecv by identity.
+        wraps = {id(one): _counting(one, name, counts) for one in originals if one is not None}
+        for module, original in zip(modules, originals, strict=True):
+            if original is not None:
+                setattr(module, name, wraps[id(original)])
+                undo.append((module, name, original))
+    try:
+        yield
+    finally:
+        for module, name, original in undo:
+            setattr(module, name, original)
+
+
+def run_rank(job: Job, rank: int) -> dict[str, Any]:
+    os.environ.update(SENTINEL_DIR=job.folder, SENTINEL_RUN="run")
+    from . import megatron_shim
+
+    megatron_shim.start(rank, job.world, job.port)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=job.tp, pipeline_model_parallel_size=job.pp,
+        virtual_pipeline_model_parallel_size=job.vpp if job.vpp > 1 else None, context_parallel_size=job.cp,
+        expert_model_parallel_size=job.ep, expert_tensor_parallel_size=job.etp,
+    )  # fmt: skip
+    results: dict[str, Any] = {}
+    for watched in ([False] if job.bare else []) + ([True] if job.config is not None else []):
+        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+        torch.manual_seed(1)
+        model, optimizer, scheduler = build(job)
+        monitor = None
+        counts: dict[str, int] = {}
+        with counted(counts):
+            if watched:
+                import sentinel
+
+                monitor = sentinel.attach_megatron(model, optimizer, job.config, first_step=job.first_step)
+            began = time.perf_counter()
+            try:
+                result = train(job, monitor, model, optimizer, scheduler)
+            except RuntimeError as error:
+                if job.raise_at < 0:
+                    raise
+                result = {"raised": str(error)}
+            result["seconds"] = time.perf_counter() - began
+        if monitor is not None and job.raise_at < 0:
+            monitor.detach()
+        results["watched" if watched else "bare"] = {**result, "collectives": counts}
+    return results
+
+
+def run(job: Job) -> list[dict[str, Any]]:
+    """Fork the ranks of a job and return what each says; raises what the first of them raised."""
+    Path(job.folder).mkdir(parents=True, exist_ok=True, mode=0o700)
+    for stale in [*Path(job.folder).glob("error-*.txt"), *Path(job.folder).glob("result-*.json")]:
+        stale.unlink()
+    children = []
+    for rank in range(job.world):
+        pid = os.fork()
+        if pid:
+            children.append(pid)
+            continue
+        code = 1
+        try:
+            result = run_rank(job, rank)
+            (Path(job.folder) / f"result-{rank}.json").write_text(json.dumps(result))
+            if job.raise_at < 0:
+                dist.barrier()
+                dist.destroy_process_group()
+            code = 0
+        except BaseException:
+            (Path(job.folder) / f"error-{rank}.txt").write_text(traceback.format_exc())
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    limit = time.monotonic() + 120
+    left = set(children)
+    while left and time.monotonic() < limit:
+        for pid in list(left):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                left.discard(pid)
+        if list(Path(job.folder).glob("error-*.txt")):
+            limit = min(limit, time.monotonic() + 3)  # The others wait for it for ever.
+        time.sleep(0.01)
+    for pid in left:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    problems = [path.read_text() for path in sorted(Path(job.folder).glob("error-*.txt"))]
+    if problems or left:
+        raise RuntimeError("\n".join(problems) or "not over after 120 s")
+    return [json.loads((Path(job.folder) / f"result-{rank}.json").read_text()) for rank in range(job.world)]
+
+
+def main() -> None:
+    """Answer each line of stdin."""
+    torch.set_num_threads(1)
+    import megatron.core.models.gpt.gpt_model
+    import megatron.core.optimizer
+    import megatron.core.pipeline_parallel.schedules  # noqa: F401
+
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    for line in sys.stdin:
+        try:
+            answer: Any = {"ranks": run(Job(**json.loads(line)))}
+        except Exception as error:
+            answer = {"error": str(error)}
+        print("ANSWER " + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

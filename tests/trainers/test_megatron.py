@@ -1,0 +1,142 @@
+"""Real megatron-core over gloo: steps, names and statistics mean on every layout what they mean on one process."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sentinel.ingest.merge import StepView
+
+from ..layouts.layout import differences, gradient_norm, heard, statistics
+
+pytestmark = pytest.mark.trainer
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+EVERYTHING = {"kinds": ["param", "wgrad", "activation", "activation_in", "dgrad", "dgrad_in"]}
+
+
+class Launcher:
+    """One process that has imported Megatron and forks the ranks of each job."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tests.trainers.megatron_train"]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+    def train(self, folder: Path, **job: Any) -> list[dict[str, Any]]:
+        """Return what each rank says of its bare and of its watched training."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        assert self.process.stdin is not None and self.process.stdout is not None
+        config = job.pop("config", EVERYTHING)
+        self.process.stdin.write(json.dumps({"folder": str(folder), "port": port, "config": config, **job}) + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("ANSWER "):
+                answer = json.loads(line.removeprefix("ANSWER "))
+                assert "error" not in answer, answer["error"]
+                return list(answer["ranks"])
+        raise AssertionError("the launcher ended")
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    one = Launcher()
+    yield one
+    one.process.stdin.close()  # type: ignore[union-attr]
+    one.process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def alone(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The steps of one process, by what is trained; each trained once."""
+    known: dict[str, tuple[list[dict[str, Any]], list[StepView]]] = {}
+
+    def train(**job: Any) -> tuple[list[dict[str, Any]], list[StepView]]:
+        key = json.dumps(job, sort_keys=True)
+        if key not in known:
+            folder = tmp_path_factory.mktemp("alone")
+            known[key] = (launcher.train(folder, **job), heard(folder))
+        return known[key]
+
+    return train
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "dp2": (2, {}, {}),
+    "tp2": (2, {"tp": 2}, {}),
+    "tp2-sp": (2, {"tp": 2, "sequence_parallel": True}, {}),
+    "pp2": (2, {"pp": 2}, {}),
+    "pp2-vpp2": (2, {"pp": 2, "vpp": 2}, {}),
+    "cp2": (2, {"cp": 2}, {}),
+    "do2": (2, {"distributed_optimizer": True}, {}),
+    "do2-overlap": (2, {"distributed_optimizer": True, "overlap": True}, {}),
+    "do2-pp2": (4, {"distributed_optimizer": True, "pp": 2}, {}),
+    "do2-tp2": (4, {"distributed_optimizer": True, "tp": 2, "sequence_parallel": True}, {}),
+    "tp2-pp2": (4, {"tp": 2, "pp": 2}, {}),
+    "ep2": (2, {"ep": 2}, {"experts": 4}),
+    "ep2-dp4-do": (4, {"ep": 2, "distributed_optimizer": True}, {"experts": 4}),
+    "ep2-etp1-tp2": (4, {"ep": 2, "etp": 1, "tp": 2, "sequence_parallel": True}, {"experts": 4}),
+    "etp2": (2, {"tp": 2, "sequence_parallel": True}, {"experts": 4}),
+    "ep2-grouped": (2, {"ep": 2}, {"experts": 4, "grouped": True, "precision": "bf16"}),
+    "bf16-full": (1, {"recompute": "full"}, {"precision": "bf16"}),
+    "bf16-selective": (1, {"recompute": "selective"}, {"precision": "bf16"}),
+    "untied-pp2": (2, {"pp": 2}, {"tied": False}),
+    "per-token": (2, {}, {"per_token": True}),
+}
+"""Name -> (ranks, how they are laid out, what is trained)."""
+FORWARD = ("activation", "activation_in")
+
+
+def truth_of(ranks: list[dict[str, Any]], step: int) -> dict[str, list[float]]:
+    """Canonical name -> [sum of squares, sum, count] in float64, the pieces of all ranks added up."""
+    found: dict[str, list[float]] = {}
+    for rank in ranks:
+        for name, numbers in rank["watched"]["truth"][step].items():
+            found[name] = [a + b for a, b in zip(found.get(name, [0.0] * 3), numbers, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_statistics_are_those_of_one_process(name: str, launcher: Launcher, alone: Any, tmp_path: Path) -> None:
+    world, layout, what = LAYOUTS[name]
+    _, expected = alone(**what)
+    rel = 2e-2 if what.get("precision") == "bf16" and world > 1 else 2e-4
+
+    ranks = launcher.train(tmp_path, world=world, **layout, **what)
+    views = heard(tmp_path)
+
+    for rank in ranks:
+        told = [[one["line"] for one in rank[how]["told"]] for how in ("bare", "watched")]
+        assert told[0] == told[1]
+        assert rank["bare"]["weights"] == rank["watched"]["weights"]
+        assert rank["bare"]["collectives"] == rank["watched"]["collectives"]
+        assert world == 1 or sum(rank["bare"]["collectives"].values()) > 10  # The positive control: they are counted.
+    assert [view.step for view in views] == [view.step for view in expected] == [1, 2, 3]
+    for at, (view, whole) in enumerate(zip(views, expected, strict=True)):
+        for kind in ("param", "wgrad"):
+            assert differences(statistics(view, kind), statistics(whole, kind), rel) == [], f"{kind} of step {view.step}"
+        truth = truth_of(ranks, at)
+        ours = statistics(view, "wgrad")
+        for tensor, (squares, _, count) in truth.items():
+            assert ours[f"{tensor}/wgrad"]["count"] == count, tensor
+            assert ours[f"{tensor}/wgrad"]["norm"] == pytest.approx(math.sqrt(squares), rel=1e-5), tensor
+        assert len(ours) == len(truth)
+        norm = math.sqrt(sum(numbers[0] for numbers in truth.values()))
+        assert gradient_norm(view) == pytest.approx(norm, rel=1e-5)
+        grad_norm = ranks[0]["watched"]["told"][at]["grad_norm"]
+        assert gradient_norm(view) == pytest.approx(grad_norm, rel=1e-2)
+        assert grad_norm > 0.5  # Megatron clipped: what was read is older than that.
