@@ -80,6 +80,7 @@ class Monitor:
         self._activity = "init"
         self._begun = False
         self._begun_steps = 0
+        self.ended_steps = 0
         self._is_seen = False
         self._scalars = Scalars()
         self._due: dict[str, int] = {}
@@ -457,6 +458,7 @@ class Monitor:
         self._begun = False
         self.boundary.close()
         self.current_step += 1
+        self.ended_steps += 1
 
     # -- where and what --------------------------------------------------------------------------------------------
 

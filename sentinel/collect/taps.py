@@ -44,7 +44,7 @@ class Recorder(Protocol):
 
     is_alive: bool
     is_paused: bool
-    current_step: int
+    ended_steps: int
     sites: Sites
 
     def before_forward(self, chunk: Chunk) -> None:
@@ -450,7 +450,7 @@ class GradientTap:
         self.chunk = chunk
         self.entry = entry
         self.micro_step = micro_step
-        self.step = chunk.recorder.current_step
+        self.step = chunk.recorder.ended_steps  # Its number may be changed while it runs.
         self.handle: RemovableHandle | None = None
         self.is_done = False
 
@@ -462,7 +462,7 @@ class GradientTap:
         try:
             if self.handle is not None:
                 self.handle.remove()
-            if self.step == recorder.current_step and not in_inference():
+            if self.step == recorder.ended_steps and not in_inference():
                 self.chunk.backward_micro_step = self.micro_step
                 if hasattr(gradient, "placements"):  # A gradient may be partial where its tensor was not.
                     recorder.sites.describe(self.entry, gradient)
