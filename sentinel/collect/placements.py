@@ -24,9 +24,15 @@ def local_of(tensor: Any) -> torch.Tensor:
 
 
 def is_async(tensor: Any) -> bool:
-    """Whether a collective still writes this tensor; it is read at its consumer."""
+    """Whether a collective still writes this tensor, or the shard in it; it is read at its consumer."""
     module = sys.modules.get("torch.distributed._functional_collectives")
-    return module is not None and isinstance(tensor, module.AsyncCollectiveTensor)
+    return module is not None and isinstance(local_of(tensor), module.AsyncCollectiveTensor)
+
+
+def arrived(tensor: Any) -> torch.Tensor:
+    """Return what this rank holds of a tensor, once the collective that writes it is done."""
+    local: Any = local_of(tensor)
+    return local_of(local.trigger_wait()) if is_async(local) else local
 
 
 def is_dtensor(tensor: Any) -> bool:

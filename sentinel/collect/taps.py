@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from sentinel.collect.inert import Inert
 from sentinel.collect.nesting import tensors_in
 from sentinel.collect.pipelining import in_inference
-from sentinel.collect.placements import is_async, local_of
+from sentinel.collect.placements import arrived, is_async, local_of
 from sentinel.collect.sites import Sites
 from sentinel.collect.structure import Border, Structure
 from sentinel.collect.tensors import Entry
@@ -222,7 +222,7 @@ class Chunk:
         left = []
         for inner, tensor, row in self._pending:
             if tensor is one or (one is None and (not module or inner.startswith(module + "."))):
-                self.recorder.sites.fill(row, local_of(tensor.trigger_wait()))  # type: ignore[attr-defined]
+                self.recorder.sites.fill(row, arrived(tensor))
             else:
                 left.append((inner, tensor, row))
         self._pending = left
@@ -466,9 +466,7 @@ class GradientTap:
                 self.chunk.backward_micro_step = self.micro_step
                 if hasattr(gradient, "placements"):  # A gradient may be partial where its tensor was not.
                     recorder.sites.describe(self.entry, gradient)
-                if is_async(gradient):
-                    gradient = gradient.trigger_wait()  # type: ignore[attr-defined]
-                recorder.sites.observe(self.entry, local_of(gradient), self.micro_step)
+                recorder.sites.observe(self.entry, arrived(gradient), self.micro_step)
                 recorder.after_backward_hook(self.chunk)
         except Exception as error:
             recorder.guard(self.entry.name, error)

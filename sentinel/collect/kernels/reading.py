@@ -43,9 +43,20 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
         raise SentinelError(f"cannot measure a meta tensor of dtype {dtype}: it holds no values")
     if dtype not in MEASURED and dtype not in CONVERTED:
         raise SentinelError(f"cannot measure a tensor of dtype {dtype}; known: real floats, integers, bool")
-    if tensor.numel() and tensor.untyped_storage().nbytes() == 0:
+    if tensor.numel() and not _has_memory(tensor):
         raise SentinelError(f"cannot measure a tensor of dtype {dtype}: its memory was freed, or is not its own")
     return tensor.detach()
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0:
+        return False
+    try:
+        # A wrapper subclass has a size and no memory of its own: reading there would end the trainer.
+        return storage.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
