@@ -102,10 +102,12 @@ class Layout:
                 if placed not in where:
                     where[placed] = self._coordinates(tensor, descriptor.place)
                 apart, sharded = where[placed]
-                known = (tensor.name, chunk.depth, map_key, tuple(chunk.offsets.items()))
+                # The chunk itself has the name of what its tensor is to the whole model.
+                kind = tensor.kind if not tensor.name or tensor.name.startswith(":") else ""
+                known = (tensor.name, kind, chunk.depth, map_key, tuple(chunk.offsets.items()))
                 name = known_names.get(known)
                 if name is None:
-                    name = self.names.of(tensor.name, chunk.depth, descriptor.name_map, chunk.offsets)
+                    name = self.names.of(tensor.name, chunk.depth, descriptor.name_map, chunk.offsets, kind)
                     known_names[known] = name
                 at = keys.setdefault((name, tensor.kind, apart), len(drafts))
                 if at == len(drafts):
@@ -199,8 +201,8 @@ class Layout:
         apart: tuple[tuple[str, int], ...],
         at: int,
     ) -> dict[str, object]:
-        def full(local: str) -> str:
-            return self.names.of(local, chunk.depth, descriptor.name_map, chunk.offsets)
+        def full(local: str, kind: str = "") -> str:
+            return self.names.of(local, chunk.depth, descriptor.name_map, chunk.offsets, kind)
 
         segment = segment_of(tensor, chunk)
         if segment in ("stem", "head"):
@@ -218,8 +220,8 @@ class Layout:
             "pp_stage": descriptor.place.pp_rank,
             "vpp_stage": chunk.vpp_stage,
             "place": dict(apart),
-            "consumers": tuple(full(one) for one in tensor.consumers),
-            "also": tuple(full(one) for one in tensor.also),
+            "consumers": tuple(full(one, tensor.kind) for one in tensor.consumers),
+            "also": tuple(full(one, tensor.kind) for one in tensor.also),
             "segment": segment,
             "border": tensor.border,
             "border_index": tensor.border_index,
@@ -285,6 +287,9 @@ class RankStep(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     """Seconds since the epoch, by the rank's clock, of its last frame of the step."""
     health: tuple[Health, ...] = ()
+    life: bytes = b""
+    ended_mono_s: float = 0.0
+    """Seconds by the rank's monotonic clock at which it ended the step: compares within its life."""
 
 
 def _joined(rows: Sequence[npt.NDArray[np.void]]) -> npt.NDArray[np.void]:

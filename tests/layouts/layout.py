@@ -57,15 +57,18 @@ class Result:
     health: list[str]
 
 
-def train(folder: Path, build: Build, world: int, *, config: Mapping[str, Any] | None = None) -> list[Result]:
-    """Train NUM_STEPS steps with `world` processes; config None: without Sentinel. Returns what each rank says."""
+def train(
+    folder: Path, build: Build, world: int, *, config: Mapping[str, Any] | None = None, num_steps: int = NUM_STEPS
+) -> list[Result]:
+    """Train with `world` processes; config None: without Sentinel. Returns what each rank says."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     settings = dict(config) if config is not None else None
     ranks = [
-        _context.Process(target=_rank, args=(rank, world, port, str(folder), build, settings)) for rank in range(world)
+        _context.Process(target=_rank, args=(rank, world, port, str(folder), build, settings, num_steps))
+        for rank in range(world)
     ]
     for process in ranks:
         process.start()
@@ -81,7 +84,9 @@ def train(folder: Path, build: Build, world: int, *, config: Mapping[str, Any] |
     return [Result(**json.loads((folder / f"result-{rank}.json").read_text())) for rank in range(world)]
 
 
-def _rank(rank: int, world: int, port: int, folder: str, build: Build, config: dict[str, Any] | None) -> None:
+def _rank(
+    rank: int, world: int, port: int, folder: str, build: Build, config: dict[str, Any] | None, num_steps: int
+) -> None:
     try:
         os.environ.update(SENTINEL_DIR=folder, SENTINEL_RUN="run", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         torch.set_num_threads(1)
@@ -94,7 +99,7 @@ def _rank(rank: int, world: int, port: int, folder: str, build: Build, config: d
             attach = trainer.attach or sentinel.attach
             monitor = attach(trainer.models if len(trainer.models) > 1 else trainer.models[0], trainer.optimizer, config)
         losses, norms = [], []
-        for step in range(NUM_STEPS):
+        for step in range(num_steps):
             loss, norm = trainer.train_step(step)
             losses.append(float(loss))
             norms.append(float(norm))

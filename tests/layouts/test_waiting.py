@@ -1,0 +1,54 @@
+"""Who arrives last at the collectives: every step is equally long, and only the slow rank does not wait."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from .builds import ddp, fsdp2, pipeline
+from .layout import Trainer, heard, train
+
+SLOW, SLEEP_S = 1, 0.25
+
+
+
+
+def with_straggler(build: Any) -> Trainer:
+    trainer: Trainer = build()
+    if dist.get_rank() == SLOW:
+        inner = trainer.train_step
+
+        def train_step(step: int) -> Any:
+            hooks = [
+                next(iter(model.modules())).register_forward_pre_hook(lambda module, args: time.sleep(SLEEP_S))
+                for model in trainer.models
+            ]
+            result = inner(step)
+            for hook in hooks:
+                hook.remove()
+            return result
+
+        trainer.train_step = train_step
+    return trainer
+
+
+@pytest.mark.parametrize(("build", "world"), [(ddp, 3), (fsdp2, 3), (partial(pipeline, "ScheduleGPipe", micro=2), 2)])
+def test_only_the_slow_rank_does_not_wait(build: Any, world: int, tmp_path: Path) -> None:
+    train(tmp_path, partial(with_straggler, build), world, config={"kinds": ["param"]}, num_steps=5)
+
+    views = heard(tmp_path)
+
+    assert len(views) == 5
+    for view in views[2:4]:  # DDP orders its buckets anew, and waits, between the first two; the last step has no next one
+        ends = {part.rank: part.end_step for part in view.parts}
+        busy = {rank: end.step_time_s - end.wait_s for rank, end in ends.items()}
+        assert max(busy, key=lambda rank: busy[rank]) == SLOW
+        assert busy[SLOW] > 0.9 * SLEEP_S
+        for rank, end in ends.items():
+            if rank != SLOW:
+                assert end.wait_s > 0.5 * SLEEP_S, (view.step, rank, end)
