@@ -12,6 +12,7 @@ import msgspec
 
 from sentinel.daemon.http import Unavailable, UnknownRun
 from sentinel.daemon.packs import RulePacks
+from sentinel.daemon.series_api import SeriesDesk, SeriesRequest
 from sentinel.daemon.serving import ServedRun
 from sentinel.errors import StoreError
 from sentinel.report.metrics import MetricsCollector, MetricsSnapshot
@@ -38,6 +39,7 @@ class ServedConsole:
         self._started = time.time()
         self._reload_done = threading.Event()
         self._collector = MetricsCollector(self._snapshot)
+        self._series = SeriesDesk()
 
     # Called by the loop.
 
@@ -104,13 +106,9 @@ class ServedConsole:
                     found.append(body)
         return found[:limit]
 
-    def series(self, run: str | None, name: str | None, *, limit: int) -> list[dict[str, Any]]:
-        """Return recent values of scalars."""
-        return [
-            {"run": one.name, "name": scalar, "points": points[-limit:] if limit else []}
-            for one in self._chosen(run)
-            for scalar, points in one.recent_scalars(name)
-        ]
+    def series(self, request: SeriesRequest) -> dict[str, Any]:
+        """Return values of tensors, groups of them or scalars: see `SeriesDesk`."""
+        return self._series.answer(self._chosen(request.run), request)
 
     def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:
         """Return the newest entries of the audit, newest first."""

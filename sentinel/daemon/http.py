@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from sentinel.daemon.series_api import Busy, SeriesRequest
 from sentinel.daemon.tokens import Scope, Tokens
 from sentinel.errors import ConfigError, SentinelError
 
@@ -71,8 +72,11 @@ class Console(Protocol):
         """Return the newest revision of each incident as lines of JSON, the last changed first."""
         ...
 
-    def series(self, run: str | None, name: str | None, *, limit: int) -> list[dict[str, Any]]:
-        """Return recent values of scalars: [{"run", "name", "points": [[attempt, step, value], ...]}]."""
+    def series(self, request: SeriesRequest) -> dict[str, Any]:
+        """Return {"series": [{"run", "name", "kind", "statistic", "points": [[attempt, step, value], ...]}, ...], ...}.
+
+        The one method that may take seconds, when steps are asked for that only the spool has; Busy when it cannot now.
+        """
         ...
 
     def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:
@@ -215,7 +219,7 @@ def make_app(console: Console, gate: Gate) -> Starlette:
                 return await run_in_threadpool(answer, request)
             except UnknownRun as error:
                 return problem(404, str(error))
-            except Unavailable as error:
+            except (Unavailable, Busy) as error:
                 return problem(503, str(error))
             except (SentinelError, msgspec.DecodeError, ValueError) as error:
                 return problem(400, str(error))
@@ -280,9 +284,7 @@ def make_app(console: Console, gate: Gate) -> Starlette:
         return lines("incidents", found)
 
     def series(request: Request) -> Response:
-        query = request.query_params
-        limit = number(request, "limit", 1000, 100 * MAX_ITEMS) or 0
-        return plain({"series": console.series(query.get("run"), query.get("name"), limit=limit)})
+        return plain(console.series(SeriesRequest.parse(request.query_params.multi_items())))
 
     def audit(request: Request) -> Response:
         limit = number(request, "limit", 100, MAX_ITEMS) or 0

@@ -82,6 +82,8 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
 class MergedStep:
     """What is kept of a judged step: the merged moments of the tensors that were there."""
 
+    seq: int
+    """Of the decision that closed it; 0: none."""
     attempt: int
     step: int
     time: float
@@ -101,8 +103,9 @@ class MergedStep:
         index = np.flatnonzero(view.present).astype(np.int32)
         whole = None if len(view.parts) == len(view.places) and not _unended(view) else view.is_whole
         scalars = {name: one.mean for name, one in view.scalars.items()}
+        seq = view.decision.seq if view.decision is not None else 0
         return cls(
-            view.attempt, view.step, view.time, view.is_skipped, view.layout, index, view.stats[index], whole, scalars
+            seq, view.attempt, view.step, view.time, view.is_skipped, view.layout, index, view.stats[index], whole, scalars
         )
 
     @property
@@ -126,7 +129,10 @@ def _unended(view: StepView) -> bool:
 class Points:
     """One step of the series of a query: those that it has."""
 
-    step: MergedStep
+    attempt: int
+    step: int
+    time: float
+    is_skipped: bool
     series: list[Series]
     num_tensors: npt.NDArray[np.int64]
     """[series] tensors that were merged."""
@@ -206,7 +212,9 @@ class Picked:
             for name, column in values.items():
                 logged = list(found.values()) if name == VALUE else [np.nan] * len(found)
                 values[name] = np.concatenate([column, np.array(logged, np.float64)])
-        return Points(step, series, num_tensors, num_elements, whole, values)
+        return Points(
+            step.attempt, step.step, step.time, step.is_skipped, series, num_tensors, num_elements, whole, values
+        )
 
 
 class Picker:
@@ -227,20 +235,21 @@ class Picker:
         for known in self._picked:
             if known.layout is layout:
                 if SCALAR in self.query.kinds:
-                    self._see(set(scalars) - self.names)
+                    self.saw(set(scalars) - self.names)
                 return known
         picked = Picked(self.query, layout)
         self._picked = [*self._picked[-(RECENT_LAYOUTS - 1) :], picked]
         fresh = {name for one in layout.tensors if one.kind in self.query.kinds for name in (one.name, *one.also)}
         if SCALAR in self.query.kinds:
             fresh.update(scalars)
-        self._see(fresh - self.names)
+        self.saw(fresh - self.names)
         for group in picked.groups.groups if picked.groups is not None else ():
             if group.num_excluded:
                 self.excluded[group.name] = (group.num_excluded, len(group.members) > 0)
         return picked
 
-    def _see(self, names: set[str]) -> None:
+    def saw(self, names: set[str]) -> None:
+        """Remember that there are these names."""
         self.names |= names
         for glob in self.query.globs:
             if glob not in self.met and any(matches(glob, name) for name in names):
@@ -302,10 +311,9 @@ def newest_attempts(steps: Iterable[tuple[int, int]]) -> dict[int, int]:
 
 def rows_of(points: Points, statistics: Sequence[str]) -> Iterator[tuple[object, ...]]:
     """Yield one row a series, of the columns `COLUMNS` and the statistics."""
-    step = points.step
     for at, one in enumerate(points.series):
         yield (
-            step.attempt, step.step, step.time, step.is_skipped, one.kind, one.name, one.place,
+            points.attempt, points.step, points.time, points.is_skipped, one.kind, one.name, one.place,
             int(points.num_tensors[at]), one.num_excluded, int(points.num_elements[at]), bool(points.is_whole[at]),
             *(float(points.values[name][at]) for name in statistics),
         )  # fmt: skip

@@ -27,6 +27,7 @@ from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.gauges import RunGauges
 from sentinel.daemon.judge import Judge, Verdict
 from sentinel.daemon.packs import RulePacks, decode_pack, encode_pack
+from sentinel.daemon.series import RecentSteps
 from sentinel.errors import SentinelError, StoreError
 from sentinel.ingest.decision import Decision
 from sentinel.ingest.follow import Life, Position, Record, RunFollower
@@ -80,6 +81,8 @@ class ServedRun:
         """Alerts were committed since the loop last looked."""
         self.last_heard = time.time()
         """Seconds since the epoch when the spool last brought something."""
+        self.recent = RecentSteps()
+        """The newest judged steps, for whoever asks for series."""
         self._config = config
         self._packs = packs
         self._routes = config.notify.routes()
@@ -331,6 +334,7 @@ class ServedRun:
             verdict = self._court.judge(decision, view)
             is_new = decision.seq > self._judged
             self._gauges.take_step(decision, view, verdict.anomalies, is_new=is_new)
+            self.recent.add(view)
             if is_new:
                 if commit is None:
                     commit, first = Commit(judged=decision.seq), decision.seq

@@ -13,6 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from sentinel.daemon.http import Gate, HttpConfig, HttpServer, UnknownRun, make_app
+from sentinel.daemon.series_api import Busy, SeriesRequest
 from sentinel.daemon.tokens import Scope, Tokens, load_tokens
 from sentinel.errors import ConfigError, StoreError
 
@@ -26,6 +27,7 @@ class FakeConsole:
 
     def __init__(self) -> None:
         self.orders: list[tuple[str, str, dict[str, Any]]] = []
+        self.requests: list[SeriesRequest] = []
         self.status = "ok"
         self.outcome = "ok"
 
@@ -47,8 +49,12 @@ class FakeConsole:
         incident = {"id": "i1", "severity": 'critical"onload=', "title": "<img src=x onerror=alert(1)>", "ranks": [0]}
         return [json.dumps(incident).encode()]
 
-    def series(self, run: str | None, name: str | None, *, limit: int) -> list[dict[str, Any]]:
-        return [{"run": "a", "name": "loss", "points": [[0, 1, float("nan")]]}]
+    def series(self, request: SeriesRequest) -> dict[str, Any]:
+        self._known(request.run)
+        self.requests.append(request)
+        if request.query.names == ("busy",):
+            raise Busy("the spool is being read")
+        return {"series": [{"run": "a", "name": "loss", "points": [[0, 1, float("nan")]]}], "truncated": False}
 
     def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:
         return []
@@ -317,3 +323,13 @@ def test_broken_token_files_are_refused(tmp_path: Path) -> None:
     path.symlink_to("/etc/passwd")
     with pytest.raises(ConfigError):
         load_tokens(tmp_path)
+
+
+def test_a_request_for_series_that_cannot_be_answered_now_says_try_again(console: FakeConsole) -> None:
+    client = client_of(console)
+
+    assert client.get("/api/v1/series?name=loss").json()["series"][0]["points"] == [[0, 1, None]]
+    busy = client.get("/api/v1/series?name=busy")
+    assert busy.status_code == 503
+    assert busy.json() == {"error": "the spool is being read"}
+    assert [one.query.names for one in console.requests] == [("loss",), ("busy",)]
