@@ -37,18 +37,18 @@ class ConfigFile:
         self._since = 0.0
 
     def look(self, mono: float) -> Reading | None:
-        """Return the newest text that stood still, None until there is one. mono: seconds, a clock that never jumps.
+        """Return the file's text if it stands still; None while it is being written, or away.
 
-        While the file is away, or being written, that is the text from before.
+        mono: seconds, a clock that never jumps.
         """
         try:
             text, mark = self._read()
         except OSError as error:
             self.problem, self._candidate = f"{self.path}: cannot be read: {error.strerror or error}", None
-            return self._reading
+            return None
         except ConfigError as error:
             self.problem, self._candidate = str(error), None
-            return self._reading
+            return None
         self.problem = ""
         text_hash = hash_of(text)
         if self._reading is not None and self._reading.text_hash == text_hash:
@@ -57,9 +57,10 @@ class ConfigFile:
         candidate = (text_hash, *mark)
         if candidate != self._candidate:
             self._candidate, self._since = candidate, mono
-        elif mono - self._since >= STABLE_S:
-            self._candidate = None
-            self._reading = self._understand(text, text_hash)
+        if mono - self._since < STABLE_S:
+            return None
+        self._candidate = None
+        self._reading = self._understand(text, text_hash)
         return self._reading
 
     def _understand(self, text: bytes, text_hash: str) -> Reading:

@@ -201,9 +201,9 @@ def is_blank(text: bytes) -> bool:
 def refuse_fixed(text: bytes, name: str, in_force: Mapping[str, Any]) -> None:
     """Raise ConfigError when the text changes a key that is read once.
 
-    in_force: plain values of the config in force (`msgspec.to_builtins`).
+    in_force: plain values of the config in force (`as_told`).
     """
-    wanted, tree = msgspec.to_builtins(parse_config(text, name)), _parse(text, name)
+    wanted, tree = as_told(parse_config(text, name)), _parse(text, name)
     changed = [key for key in FIXED if key in in_force and wanted[key] != in_force[key]]
     if changed:
         words = "; ".join(
@@ -212,6 +212,12 @@ def refuse_fixed(text: bytes, name: str, in_force: Mapping[str, Any]) -> None:
             for key in changed
         )
         raise ConfigError(f"{words}; put it back, or restart the trainer; may change: {', '.join(MAY_CHANGE)}")
+
+
+def as_told(config: Measurement) -> dict[str, Any]:
+    """Return every key as a plain value of JSON: what travels, and what is compared with what has travelled."""
+    told: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))
+    return told
 
 
 def measurement_of(settings: Mapping[str, Any]) -> Measurement:

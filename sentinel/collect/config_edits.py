@@ -6,14 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 
-import msgspec
-
 from sentinel.collect.orders import FROM_FILE, Obeying, Orders
 from sentinel.command import ChangeConfig
 from sentinel.config_file import ConfigFile, Reading
 from sentinel.errors import ConfigError
 from sentinel.messages import Ack
-from sentinel.monitor_config import ConfigSource, refuse_fixed
+from sentinel.monitor_config import ConfigSource, as_told, refuse_fixed
 
 LOOK_S = 0.5
 """Pause between two looks at the file (chosen: an edit is stable after one more, and a step to name lies further off)."""
@@ -74,7 +72,7 @@ class ConfigEdits:
         try:
             if reading.config is None:
                 raise ConfigError(reading.problem)
-            refuse_fixed(reading.text, self._source.path, msgspec.to_builtins(self._source.config))
+            refuse_fixed(reading.text, self._source.path, as_told(self._source.config))
         except ConfigError as error:
             self._say("config_broken", f"the former config stays in force: {error}")
             return
@@ -89,7 +87,7 @@ class ConfigEdits:
                 id=FROM_FILE + reading.text_hash,
                 seq=0,
                 at_step=at_step,
-                settings=msgspec.to_builtins(reading.config.measurement),
+                settings=as_told(reading.config.measurement),
                 path=self._source.path,
                 text_hash=reading.text_hash,
                 reason="read in the file itself",

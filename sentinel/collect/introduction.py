@@ -17,7 +17,7 @@ from sentinel.collect.taps import Chunk
 from sentinel.collect.tensors import TensorTable
 from sentinel.collect.topology import Topology
 from sentinel.messages import ChunkInfo, Descriptor
-from sentinel.monitor_config import ConfigSource
+from sentinel.monitor_config import ConfigSource, as_told
 from sentinel.place import Place, depth
 from sentinel.record import ROW_DTYPE
 from sentinel.version import VERSION
@@ -91,7 +91,7 @@ class Introduction:
             name_map={**{name: one for chunk in chunks for name, one in chunk.tied.items()}, **config.name_map},
             config_path=self._source.path,
             config_hash=plan.text_hash,
-            settings={**msgspec.to_builtins(config), **msgspec.to_builtins(plan.measurement)},
+            settings={**as_told(config), **as_told(plan.measurement)},
         )
 
 

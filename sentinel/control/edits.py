@@ -18,7 +18,7 @@ from sentinel.config_file import ConfigFile, Reading
 from sentinel.control.commands import CommandDesk, CommandStatus
 from sentinel.control.policy import MAX_LATENCY_S, ControlConfig, first_step
 from sentinel.errors import ConfigError
-from sentinel.monitor_config import Measurement, refuse_fixed
+from sentinel.monitor_config import Measurement, as_told, refuse_fixed
 
 log = logging.getLogger("sentinel.control")
 
@@ -227,7 +227,7 @@ class EditDesk:
             most = self._config.max_edits_per_hour
             self.state.problem = f"{self.state.path}: {most} edits in the last hour; the newest one waits"
             return
-        wanted = msgspec.to_builtins(reading.config.measurement)
+        wanted = as_told(reading.config.measurement)
         settings = next(iter(in_use.values())).settings
         changed = tuple(key for key in Measurement.__struct_fields__ if wanted[key] != settings.get(key))
         at_step = max(first_step(newest_step, step_time_s, self._latency_s), reading.config.at_step or 0)

@@ -15,7 +15,7 @@ from sentinel.control.commands import CommandDesk
 from sentinel.control.edits import MAX_TRIES, ConfigInUse, EditDesk
 from sentinel.control.policy import ControlConfig
 from sentinel.messages import Ack
-from sentinel.monitor_config import ConfigSource, read_source
+from sentinel.monitor_config import ConfigSource, as_told, read_source
 from sentinel.place import Place
 from sentinel.record import Kind
 from sentinel.wire.control import ControlFolder
@@ -41,7 +41,7 @@ class Rank:
         return ConfigInUse(
             path=self.source.path,
             text_hash=self.plan.text_hash,
-            settings={**msgspec.to_builtins(self.source.config), **msgspec.to_builtins(self.plan.measurement)},
+            settings={**as_told(self.source.config), **as_told(self.plan.measurement)},
             host="here",
             ended=self.current_step - 1,
         )
@@ -220,7 +220,7 @@ def test_a_torn_edit_counts_when_it_stands_still(tmp_path: Path) -> None:
     run.train(30)
 
     [command] = run.commands()
-    assert command["settings"]["kinds"] == ("param", "activation", "wgrad")
+    assert command["settings"]["kinds"] == ["param", "activation", "wgrad"]
     assert run.edits.counts["broken"] == 0
 
 
@@ -306,6 +306,17 @@ def test_a_restarted_trainer_reads_the_file_itself(tmp_path: Path) -> None:
     assert [list(rank.collected) for rank in run.ranks] == [["activation"]] * 4
     # The command of the former attempt named a step that comes again; it is not obeyed again.
     assert all(rank.plan.num_collected == 100 for rank in run.ranks)
+
+
+def test_what_the_file_said_before_the_trainer_was_restarted_is_no_edit(tmp_path: Path) -> None:
+    run = Run(tmp_path, "kinds: [param]\n")
+    run.train(10)
+    run.file.write_text("kinds: [activation]\n")  # Edited while nobody trains; the daemon last read another text.
+    run.start(step=5)
+    run.train(50)
+
+    assert run.commands() == []
+    assert [list(rank.collected) for rank in run.ranks] == [["activation"]] * 4
 
 
 def test_a_restarted_daemon_neither_loses_nor_repeats_an_edit(tmp_path: Path) -> None:
