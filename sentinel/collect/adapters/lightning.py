@@ -190,13 +190,15 @@ class LightningCallback(_Callback):
             return
         if not has_stepped:
             monitor.gradients_ready()
-        if self._losses:
-            total = self._losses[0] if len(self._losses) == 1 else torch.stack(self._losses).sum()
-            # In automatic optimisation Lightning has divided each batch's loss by their number.
-            monitor.log(loss=total if is_automatic else total / len(self._losses))
-        monitor.log(**followed(trainer))
-        monitor.step(is_skipped=not has_stepped or (is_automatic and not self._had_backward))
-        self._begin()
+        try:
+            if self._losses:
+                total = self._losses[0] if len(self._losses) == 1 else torch.stack(self._losses).sum()
+                # In automatic optimisation Lightning has divided each batch's loss by their number.
+                monitor.log(loss=total if is_automatic else total / len(self._losses))
+            monitor.log(**followed(trainer))
+        finally:
+            monitor.step(is_skipped=not has_stepped or (is_automatic and not self._had_backward))
+            self._begin()
 
     def _goes_on(self, trainer: Any, is_automatic: bool, has_stepped: bool) -> bool:
         if is_automatic:

@@ -133,15 +133,20 @@ class OlmoCoreCallback(Callback):
         monitor = self._monitor
         if not isinstance(monitor, Monitor) or not monitor.is_alive:
             return
-        trainer = self.trainer
-        # Tensors as they were recorded, on the rank's device: nothing waits for their values here.
-        lr = trainer.get_metric(LR_METRIC)
-        monitor.log(
-            loss=trainer.get_metric(TRAIN_CE_LOSS_METRIC),
-            grad_norm=trainer.get_metric(OPTIM_GRAD_NORM_METRIC),
-            lr=self._learning_rate() if lr is None else lr,
-        )
-        monitor.step(is_skipped=trainer.get_metric(SKIPPED_METRIC) if self._has_trained else True)
+        is_skipped: Any = None if self._has_trained else True
+        try:
+            # Tensors as they were recorded, on the rank's device: nothing waits for their values here.
+            recorded = self.trainer.get_metric
+            if self._has_trained:
+                is_skipped = recorded(SKIPPED_METRIC)
+            lr = recorded(LR_METRIC)
+            monitor.log(
+                loss=recorded(TRAIN_CE_LOSS_METRIC),
+                grad_norm=recorded(OPTIM_GRAD_NORM_METRIC),
+                lr=self._learning_rate() if lr is None else lr,
+            )
+        finally:
+            monitor.step(is_skipped=is_skipped)
 
     def _learning_rate(self) -> Any:
         module = self.trainer.train_module
