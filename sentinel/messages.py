@@ -151,6 +151,10 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     module: str = ""
     phase: str = ""
     """forward, backward, optimizer, or empty."""
+    micro_step: int = -1
+    """Of the observation made last; -1: none, or not known."""
+    is_waiting: int = -1
+    """1: the host is inside a collective just now, 0: it is not, -1: not known."""
 
 
 class Bye(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,6 @@ from sentinel.anomaly import Anomaly, Incident
 from sentinel.report.metrics import NormAggregate, RunMetrics
 
 if TYPE_CHECKING:
-    from sentinel.ingest.decision import Decision
     from sentinel.ingest.merge import Layout, StepView
 
 RECENT_POINTS = 2000
@@ -36,14 +35,15 @@ class RunGauges:
         self._groups: dict[tuple[int, str], np.ndarray] = {}
         self._recent: dict[str, deque[tuple[int, int, float]]] = {}
 
-    def take_step(self, decision: Decision, view: StepView, anomalies: Iterable[Anomaly], *, is_new: bool) -> None:
+    def take_step(self, view: StepView, anomalies: Iterable[Anomaly], *, is_new: bool) -> None:
         """Count one judged step. is_new: false for a step judged again after a restart, which shows but does not count."""
+        missing = view.decision.missing if view.decision is not None else {}
         metrics = self.metrics
         metrics.attempt, metrics.judged_step = view.attempt, view.step
         self._take_scalars(view)
         num_compared, num_weights = view.layout.num_weights_compared
         metrics.weights = {"compared": num_compared, "unchecked": num_weights - num_compared}
-        self.late = tuple(rank for rank, why in decision.missing.items() if why == "late")
+        self.late = tuple(rank for rank, why in missing.items() if why == "late")
         if not is_new:
             return
         self._take_bad(view)
@@ -52,7 +52,7 @@ class RunGauges:
         if view.step_time_s > 0:
             former = metrics.step_time_s
             metrics.step_time_s = view.step_time_s if former is None else 0.8 * former + 0.2 * view.step_time_s
-        if decision.missing:
+        if missing:
             metrics.num_steps_late += 1
         for part in view.parts:
             if part.end_step is not None:
@@ -60,14 +60,17 @@ class RunGauges:
                 metrics.num_rows_folded += part.end_step.num_folded_rows
         for _, health in view.health:
             self._health[health.code] += health.count
-        scores = []
+        scores = [one.score for one in anomalies if one.score is not None]
+        metrics.top_scores = tuple(sorted(scores, reverse=True)[:16])
+        metrics.health = dict(self._health)
+        self.take_anomalies(anomalies)
+
+    def take_anomalies(self, anomalies: Iterable[Anomaly]) -> None:
+        """Count onsets."""
         for one in anomalies:
             if one.event == "onset":
                 self._anomalies[one.rule, one.severity.value] += 1
-            if one.score is not None:
-                scores.append(one.score)
-        metrics.top_scores = tuple(sorted(scores, reverse=True)[:16])
-        metrics.anomalies, metrics.health = dict(self._anomalies), dict(self._health)
+        self.metrics.anomalies = dict(self._anomalies)
 
     def _take_scalars(self, view: StepView) -> None:
         self.metrics.scalars = {

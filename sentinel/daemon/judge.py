@@ -17,7 +17,7 @@ from sentinel.order.incidents import IncidentConfig, IncidentTracker
 from sentinel.rules.engine import Engine
 
 if TYPE_CHECKING:
-    from sentinel.ingest.decision import Decision
+    from sentinel.ingest.decision import Decision, RankFacts, Tick
     from sentinel.ingest.merge import StepView
     from sentinel.rules.schema import Pack
 
@@ -63,7 +63,7 @@ class Judge:
         self._tracker.config = _incident_config(pack)
         self._actions = {rule.name: rule.actions for rule in pack.rules}
 
-    def judge(self, decision: Decision, view: StepView) -> Verdict:
+    def judge(self, decision: Decision | None, view: StepView) -> Verdict:
         """Return the verdict on one closed step. Anomaly.time is the record's."""
         found = sorted(self._engine.judge(view), key=sort_key)
         kept = truncate(found, self._max_anomalies)
@@ -84,6 +84,16 @@ class Judge:
             incidents=tuple(incidents),
             proposal=propose(kept, self._actions, view.places, causes),
         )
+
+    def has_news(self, ranks: Sequence[RankFacts], now: float) -> bool:
+        """Return whether a tick of these facts would bring anything; changes nothing."""
+        return self._engine.has_news(ranks, now)
+
+    def judge_tick(self, tick: Tick) -> Verdict:
+        """Return the verdict on one moment: who is stale, and who no longer is."""
+        found = sorted(self._engine.judge_tick(tick), key=sort_key)
+        incidents = self._tracker.update(max(tick.step, 0), found, attempt=tick.attempt, time=tick.time)
+        return Verdict(anomalies=tuple(found), incidents=tuple(incidents))
 
     def snapshot(self) -> bytes:
         """Return the whole state; `restore` takes it back exactly."""

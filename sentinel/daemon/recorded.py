@@ -6,9 +6,7 @@ import time
 from collections.abc import Iterator
 from types import TracebackType
 
-import msgspec
-
-from sentinel.ingest.decision import Decision
+from sentinel.ingest.decision import Decision, Tick, decode_decision
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.merge import StepView
 from sentinel.ingest.steps import StepAssembler
@@ -56,26 +54,34 @@ def recorded_views(
 ) -> Iterator[tuple[StepView, Decision]]:
     """Yield the steps of a run: those that the journal decided as it says, then those that nobody has decided.
 
-    recompute: decide all anew. pause_s: sleeps so long after each look at the spool, so that a daemon's own thread comes
-    first. A run without a journal is decided anew too.
+    recompute, pause_s: as of `recorded`.
+    """
+    for one in recorded(paths, journal, recompute=recompute, pause_s=pause_s):
+        if not isinstance(one, Tick):
+            assert one.decision is not None
+            yield one, one.decision
+
+
+def recorded(
+    paths: RunPaths, journal: Journal | None, *, recompute: bool = False, pause_s: float = 0.0
+) -> Iterator[StepView | Tick]:
+    """Yield the steps of a run, and between them the moments at which ranks were found stale, in the order of decision.
+
+    recompute: decide all anew; nobody is late or stale then. pause_s: sleeps so long after each look at the spool, so that
+    a daemon's own thread comes first. A run without a journal is decided anew too.
     """
     follower = RunFollower(paths.run_dir)
     # Nobody is late in a recording that is read as fast as the disk allows: only what never came is missing.
     assembler = StepAssembler(paths.name, on_decision=lambda decision: None, late_after_steps=0, late_after_s=0.0)
     if journal is not None and not recompute:
-        decode = msgspec.msgpack.Decoder(Decision).decode
-        assembler.replay_decisions(decode(body) for _, kind, body in journal.decisions() if kind == STEP)
+        assembler.replay_decisions(decode_decision(kind, body) for _, kind, body in journal.decisions())
     elif journal is not None:
         for _, kind, body in journal.decisions(after=journal.last_seq - 1):
-            if kind == STEP:
-                assembler.pack_hash = msgspec.msgpack.decode(body, type=Decision).pack_hash
+            assembler.pack_hash = decode_decision(kind, body).pack_hash
     while True:
         records = follower.poll(final=True)
         assembler.take(records, time.monotonic())
-        views = assembler.close(time.monotonic(), follower.behind) if records else assembler.finish(time.monotonic())
-        for view in views:
-            assert view.decision is not None
-            yield view, view.decision
+        yield from assembler.close(time.monotonic(), follower.behind) if records else assembler.finish(time.monotonic())
         if not records:
             return
         if pause_s:

@@ -10,8 +10,10 @@ import msgspec
 from sentinel.daemon.config import JudgingConfig
 from sentinel.daemon.judge import Judge
 from sentinel.daemon.packs import decode_pack
-from sentinel.daemon.recorded import recorded_views
+from sentinel.daemon.recorded import recorded
 from sentinel.errors import StoreError
+from sentinel.ingest.decision import Tick
+from sentinel.ingest.merge import StepView
 from sentinel.report.files import AppendLog, anomaly_line, json_line
 from sentinel.rules.schema import Pack
 from sentinel.store.journal import Journal
@@ -42,7 +44,7 @@ def replay(
     """Judge the run at `paths` again and write `anomalies/` and `incidents.jsonl` under `out`.
 
     pack: judge by these rules; None: by those that the journal names for each step.
-    recompute: decide anew which rows make a step, as if all ranks had been read at leisure; nobody is late then.
+    recompute: decide anew which rows make a step, as if all ranks had been read at leisure; nobody is late or stale then.
     StoreError when there is no journal and `recompute` is off, or `out` holds a replay already.
     """
     judging = judging or JudgingConfig()
@@ -55,7 +57,9 @@ def replay(
         judge: Judge | None = None
         judged_by = ""
         until = journal.last_seq if journal is not None else 0
-        for view, decision in recorded_views(paths, journal, recompute=recompute):
+        for one in recorded(paths, journal, recompute=recompute):
+            decision = one if isinstance(one, Tick) else one.decision
+            assert decision is not None
             if not recompute and decision.seq > until:
                 break
             wanted = decision.pack_hash if pack is None else "given"
@@ -66,15 +70,14 @@ def replay(
                 else:
                     judge.reload(rules)
                 judged_by = wanted
-            verdict = judge.judge(decision, view)
-            anomalies.append(anomaly_line(one) for one in verdict.anomalies)
-            incidents.append(json_line(one) for one in verdict.incidents)
-            result.num_steps += 1
+            verdict = judge.judge_tick(one) if isinstance(one, Tick) else judge.judge(one.decision, one)
+            anomalies.append(anomaly_line(anomaly) for anomaly in verdict.anomalies)
+            incidents.append(json_line(incident) for incident in verdict.incidents)
             result.num_anomalies += len(verdict.anomalies)
             result.num_revisions += len(verdict.incidents)
-            result.num_incomplete += any(
-                len(part.rows) < one.num_rows for one in decision.ranks for part in view.parts if part.rank == one.rank
-            ) or len(view.parts) < len(decision.ranks)
+            if not isinstance(one, Tick):
+                result.num_steps += 1
+                result.num_incomplete += _is_incomplete(one)
         for lines, table in ((anomalies, "anomalies"), (incidents, "incidents")):
             lines.close()
             if journal is not None and result.first_difference is None:
@@ -85,6 +88,12 @@ def replay(
         if journal is not None:
             journal.close()
     return result
+
+
+def _is_incomplete(view: StepView) -> bool:
+    ranks = view.decision.ranks if view.decision is not None else ()
+    num_rows = {part.rank: len(part.rows) for part in view.parts}
+    return any(num_rows.get(one.rank, -1) < one.num_rows for one in ranks)
 
 
 def _pack(journal: Journal | None, pack_hash: str) -> Pack:

@@ -29,8 +29,9 @@ from sentinel.daemon.judge import Judge, Verdict
 from sentinel.daemon.packs import RulePacks, decode_pack, encode_pack
 from sentinel.daemon.series import RecentSteps
 from sentinel.errors import SentinelError, StoreError
-from sentinel.ingest.decision import Decision
+from sentinel.ingest.decision import Tick, decode_decision, encode_decision
 from sentinel.ingest.follow import Life, Position, Record, RunFollower
+from sentinel.ingest.liveness import LivenessTracker
 from sentinel.ingest.merge import StepView
 from sentinel.ingest.steps import StepAssembler, snapshot_positions
 from sentinel.messages import Ack
@@ -49,15 +50,15 @@ STEPS_PER_COMMIT = 64
 """Most steps judged between two commits: while catching up, the first alert must not wait for the last step."""
 LIVE_S = 30.0
 """A life that was silent for so long is not waited for when a command goes out."""
+WATCH_S = 0.25
+"""Least seconds between two looks at who lives."""
 DESK_S = 0.05
 """The command folder is looked at so often when nothing else calls for it."""
 SNAPSHOT_SHARE = 0.05
 """Most of the time that snapshots may take."""
 
 _SNAPSHOT_VERSION = 1
-_STEP = "step"
 _INCIDENT = msgspec.json.Decoder(Incident)
-_DECISION = msgspec.msgpack.Decoder(Decision)
 
 
 class _Snapshot(msgspec.Struct, kw_only=True):
@@ -87,7 +88,7 @@ class ServedRun:
         self._packs = packs
         self._routes = config.notify.routes()
         self._problems: dict[str, str] = {}
-        self._desk_due = 0.0
+        self._desk_due = self._watch_due = 0.0
         self._replicas = ""
         self._lock = RunLock(paths.lock_directory, f"run {paths.run_dir}")
         try:
@@ -118,6 +119,7 @@ class ServedRun:
                 settled_step = -1
             views = self._assembler.close(time.monotonic(), self._follower.behind, settled_step=settled_step)
             has_moved = self._judge(views) or has_moved
+            self._watch(is_caught_up=not has_moved)
             self._mend_files()
             mono = time.monotonic()
             if has_moved or mono >= self._desk_due:
@@ -238,10 +240,10 @@ class ServedRun:
         self._recover(self._anomaly_log, "anomalies", snapshot.anomalies if snapshot else None)
         self._recover(self._incident_log, "incidents", snapshot.incidents if snapshot else None)
         self._offer_pack()
-        for _, _, body in self.journal.decisions(after=self._judged - 1, until=self._judged):
-            newest = _DECISION.decode(body)
+        for _, kind, body in self.journal.decisions(after=self._judged - 1, until=self._judged):
+            newest = decode_decision(kind, body)
             self._gauges.metrics.attempt, self._gauges.metrics.judged_step = newest.attempt, newest.step
-        decisions = [_DECISION.decode(body) for _, _, body in self.journal.decisions(after=self._snapshot_seq)]
+        decisions = [decode_decision(kind, body) for _, kind, body in self.journal.decisions(after=self._snapshot_seq)]
         self._assembler.replay_decisions(decisions)
         if decisions:
             log.info(
@@ -260,6 +262,7 @@ class ServedRun:
                 self._court.restore(snapshot.judge)
                 self._follower.restore(snapshot_positions(snapshot.ingest))
                 self._assembler.restore(snapshot.ingest, self._follower.lives)
+                self._tracker.restore(self._follower.lives.values())
             except (SentinelError, msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
                 # An older one, or the whole spool, gives the same state; it only takes longer.
                 log.warning("run %s: the snapshot after decision %d cannot be used: %s", self.name, seq, error)
@@ -276,10 +279,11 @@ class ServedRun:
         self._follower = RunFollower(self.paths.run_dir, on_problem=self._note_problem)
         self._assembler = StepAssembler(
             self.name,
-            on_decision=lambda decision: self.journal.record([(decision.seq, _STEP, msgspec.msgpack.encode(decision))]),
+            on_decision=lambda decision: self.journal.record([encode_decision(decision)]),
             late_after_steps=self._config.judging.late_after_steps,
             late_after_s=self._config.judging.late_after_s,
         )
+        self._tracker = LivenessTracker()
 
     def _offer_pack(self) -> None:
         self.journal.keep_pack(self._packs.pack_hash, encode_pack(self._packs.pack))
@@ -318,22 +322,42 @@ class ServedRun:
             if isinstance(record.message, Ack):
                 self.commanding.acknowledge(record.life.rank, record.message, now)
         self._assembler.take(records, mono)
+        self._tracker.hear(records)
         return True
 
-    def _judge(self, views: Iterable[StepView]) -> bool:
-        """Judge the steps, commit them in batches, and return whether there were any."""
+    def _watch(self, *, is_caught_up: bool) -> None:
+        """Look who lives and moves; only what is new is decided, journalled and judged."""
+        begun = time.monotonic()
+        behind = self._follower.behind
+        self._tracker.look(begun, behind, is_caught_up=is_caught_up and not behind)
+        if begun < self._watch_due or self._assembler.is_replaying:
+            return
+        ranks = self._tracker.facts(self._assembler.attempt, self._assembler.attempt_of)
+        if self._court.has_news(ranks, self._tracker.now):
+            self._judge([self._assembler.tick(ranks, self._tracker.now)])
+        # Thousands of ranks must not cost a core.
+        self._watch_due = time.monotonic() + max(WATCH_S, 20.0 * (time.monotonic() - begun))
+
+    def _judge(self, views: Iterable[StepView | Tick]) -> bool:
+        """Judge the steps and moments, commit them in batches, and return whether there were any."""
         commit: Commit | None = None
         view: StepView | None = None
+        judged: StepView | Tick | None = None
         begun, first = time.monotonic(), 0
-        for view in views:
-            decision = view.decision
+        for judged in views:
+            decision = judged if isinstance(judged, Tick) else judged.decision
             assert decision is not None
             if decision.pack_hash != self._pack_hash:
                 self._court.reload(self._pack(decision.pack_hash))
                 self._pack_hash = decision.pack_hash
-            verdict = self._court.judge(decision, view)
             is_new = decision.seq > self._judged
-            self._gauges.take_step(decision, view, verdict.anomalies, is_new=is_new)
+            if isinstance(judged, Tick):
+                verdict = self._court.judge_tick(judged)
+                self._gauges.take_anomalies(verdict.anomalies if is_new else ())
+            else:
+                view = judged
+                verdict = self._court.judge(view.decision, view)
+                self._gauges.take_step(view, verdict.anomalies, is_new=is_new)
             self.recent.add(view)
             if is_new:
                 if commit is None:
@@ -344,12 +368,13 @@ class ServedRun:
             if commit is not None and decision.seq - first >= STEPS_PER_COMMIT - 1:
                 self._commit(commit)
                 commit = None
-        if view is None:
+        if judged is None:
             return False
         if commit is not None:
             self._commit(commit)
-        self._note_replicas()
-        self._gauges.take_norms(view)
+        if view is not None:
+            self._note_replicas()
+            self._gauges.take_norms(view)
         self._gauges.take_incidents(self._court.open_incidents)
         self._gauges.metrics.judging_s += time.monotonic() - begun
         self._gauges.metrics.last_judged_time = time.time()

@@ -7,6 +7,7 @@ from typing import Any
 
 from sentinel.detect.detector import Explanation, Scores, SeriesDetector, State, grow, state_bytes
 from sentinel.detect.group import GroupDetector
+from sentinel.detect.liveness import LivenessDetector, StaleRank
 from sentinel.detect.nonfinite import AnomalyNan, HiddenNan, NanStorm
 from sentinel.detect.replicas import ReplicaDivergence
 from sentinel.detect.turbulence import AnomalyTurbulence, KurtosisSpike
@@ -17,6 +18,7 @@ DETECTORS: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
         AnomalyNan, AnomalyTurbulence, KurtosisSpike, LossSpike, GradNormSpike, NanStorm, HiddenNan, ReplicaDivergence,
+        StaleRank,
     )
 }
 """Name in a rule -> class. The fields of a class are the `args` of its rules."""
@@ -52,11 +54,13 @@ __all__ = [
     "GroupDetector",
     "HiddenNan",
     "KurtosisSpike",
+    "LivenessDetector",
     "LossSpike",
     "NanStorm",
     "ReplicaDivergence",
     "Scores",
     "SeriesDetector",
+    "StaleRank",
     "State",
     "grow",
     "known_detectors",

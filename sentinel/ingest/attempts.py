@@ -128,6 +128,7 @@ class Attempts:
         self.declared: dict[int, int] = {}
         """Attempt as the launcher counts -> the newest one here that lives of it are in."""
         self._stints: dict[tuple[bytes, int], Stint] = {}
+        self._newest_of: dict[bytes, int] = {}
         self._decided: dict[tuple[bytes, int], int] = {}
         """Stint -> attempt, as decisions to be replayed say it."""
 
@@ -155,6 +156,10 @@ class Attempts:
                 chosen[rank], orders[rank] = part, order
         return dict(sorted(chosen.items()))
 
+    def attempt_of(self, life: bytes) -> int | None:
+        """Return the attempt of a life's newest stint; None: it has none yet."""
+        return self._newest_of.get(life)
+
     def place_as_decided(self, life: bytes, generation: int, number: int) -> None:
         """Have a stint that is yet to be heard belong to the attempt that a decision says."""
         self._decided[life, generation] = number
@@ -177,6 +182,7 @@ class Attempts:
             self.declared[life.attempt] = max(number, self.declared.get(life.attempt, number))
         stint = Stint(life, generation, number, len(self._stints))
         self._stints[life.id, generation] = stint
+        self._newest_of[life.id] = number
         self.by_number[number].stints[life.rank] = stint
         return stint
 
@@ -228,4 +234,5 @@ class Attempts:
             if life is not None and number in self.by_number:
                 stint = Stint(life, generation, number, order)
                 self._stints[life_id, generation] = stint
+                self._newest_of[life_id] = number
                 self.by_number[number].stints[life.rank] = stint

@@ -1,4 +1,4 @@
-"""That a step is closed, and with what: what the journal keeps, and a replay makes the same step from."""
+"""What depended on time, as the journal keeps it and a replay repeats it: that a step is closed, that a rank is stale."""
 
 from __future__ import annotations
 
@@ -50,3 +50,66 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Changes since the last decision of the attempt, of ranks that are not in this step."""
     blindness: dict[str, int] = {}
     """What was lost or came too late since the last decision: `late_rows`, `late_frames`, `unplaced_rows`, `lost_health`."""
+
+
+class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one rank stands: all that a judge of liveness may know of it."""
+
+    rank: int
+    life: bytes
+    pp_stage: int = 0
+    heard_at: float
+    """Seconds on the clock of `Tick.now`: when anything of it was heard last."""
+    moved_at: float
+    """The same: when its step, call or activity changed last."""
+    time: float = 0.0
+    """Seconds since the epoch, by its own clock, of its newest record."""
+    is_live: bool = True
+    """It was heard while it was watched, not only from what lay there when the daemon came."""
+    step: int = 0
+    call_id: int = 0
+    num_calls: int = 0
+    """Calls of its last whole step; 0: not known."""
+    micro_step: int = -1
+    activity: str = "train"
+    module: str = ""
+    phase: str = ""
+    is_waiting: int = -1
+    """1: inside a collective, or at the border of its pipeline stage; 0: elsewhere; -1: not known."""
+    has_stepped: bool = True
+    left: str = ""
+    """Why it said bye; empty: it has not."""
+
+
+class Tick(msgspec.Struct, frozen=True, kw_only=True):
+    """A moment at which a rank became stale, or was no longer. Journalled before it is judged; nothing else is needed then."""
+
+    seq: int
+    run: str
+    attempt: int
+    step: int
+    """The newest step of the attempt that is closed; -1: none."""
+    now: float
+    """Seconds that the daemon has watched since it began."""
+    ranks: tuple[RankFacts, ...]
+    """Of the newest attempt, in rising order of rank."""
+    time: float = 0.0
+    """Seconds since the epoch by the newest record heard."""
+    pack_hash: str = ""
+
+
+STEP, TICK = "step", "tick"
+"""Kinds of decision in the journal."""
+
+_STEP_DECODER = msgspec.msgpack.Decoder(Decision)
+_TICK_DECODER = msgspec.msgpack.Decoder(Tick)
+
+
+def decode_decision(kind: str, body: bytes) -> Decision | Tick:
+    """Return a decision as the journal has it."""
+    return _TICK_DECODER.decode(body) if kind == TICK else _STEP_DECODER.decode(body)
+
+
+def encode_decision(decision: Decision | Tick) -> tuple[int, str, bytes]:
+    """Return (seq, kind, body) for the journal."""
+    return decision.seq, TICK if isinstance(decision, Tick) else STEP, msgspec.msgpack.encode(decision)

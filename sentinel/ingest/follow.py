@@ -92,6 +92,8 @@ class Position(msgspec.Struct, frozen=True):
     """Number of the last frame before; what is not above it was heard."""
     described_at: tuple[int, int]
     last_step: int = -1
+    left: str | None = None
+    """Why it said bye, where that lies before; None: it has not, or will be read again."""
 
 
 class RunFollower:
@@ -252,6 +254,8 @@ class RunFollower:
             if parse_life_folder(folder) is None:
                 continue
             life = Life(at.life, at.rank, folder, at.attempt, max_seq=at.seq, last_step=at.last_step)
+            if at.left is not None:
+                life.bye = Bye(reason=at.left, step=at.last_step)
             self.lives[at.life] = life
             self._last_life[folder] = at.life
             self._wall_ns[folder] = 0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 import msgspec
 
 from sentinel.ingest.attempts import Attempt, Attempts, AttemptState, Ended, Stint
-from sentinel.ingest.decision import Decision, Described, RankPart
+from sentinel.ingest.decision import Decision, Described, RankFacts, RankPart, Tick
 from sentinel.ingest.follow import Life, Position, Record
 from sentinel.ingest.merge import Layout, RankStep, StepView
 from sentinel.ingest.parts import OpenStep, Part, earlier
@@ -45,7 +45,7 @@ class StepAssembler:
         self,
         run: str,
         *,
-        on_decision: Callable[[Decision], None],
+        on_decision: Callable[[Decision | Tick], None],
         late_after_steps: int = LATE_AFTER_STEPS,
         late_after_s: float = LATE_AFTER_S,
         max_open_steps: int = MAX_OPEN_STEPS,
@@ -75,7 +75,7 @@ class StepAssembler:
         self._counted: dict[int, int] = {}
         """Attempt -> newest step that was closed at the snapshot, and life -> newest frame then: counted already."""
         self._counted_seq: dict[bytes, int] = {}
-        self._replays: deque[Decision] = deque()
+        self._replays: deque[Decision | Tick] = deque()
         self._layouts: dict[tuple[tuple[int, bytes, int], ...], Layout] = {}
 
     @property
@@ -160,15 +160,20 @@ class StepAssembler:
     def _is_wanted(self, attempt: int, step: int, stint: Stint) -> bool:
         """Whether a decision that is still to be replayed took this stint's frames of a closed step."""
         return bool(self._replays) and any(
-            (one.attempt, one.step) == (attempt, step)
+            isinstance(one, Decision)
+            and (one.attempt, one.step) == (attempt, step)
             and any(part.life == stint.life.id and part.generation == stint.generation for part in one.ranks)
             for one in self._replays
         )
 
     # -- out --------------------------------------------------------------------------------------------------------
 
-    def close(self, now: float, behind: Collection[bytes] = (), *, settled_step: int | None = None) -> Iterator[StepView]:
+    def close(
+        self, now: float, behind: Collection[bytes] = (), *, settled_step: int | None = None
+    ) -> Iterator[StepView | Tick]:
         """Yield the steps that can be closed, in order; each decision is journalled before its view is handed out.
+
+        Ticks are among them only on a replay, where they were decided.
 
         `behind`: lives of which more is on disk than was taken in (`RunFollower.behind`); they are not called late.
         `settled_step`: `newest_step` before the last poll. Ranks are read one after the other, so what one rank wrote
@@ -184,7 +189,7 @@ class StepAssembler:
                 return
             yield self._decide(*found)
 
-    def finish(self, now: float) -> Iterator[StepView]:
+    def finish(self, now: float) -> Iterator[StepView | Tick]:
         """Yield what is left: the run is over, nobody speaks any more."""
         yield from self.close(now)
         while self._replays:
@@ -192,6 +197,28 @@ class StepAssembler:
         for _, attempt in sorted(self._attempts.by_number.items()):
             while attempt.open:
                 yield self._decide(attempt, attempt.oldest_open, "finished")
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether decisions wait to be made again: until then there are no new ones."""
+        return bool(self._replays)
+
+    def attempt_of(self, life: bytes) -> int | None:
+        """Return the attempt that a life's newest steps belong to; None: it has none yet."""
+        return self._attempts.attempt_of(life)
+
+    def tick(self, ranks: tuple[RankFacts, ...], now: float) -> Tick:
+        """Decide that this is a moment to judge who lives: journalled like the decision on a step. now: seconds watched."""
+        assert not self._replays
+        attempt = self._attempts.by_number.get(self._attempts.newest)
+        self._seq += 1
+        tick = Tick(
+            seq=self._seq, run=self.run, attempt=max(self._attempts.newest, 0), now=now, ranks=ranks,
+            step=attempt.state.closed_step if attempt is not None else -1,
+            time=max((one.time for one in ranks), default=0.0), pack_hash=self.pack_hash,
+        )  # fmt: skip
+        self._on_decision(tick)
+        return tick
 
     def _next(self, now: float, behind: Collection[bytes], settled_step: int | None) -> tuple[Attempt, int, str] | None:
         attempts = [attempt for _, attempt in sorted(self._attempts.by_number.items()) if attempt.open]
@@ -314,6 +341,8 @@ class StepAssembler:
             end_step=end_step,
             time=part.wall_ns(one.last_seq) / 1e9,
             health=health,
+            life=one.life,
+            ended_mono_s=part.end.frame.header.mono_ns / 1e9 if part.end is not None and end_step is not None else 0.0,
         )
 
     def _count_left_over(self, decision: Decision, opened: OpenStep | None) -> None:
@@ -361,27 +390,31 @@ class StepAssembler:
 
     # -- restarts ---------------------------------------------------------------------------------------------------
 
-    def replay_decisions(self, decisions: Iterable[Decision]) -> None:
+    def replay_decisions(self, decisions: Iterable[Decision | Tick]) -> None:
         """Make exactly these steps, from exactly these frames, before any new one is decided. They are not journalled again.
 
         Call it before the first `take`; after `restore` where there is a snapshot, with the decisions behind it.
         """
         for decision in decisions:
             self._replays.append(decision)
-            for one in decision.ranks:
+            for one in decision.ranks if isinstance(decision, Decision) else ():
                 self._attempts.place_as_decided(one.life, one.generation, decision.attempt)
 
-    def _replay(self, behind: Collection[bytes]) -> Iterator[StepView]:
+    def _replay(self, behind: Collection[bytes]) -> Iterator[StepView | Tick]:
         while self._replays and (not behind or self._is_replayable(self._replays[0])):
             yield self._replayed()
 
-    def _replayed(self) -> StepView:
+    def _replayed(self) -> StepView | Tick:
         decision = self._replays.popleft()
         self._seq = max(self._seq, decision.seq)
+        if isinstance(decision, Tick):
+            return decision
         self._tell(decision)
         return self._view(decision)
 
-    def _is_replayable(self, decision: Decision) -> bool:
+    def _is_replayable(self, decision: Decision | Tick) -> bool:
+        if isinstance(decision, Tick):
+            return True
         attempt = self._attempts.by_number.get(decision.attempt)
         opened = attempt.open.get(decision.step) if attempt is not None else None
         if opened is None:
@@ -411,8 +444,9 @@ class StepAssembler:
             if life_id in needed:
                 seq, behind = needed[life_id][0] - 1, needed[life_id][1]
             found[life.folder] = Position(
-                life_id, life.rank, life.attempt, behind[0], behind[1], seq, life.described_at, life.last_step
-            )
+                life_id, life.rank, life.attempt, behind[0], behind[1], seq, life.described_at, life.last_step,
+                life.bye.reason if life.bye is not None and life_id not in needed else None,
+            )  # fmt: skip
         return found
 
     def snapshot(self) -> bytes:

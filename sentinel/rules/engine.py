@@ -9,9 +9,10 @@ import msgspec
 import numpy as np
 
 from sentinel.anomaly import Anomaly
-from sentinel.detect import GroupDetector, SeriesDetector, known_detectors, state_bytes
+from sentinel.detect import GroupDetector, LivenessDetector, SeriesDetector, known_detectors, state_bytes
 from sentinel.errors import RuleError
 from sentinel.rules.aggregate_watch import AggregateWatch, Merged
+from sentinel.rules.liveness_watch import LivenessWatch
 from sentinel.rules.loader import build_detector
 from sentinel.rules.replica_watch import ReplicaWatch
 from sentinel.rules.row_watch import RowWatch, raw_statistic
@@ -21,6 +22,9 @@ from sentinel.rules.tensor_watch import StepRows, TensorWatch
 from sentinel.rules.watch import Plan, Watch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sentinel.ingest.decision import RankFacts, Tick
     from sentinel.ingest.merge import Layout, StepView
 
 SNAPSHOT_VERSION = 1
@@ -93,10 +97,20 @@ class Engine:
                     found.extend(watch.judge(view, plans[at]))
                 elif isinstance(watch, ScalarWatch | ReplicaWatch | AggregateWatch):
                     found.extend(watch.judge(view))
+                elif isinstance(watch, LivenessWatch):
+                    watch.learn(view)
         self.num_steps += 1
         self.num_rows_judged += view.num_rows
         self.settled = tuple(one for watch in self._watches for one in watch.settled)
         return found
+
+    def has_news(self, ranks: Sequence[RankFacts], now: float) -> bool:
+        """Return whether any rule would say something of the ranks at `now`: then, and only then, a tick is due."""
+        return any(isinstance(watch, LivenessWatch) and watch.has_news(ranks, now) for watch in self._watches)
+
+    def judge_tick(self, tick: Tick) -> list[Anomaly]:
+        """Return the anomalies of one moment: onsets and ends of what depends on time."""
+        return [one for watch in self._watches if isinstance(watch, LivenessWatch) for one in watch.judge(tick)]
 
     def reload(self, pack: Pack) -> None:
         """Judge by `pack` from the next step on. Rules whose detector, args and statistic stay keep their state."""
@@ -153,11 +167,13 @@ class Engine:
         return plans
 
 
-def _watches_of(rule: Rule, detector: SeriesDetector | GroupDetector) -> list[Watch]:
+def _watches_of(rule: Rule, detector: SeriesDetector | GroupDetector | LivenessDetector) -> list[Watch]:
     """Return the watches of one rule: rows for detectors without a past, series for the others, scalars; groups."""
     watches: list[Watch] = []
     if isinstance(detector, GroupDetector):
         return [ReplicaWatch(rule, detector)]
+    if isinstance(detector, LivenessDetector):
+        return [LivenessWatch(rule, detector)]
     kinds = frozenset(kind for kind in rule.match.kind if kind != "scalar")
     if rule.match.aggregate:
         merged = Merged(rule, kinds)

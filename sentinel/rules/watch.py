@@ -17,6 +17,7 @@ from sentinel.rules.episodes import Ended, Episodes
 from sentinel.rules.schema import Rule
 
 if TYPE_CHECKING:
+    from sentinel.ingest.decision import Tick
     from sentinel.ingest.merge import StepView
 
 LASTING_STEPS = 3
@@ -114,7 +115,7 @@ class Watch:
         ended = self.episodes.end_all()
         return [self._end(one, view) for one in ended] if self.rule.episode_quiet_steps else []
 
-    def _end(self, ended: Ended, view: StepView, goes_on_as: str = "") -> Anomaly:
+    def _end(self, ended: Ended, view: StepView | Tick, goes_on_as: str = "") -> Anomaly:
         onset = ended.onset
         if ended.settled:
             self.settled.append(onset.id)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from sentinel.anomaly import Anomaly
 
 if TYPE_CHECKING:
+    from sentinel.ingest.decision import RankFacts
     from sentinel.ingest.replicas import Differing
 
 _MUCH = 1000.0
@@ -99,6 +100,42 @@ def diverged(kind: str, name: str, one: Differing, who: Sequence[tuple[int, ...]
         text = f"{kind} {name}{piece} differs between its {total} copies, and no value has most of them: some are wrong of "
         text += ranks(accused)
     return f"{text}: {', '.join(_word(word) for word in list(dict.fromkeys(one.checksums))[:4])}"
+
+
+def stale(
+    reason: str, facts: Sequence[RankFacts], seconds: float, limit: float, waiting: Sequence[int], is_sure: bool
+) -> str:
+    """Return the message of ranks that are stale: who, for how long, what each last did, and who waits."""
+    who, many = ranks([one.rank for one in facts]), len(facts) > 1
+    if reason == "silent":
+        text = f"{who} {'are' if many else 'is'} silent: nothing was heard for {seconds:.0f} s"
+        text += "; gone, stopped, or its records cannot be written"
+    elif reason == "left":
+        why = ", ".join(dict.fromkeys(one.left for one in facts))
+        text = f"{who} left ({why}) and the others have waited {seconds:.0f} s"
+    elif is_sure:
+        text = f"{who} hangs: no progress for {seconds:.0f} s (limit {limit:.0f} s)"
+    else:
+        text = f"one of {who} hangs, nothing tells which: no progress for {seconds:.0f} s (limit {limit:.0f} s)"
+    text += "; last seen " + ", ".join(where_stands(one, many) for one in facts[:4])
+    if len(facts) > 4:
+        text += f" and {len(facts) - 4} more"
+    if waiting:
+        text += f"; {ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
+    return text
+
+
+def where_stands(one: RankFacts, is_named: bool) -> str:
+    """Return `in step 41, micro-step 1, forward of layers.3.mlp, call 17`."""
+    words = [f"in step {one.step}"]
+    if one.micro_step >= 0:
+        words.append(f"micro-step {one.micro_step}")
+    if one.module or one.phase:
+        words.append(f"{one.phase or 'at'} of {one.module}" if one.phase and one.module else one.phase or one.module)
+    words.append(f"call {one.call_id}" if one.call_id else "before its first call")
+    if one.activity != "train":
+        words.append(f"activity {one.activity}")
+    return (f"rank {one.rank} " if is_named else "") + ", ".join(words)
 
 
 def _word(checksum: int) -> str:

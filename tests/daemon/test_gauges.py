@@ -25,7 +25,7 @@ def test_norms_and_bad_elements_by_stage_and_kind(tmp_path: Path) -> None:
     assembler.take(follower.poll(final=True), 0.0)
     for view in assembler.close(0.0, follower.behind):
         assert view.decision is not None
-        gauges.take_step(view.decision, view, (), is_new=True)
+        gauges.take_step(view, (), is_new=True)
         num_nan += int(view.rows["num_nan"].sum())
 
     gauges.take_norms(view)
@@ -55,7 +55,7 @@ def test_a_step_judged_again_shows_and_does_not_count(tmp_path: Path) -> None:
     gauges = RunGauges("run", [])
 
     assert view.decision is not None
-    gauges.take_step(view.decision, view, (), is_new=False)
+    gauges.take_step(view, (), is_new=False)
 
     assert (gauges.metrics.judged_step, gauges.metrics.num_steps_judged) == (0, 0)
     assert "loss" in gauges.metrics.scalars

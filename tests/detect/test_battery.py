@@ -11,7 +11,11 @@ from sentinel.detect import DETECTORS, GroupDetector, SeriesDetector, grow, stat
 from sentinel.errors import ConfigError
 
 CASES: dict[str, Any] = {
-    **{name: cls() for name, cls in DETECTORS.items() if not isinstance(cls(), GroupDetector)},
+    **{
+        name: cls()
+        for name, cls in DETECTORS.items()
+        if isinstance(cls(), SeriesDetector) and not isinstance(cls(), GroupDetector)
+    },
     "AnomalyNan threshold": DETECTORS["AnomalyNan"](threshold=50.0),
     "AnomalyNan msprobe": DETECTORS["AnomalyNan"](compat="msprobe", threshold=1e9),
     "AnomalyTurbulence msprobe": DETECTORS["AnomalyTurbulence"](compat="msprobe", threshold=0.5),

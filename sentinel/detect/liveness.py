@@ -1,0 +1,181 @@
+"""LivenessDetector: what a detector owes the engine that judges ranks by the time that passes; and StaleRank."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol, runtime_checkable
+
+import msgspec
+import numpy as np
+
+from sentinel.detect.detector import Scores, State
+from sentinel.errors import ConfigError
+
+Facts = dict[str, np.ndarray]
+"""Named columns, one value a rank of the newest attempt:
+
+- heard_at, moved_at: seconds on the clock of `now`, when anything of the rank was heard last, and when its (step, call_id)
+  or its activity changed last. is_live: bool, it was heard while it was watched, and not only from a recording.
+- step, call_id: where it stands. num_calls: calls of its last whole step, 0: not known. has_stepped: bool, it has ended a
+  step. activity: `init`, `train`, `eval`, `checkpoint`. pp_stage. left: why it said bye, empty while it has not.
+- is_waiting: int, 1 inside a collective or at the border of its pipeline stage, 0 elsewhere, -1 not known.
+"""
+
+RECENT_STEPS = 15
+QUIET_S = 5.0
+"""A rank that missed so many seconds of heartbeats may be gone: nobody who waits is accused until that is clear (chosen)."""
+TOGETHER_S = 2.5
+"""Ranks that fall silent within so many seconds fell silent together: heartbeats are a second apart (chosen)."""
+
+
+@runtime_checkable
+class LivenessDetector(Protocol):
+    """Judges all ranks at one moment, which is handed in: no clock, no I/O. Constant memory a rank.
+
+    It learns from closed steps alone, so that a moment can be judged any number of times, and again on a replay.
+    """
+
+    summary: ClassVar[str]
+    """One sentence for `sentinel rules list`."""
+    statistics: ClassVar[tuple[str, ...]]
+    """What the values of its anomalies are called."""
+
+    def state(self, num_ranks: int) -> State:
+        """Return the state of ranks that have ended no step."""
+        ...
+
+    def score_at(self, facts: Facts, now: float, state: State) -> Scores:
+        """Return the score of each rank at `now`, [ranks]; changes nothing. A rank that only waits for another scores 0.
+
+        Baseline: the limit in seconds. Evidence: `reason` (text), `seconds`, `is_sure` and `is_waiting` (bool).
+        """
+        ...
+
+    def learn_step(self, step_s: np.ndarray, pause_s: np.ndarray, state: State) -> None:
+        """Take in a closed step, in place: [ranks] its duration, and the time since the rank's last one; NaN: not known."""
+        ...
+
+
+class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A rank that fell silent, hangs, or left the others waiting. Those that wait for it are not accused."""
+
+    summary: ClassVar[str] = "a rank that fell silent, that hangs while others wait for it, or that left them waiting"
+    statistics: ClassVar[tuple[str, ...]] = ("silent_s", "idle_s")
+
+    stale_after_s: float = 30.0
+    """Seconds without any frame, while it trains, after which a rank's process is taken for gone or stopped."""
+    quiet_after_s: float = 120.0
+    """The same while it starts, evaluates or writes a checkpoint: heartbeats may be held up then."""
+    hang_after_s: float = 30.0
+    """Least seconds without progress inside a step, heartbeats coming, that are a hang."""
+    hang_factor: float = 10.0
+    """Usual step times without progress that are a hang, where they are more than `hang_after_s`."""
+    between_after_s: float = 600.0
+    """The same between two steps, while nobody waits inside one: loops evaluate and save without saying so."""
+    init_after_s: float = 3600.0
+    """The same until a rank has ended its first step: it loads, compiles."""
+    eval_after_s: float = 3600.0
+    """The same during an evaluation, as the rank says."""
+    checkpoint_after_s: float = 3600.0
+    """The same during a checkpoint."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+
+    def state(self, num_ranks: int) -> State:
+        """Return 136 bytes a rank."""
+        return {
+            "recent_s": np.full((num_ranks, RECENT_STEPS), np.nan),
+            "num_steps": np.zeros(num_ranks, dtype=np.int64),
+            "longest_pause_s": np.zeros(num_ranks),
+        }
+
+    def learn_step(self, step_s: np.ndarray, pause_s: np.ndarray, state: State) -> None:
+        """Keep the newest durations, and the longest pause between two steps, which fades."""
+        known = np.flatnonzero(np.isfinite(step_s))
+        state["recent_s"][known, state["num_steps"][known] % RECENT_STEPS] = step_s[known]
+        state["num_steps"][known] += 1
+        longest = state["longest_pause_s"]
+        pauses = np.isfinite(pause_s)
+        longest[pauses] = np.maximum(0.999 * longest[pauses], pause_s[pauses])
+
+    def score_at(self, facts: Facts, now: float, state: State) -> Scores:
+        """Score seconds / limit of the ranks to blame, 0.0 of all others."""
+        silence, idle = now - facts["heard_at"], now - facts["moved_at"]
+        has_left = facts["left"] != ""
+        is_training = facts["activity"] == "train"
+        may_be_silent_s = np.where(is_training, self.stale_after_s, self.quiet_after_s)
+        is_silent = ~has_left & (silence >= may_be_silent_s) & bool((facts["is_live"] & ~has_left).any())
+        limit, is_inside = self._limits(facts, idle, state)
+        is_stuck = ~has_left & ~is_silent & (idle >= limit)
+        blamed, reason, seconds = np.zeros(len(idle), dtype=bool), "", idle
+        if is_silent.any():
+            slack = np.minimum(TOGETHER_S, 0.25 * may_be_silent_s)
+            blamed, reason = ~has_left & (silence >= may_be_silent_s - slack), "silent"
+            seconds, limit = silence, may_be_silent_s
+        elif is_stuck.any() and not (~has_left & (silence >= QUIET_S)).any():
+            # A step that a rank left lies at most one behind that in which the others wait.
+            first = facts["step"][is_stuck].min()
+            left_now = has_left & (facts["step"] >= first - 1)
+            elsewhere = ~has_left & ~is_training & ~is_stuck & (facts["step"] <= first + 1)
+            if left_now.any():
+                if (is_stuck & is_inside).any():
+                    blamed, reason = left_now, "left"
+                    seconds = np.full(len(idle), idle[is_stuck].max())
+                    limit = np.full(len(idle), limit[is_stuck].min())
+            elif not elsewhere.any():
+                behind = _behind(facts, ~has_left, is_inside)
+                if is_stuck[behind].all():
+                    blamed[behind], reason = True, "hung"
+        score = np.where(blamed, np.maximum(seconds / limit, 1.0), 0.0)
+        waiting = ~has_left & ~blamed & ~is_silent & (idle >= 0.5 * self.hang_after_s) & blamed.any()
+        return Scores.of(
+            score, limit, seconds=seconds, reason=np.where(blamed, reason, ""), is_waiting=waiting,
+            is_sure=blamed & (reason != "hung" or int(blamed.sum()) == 1),
+        )  # fmt: skip
+
+    def _limits(self, facts: Facts, idle: np.ndarray, state: State) -> tuple[np.ndarray, np.ndarray]:
+        """Return [ranks] how long each may stand still, and which of them stand inside a step."""
+        recent = state["recent_s"]
+        known = recent[np.isfinite(recent).any(axis=1)]
+        usual_s = float(np.median(np.nanmedian(known, axis=1))) if len(known) else np.nan
+        inside_s = max(self.hang_after_s, self.hang_factor * usual_s) if len(known) else self.init_after_s
+        pause_s = 2.0 * state["longest_pause_s"]
+        calls, usual_calls = facts["call_id"], facts["num_calls"]
+        has_stepped, is_training = facts["has_stepped"], facts["activity"] == "train"
+        is_inside = is_training & (calls > 0) & ((usual_calls == 0) | (calls < usual_calls))
+        is_waited_for = bool((is_inside & has_stepped & (idle >= inside_s) & (facts["left"] == "")).any())
+        between_s = np.maximum(inside_s if is_waited_for else max(inside_s, self.between_after_s), pause_s)
+        limit = np.where(is_inside, inside_s, between_s)
+        limit = np.where(has_stepped, limit, self.init_after_s)
+        for activity, after_s in (
+            ("init", self.init_after_s), ("eval", self.eval_after_s), ("checkpoint", self.checkpoint_after_s)
+        ):  # fmt: skip
+            limit = np.where(facts["activity"] == activity, after_s, limit)
+        return limit, is_inside
+
+
+def _behind(facts: Facts, is_here: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
+    """Return the positions of the ranks that have come least far: one, or several that nothing tells apart.
+
+    Ranks of one pipeline stage make the same calls, so that call_id tells who is behind. Between stages it does not: there a
+    rank in the midst of its work comes before one that waits for its neighbour, then the smaller share of its usual calls.
+    """
+    step, call, stage = facts["step"], facts["call_id"], facts["pp_stage"]
+    pool = np.flatnonzero(is_here & (step == step[is_here].min()))
+    lagging = []
+    for one in np.unique(stage[pool]):
+        peers, own = is_here & (stage == one), pool[stage[pool] == one]
+        own = own[call[own] == call[own].min()]
+        if ((step[peers] > step[own[0]]) | ((step[peers] == step[own[0]]) & (call[peers] > call[own[0]]))).any():
+            lagging.append(own)
+    if lagging:
+        pool = np.concatenate(lagging)
+    if len(pool) > 1 and (facts["is_waiting"][pool] == 1).any() and (facts["is_waiting"][pool] != 1).any():
+        pool = pool[facts["is_waiting"][pool] != 1]
+    if len(np.unique(stage[pool])) > 1 and is_inside[pool].any():
+        pool = pool[is_inside[pool]]
+        share = call[pool] / np.maximum(facts["num_calls"][pool], 1)
+        pool = pool[share <= share.min() + 1e-9]
+    return pool

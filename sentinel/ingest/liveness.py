@@ -1,0 +1,163 @@
+"""LivenessTracker: when each rank was heard last and when it moved last, by the daemon's own clock."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable
+
+from sentinel.ingest.decision import RankFacts
+from sentinel.ingest.follow import Life, Record
+from sentinel.messages import Bye, EndStep, Heartbeat
+
+MAX_LOOK_S = 1.0
+"""Between two looks no more time than this passes (chosen): while the daemon is stopped or busy, or its machine
+asleep, it does not watch, and nobody is accused for that time."""
+
+BACK_S = 5.0
+"""A rank that is heard again after so many seconds gets the whole limit anew to move (chosen)."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Standing:
+    """Where one life stands."""
+
+    life: Life
+    order: int
+    first_at: float
+    heard_at: float
+    moved_at: float
+    is_live: bool = False
+    step: int = 0
+    call_id: int = 0
+    num_calls: int = 0
+    micro_step: int = -1
+    activity: str = "init"
+    module: str = ""
+    phase: str = ""
+    is_waiting: int = -1
+    has_stepped: bool = False
+    borders: tuple[int, frozenset[tuple[str, str]]] = (-1, frozenset())
+    """Layout id, and (phase, name) of the sites behind which the rank waits for a neighbour in the pipeline."""
+
+
+class LivenessTracker:
+    """What is known of each life beside its steps. No clock: monotonic seconds are handed in; wall clocks are not looked at.
+
+    `now` counts the seconds that were watched: it stands still while nobody looks.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._mono: float | None = None
+        self._is_watching = False
+        self._standings: dict[bytes, _Standing] = {}
+
+    def look(self, mono: float, behind: Collection[bytes], *, is_caught_up: bool) -> None:
+        """Let time pass; call it at each look at the spool, after `hear`. behind: lives with more on disk than was read.
+
+        is_caught_up: all that was there has been read: what is heard from now on is live.
+        """
+        if self._mono is not None:
+            self.now += min(max(mono - self._mono, 0.0), MAX_LOOK_S)
+        self._mono = mono
+        for life in behind:
+            one = self._standings.get(life)
+            if one is not None:
+                one.heard_at = one.moved_at = self.now
+        self._is_watching = self._is_watching or is_caught_up
+
+    def restore(self, lives: Iterable[Life]) -> None:
+        """Know lives from before a restart: heard just now, for nobody watched in between."""
+        for life in lives:
+            self._standing(life)
+
+    def hear(self, records: Iterable[Record]) -> None:
+        """Take in what was heard."""
+        for record in records:
+            one = self._standing(record.life)
+            if self.now - one.heard_at > BACK_S:
+                # It was stopped, and goes on from where it stood: that is no standing still.
+                one.moved_at = self.now
+            one.heard_at = self.now
+            one.is_live = one.is_live or self._is_watching
+            message = record.message
+            if isinstance(message, Heartbeat):
+                self._take_heartbeat(one, message)
+            elif isinstance(message, EndStep):
+                one.has_stepped, one.num_calls = True, message.num_calls
+                if message.step >= one.step or message.step < one.step - 1:
+                    self._move(one, message.step + 1, 0, one.activity)
+            elif isinstance(message, Bye):
+                one.moved_at = self.now
+
+    def facts(self, attempt: int, attempt_of: Callable[[bytes], int | None]) -> tuple[RankFacts, ...]:
+        """Return what is known of the ranks of the newest attempt, ranks rising.
+
+        attempt_of: the attempt that a life's steps belong to; None: it has no step yet. Left out: ranks that a newer life
+        replaced, those of older attempts, and while new lives start, those that fell silent before them.
+        """
+        newest: dict[int, _Standing] = {}
+        for one in sorted(self._standings.values(), key=lambda one: one.order):
+            number = attempt_of(one.life.id)
+            if number is None or number >= attempt:
+                newest[one.life.rank] = one
+        starting = [
+            one.first_at for one in newest.values() if attempt_of(one.life.id) is None and one.life.bye is None
+        ]
+        last = max(newest.values(), key=lambda one: one.order, default=None)
+        described = last.life.descriptor if last is not None else None
+        world_size = described.place.world_size if described is not None else 2**31
+        return tuple(
+            _facts(one)
+            for rank, one in sorted(newest.items())
+            if rank < world_size and (not starting or one.heard_at >= min(starting))
+        )
+
+    def heard_at(self) -> float | None:
+        """Return when the rank that was heard least recently was heard, on the clock of `now`; None: nobody lives."""
+        return min((one.heard_at for one in self._standings.values() if one.is_live and one.life.bye is None), default=None)
+
+    def _standing(self, life: Life) -> _Standing:
+        one = self._standings.get(life.id)
+        if one is None:
+            one = _Standing(life, len(self._standings), self.now, self.now, self.now)
+            one.step, one.has_stepped = life.last_step + 1, life.last_step >= 0
+            if one.has_stepped:
+                one.activity = "train"
+            self._standings[life.id] = one
+        return one
+
+    def _take_heartbeat(self, one: _Standing, beat: Heartbeat) -> None:
+        self._move(one, beat.step, beat.call_id, beat.activity)
+        one.module, one.phase, one.micro_step = beat.module, beat.phase, beat.micro_step
+        one.is_waiting = beat.is_waiting
+        if beat.is_waiting < 0 and (beat.phase, beat.module) in self._borders(one):
+            one.is_waiting = 1
+
+    def _move(self, one: _Standing, step: int, call_id: int, activity: str) -> None:
+        if (step, call_id, activity) != (one.step, one.call_id, one.activity):
+            one.step, one.call_id, one.activity, one.moved_at = step, call_id, activity, self.now
+
+    @staticmethod
+    def _borders(one: _Standing) -> frozenset[tuple[str, str]]:
+        life = one.life
+        if life.descriptor is None or life.descriptor.place.pp_size == 1:
+            return frozenset()
+        if one.borders[0] != life.layout_id:
+            phases = {"chunk_output": "forward", "chunk_input": "backward"}
+            one.borders = life.layout_id, frozenset(
+                (phases[tensor.border], tensor.name) for tensor in life.descriptor.tensors if tensor.border in phases
+            )
+        return one.borders[1]
+
+
+def _facts(one: _Standing) -> RankFacts:
+    life = one.life
+    place = life.descriptor.place if life.descriptor is not None else None
+    left = (life.bye.reason or "exit") if life.bye is not None else ""
+    return RankFacts(
+        rank=life.rank, life=life.id, pp_stage=place.pp_rank if place is not None else 0, heard_at=one.heard_at,
+        moved_at=one.moved_at, time=life.last_wall_ns / 1e9, is_live=one.is_live, step=one.step, call_id=one.call_id,
+        num_calls=one.num_calls, micro_step=one.micro_step, activity=one.activity, module=one.module, phase=one.phase,
+        is_waiting=one.is_waiting, has_stepped=one.has_stepped, left=left,
+    )  # fmt: skip

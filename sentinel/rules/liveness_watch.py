@@ -1,0 +1,232 @@
+"""LivenessWatch: a rule on ranks and the time that passes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from sentinel.anomaly import Anomaly, anomaly_id
+from sentinel.detect import LivenessDetector, Scores
+from sentinel.rules import wording
+from sentinel.rules.schema import Rule
+from sentinel.rules.watch import Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sentinel.ingest.decision import RankFacts, Tick
+    from sentinel.ingest.merge import StepView
+
+_ONE = np.zeros(1, dtype=np.int64)
+"""The only episode that can be open: what hangs together is one hang."""
+
+
+class _Then(msgspec.Struct, frozen=True):
+    """Where a rank stood when it was blamed."""
+
+    rank: int
+    life: bytes
+    step: int
+    call_id: int
+    activity: str
+
+
+class LivenessWatch(Watch):
+    """All ranks of the newest attempt. It learns from closed steps, and is asked at ticks alone.
+
+    One episode at a time: it names the ranks to blame, and lasts until each of them is heard and moves again or is replaced.
+    Others that fall silent meanwhile are a new onset.
+    """
+
+    def __init__(self, rule: Rule, detector: LivenessDetector) -> None:
+        super().__init__(rule, detector, "idle_s", "liveness")
+        self._slot_of: dict[int, int] = {}
+        self._ended_at: dict[int, tuple[bytes, float]] = {}
+        """Rank -> (life, when it ended its last step by its own monotonic clock)."""
+        self._open: list[_Then] = []
+        """Who is blamed just now."""
+        self._reason = ""
+
+    # -- what it learns ----------------------------------------------------------------------------------------------
+
+    def learn(self, view: StepView) -> None:
+        """Take in a closed step."""
+        ended = [(part, part.end_step.step_time_s) for part in view.parts if part.end_step is not None]
+        if not ended:
+            return
+        slots = self._slots([part.rank for part, _ in ended])
+        step_s = np.array([seconds if seconds > 0 else np.nan for _, seconds in ended])
+        pause_s = np.full(len(ended), np.nan)
+        for at, (one, _) in enumerate(ended):
+            life, before = self._ended_at.get(one.rank, (b"", 0.0))
+            if life == one.life and one.ended_mono_s > before:
+                pause_s[at] = one.ended_mono_s - before
+            self._ended_at[one.rank] = one.life, one.ended_mono_s
+        part = self._gather(slots)
+        self.detector.learn_step(step_s, pause_s, part)
+        self._scatter(part, slots)
+
+    def stop(self, view: StepView) -> list[Anomaly]:
+        """Return the end record of the open episode: a new attempt began."""
+        self._open, self._ended_at = [], {}
+        return [
+            msgspec.structs.replace(one, message=f"{_named(one)}: over, attempt {view.attempt} began")
+            for one in super().stop(view)
+        ]
+
+    # -- what it says ------------------------------------------------------------------------------------------------
+
+    def has_news(self, ranks: Sequence[RankFacts], now: float) -> bool:
+        """Return whether a tick of these facts would say anything; changes nothing that a judgement depends on."""
+        if self._open and self._why_over(ranks, now):
+            return True
+        scores, blamed = self._score(ranks, now)
+        return bool(blamed) and self._is_news(scores, blamed, ranks)
+
+    def judge(self, tick: Tick) -> list[Anomaly]:
+        """Return the records of one tick: an end, an onset, or an onset that goes beyond what was said."""
+        found: list[Anomaly] = []
+        why = self._why_over(tick.ranks, tick.now) if self._open else ""
+        if why:
+            found += self._close(tick, why)
+        scores, blamed = self._score(tick.ranks, tick.now)
+        self.num_points += len(tick.ranks)
+        if not blamed or not self._is_news(scores, blamed, tick.ranks):
+            return found
+        anomaly = self._anomaly(tick, scores, blamed)
+        if self._open:
+            found += self._close(tick, f"goes on as {anomaly.id}")
+        self.episodes.open(_ONE, anomaly.step, np.array([True]), [anomaly])
+        self._open = [
+            _Then(one.rank, one.life, one.step, one.call_id, one.activity) for one in (tick.ranks[at] for at in blamed)
+        ]
+        self._reason = str(scores.evidence["reason"][blamed[0]])
+        return [anomaly, *found]
+
+    def _score(self, ranks: Sequence[RankFacts], now: float) -> tuple[Scores, list[int]]:
+        if not ranks:
+            return Scores.of(np.zeros(0), np.zeros(0)), []
+        slots = self._slots([one.rank for one in ranks])
+        scores = self.detector.score_at(_columns(ranks), now, self._gather(slots))
+        blamed = np.flatnonzero(scores.score >= 1.0).tolist()
+        watched = set(self.rule.match.rank)
+        return scores, [at for at in blamed if not watched or ranks[at].rank in watched]
+
+    def _is_news(self, scores: Scores, blamed: Sequence[int], ranks: Sequence[RankFacts]) -> bool:
+        if not self._open:
+            return True
+        known = {one.rank for one in self._open}
+        # While a hang lasts others give up, time out and are killed: only those that fall silent as well are told.
+        return scores.evidence["reason"][blamed[0]] == "silent" and any(ranks[at].rank not in known for at in blamed)
+
+    def _why_over(self, ranks: Sequence[RankFacts], now: float) -> str:
+        """Return why the open episode is over, in words; empty: it is not."""
+        here = {one.rank: one for one in ranks}
+        whys = []
+        for then in self._open:
+            one = here.get(then.rank)
+            if one is None or one.life != then.life:
+                whys.append("replaced")
+            elif self._reason == "left":
+                return ""
+            elif one.left:
+                whys.append(f"left ({one.left})")
+            elif not one.is_live or now - one.heard_at >= _HEARD_S:
+                return ""
+            elif self._reason == "silent":
+                whys.append("heard again")
+            elif (one.step, one.call_id, one.activity) == (then.step, then.call_id, then.activity):
+                return ""
+            else:
+                whys.append(f"moves again, step {one.step}")
+        return ", ".join(dict.fromkeys(whys))
+
+    def _close(self, tick: Tick, why: str) -> list[Anomaly]:
+        self._open = []
+        ended = []
+        for one in self.episodes.end_all():
+            at = msgspec.structs.replace(tick, step=max(tick.step, one.onset.step))
+            ended.append(msgspec.structs.replace(self._end(one, at), message=f"{_named(one.onset)}: {why}"))
+        return ended if self.rule.episode_quiet_steps else []
+
+    def _anomaly(self, tick: Tick, scores: Scores, blamed: Sequence[int]) -> Anomaly:
+        facts = [tick.ranks[at] for at in blamed]
+        first = facts[0]
+        evidence = scores.evidence
+        reason = str(evidence["reason"][blamed[0]])
+        worst = max(blamed, key=lambda at: (float(scores.score[at]), -at))
+        seconds, limit = float(evidence["seconds"][worst]), float(scores.baseline[worst])
+        waiting = [tick.ranks[at].rank for at in np.flatnonzero(evidence["is_waiting"])]
+        is_sure = bool(evidence["is_sure"][blamed].all())
+        ranks = tuple(one.rank for one in facts)
+        alone = len(facts) == 1
+        step = min(max(one.step, 0) for one in facts)
+        rank = first.rank if alone else None
+        statistic = "silent_s" if reason == "silent" else "idle_s"
+        return Anomaly(
+            # A rank may stop twice at one place: the number of the decision tells the two apart.
+            id=anomaly_id(tick.run, tick.attempt, step, None, rank, f"liveness/{tick.seq}/{statistic}", self.rule.name),
+            run=tick.run,
+            attempt=tick.attempt,
+            rank=rank,
+            ranks=ranks,
+            step=step,
+            micro_step=first.micro_step if alone and first.micro_step >= 0 else None,
+            pp_stage=first.pp_stage if alone else 0,
+            vpp_stage=0,
+            call_id=first.call_id if alone else None,
+            tag_name=first.module if alone and first.module else "heartbeat",
+            kind="health",
+            statistic=statistic,
+            rule=self.rule.name,
+            detector=self.rule.detector,
+            severity=self.rule.severity,
+            value=seconds,
+            baseline=limit,
+            score=float(scores.score[worst]),
+            message=wording.stale(reason, facts, seconds, limit, waiting, is_sure),
+            group_mates=tuple(one.rank for one in tick.ranks),
+            time=max(one.time for one in facts),
+        )
+
+    # -- snapshots ---------------------------------------------------------------------------------------------------
+
+    def _slots(self, ranks: Sequence[int]) -> np.ndarray:
+        slots = np.array([self._slot_of.setdefault(rank, len(self._slot_of)) for rank in ranks], dtype=np.int64)
+        self._grow(len(self._slot_of))
+        return slots
+
+    def series_keys(self) -> object:
+        """Return the ranks in order of slots, and what is open."""
+        return {
+            "ranks": list(self._slot_of),
+            "ended_at": self._ended_at,
+            "open": self._open,
+            "reason": self._reason,
+        }
+
+    def take_series_keys(self, keys: Any) -> None:
+        """Take back what `series_keys` gave."""
+        self._slot_of = {rank: slot for slot, rank in enumerate(keys["ranks"])}
+        self._ended_at = msgspec.convert(msgspec.to_builtins(keys["ended_at"]), dict[int, tuple[bytes, float]], strict=False)
+        self._open = [msgspec.convert(msgspec.to_builtins(one), _Then, strict=False) for one in keys["open"]]
+        self._reason = keys["reason"]
+
+
+_HEARD_S = 5.0
+"""A rank heard within so many seconds is there: heartbeats are one apart (chosen)."""
+
+
+def _columns(ranks: Sequence[RankFacts]) -> dict[str, np.ndarray]:
+    names = (
+        "heard_at", "moved_at", "is_live", "step", "call_id", "num_calls", "activity", "has_stepped", "is_waiting",
+        "pp_stage", "left",
+    )  # fmt: skip
+    return {name: np.array([getattr(one, name) for one in ranks]) for name in names}
+
+
+def _named(onset: Anomaly) -> str:
+    """Return what an episode's end is about: the ranks that were blamed."""
+    return wording.ranks(onset.ranks)

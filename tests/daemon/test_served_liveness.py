@@ -1,0 +1,345 @@
+"""Ranks that fall silent, hang or leave, as a served run tells it: once, by name, across crashes, and alike on a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from sentinel.anomaly import Anomaly, Incident, Severity
+from sentinel.daemon import serving
+from sentinel.daemon.replay import replay
+from sentinel.daemon.serving import ServedRun
+from sentinel.ingest.decision import TICK
+from sentinel.messages import Heartbeat
+from sentinel.store.journal import Journal
+from sentinel.store.whereabouts import RunPaths
+from sentinel.testing import FakeClock, SyntheticRun
+
+from .test_serving import EVERY_STEP, Killed, abandon, kill_at, served, written
+
+LOOK_S = 0.5
+
+
+class Watched:
+    """A run whose ranks beat as they are told, served by a daemon that lives on the same fake clock."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        self.directory = directory
+        self.clock = FakeClock()
+        monkeypatch.setattr(serving, "time", self.clock)
+        self.source = SyntheticRun(directory, layers=2, d_model=16, elements=8, clock=self.clock, **options)
+        self.at: dict[int, tuple[int, int, str]] = {}
+        """Rank -> (call_id, is_waiting, activity) in the step that runs."""
+        self.silent: set[int] = set()
+        self.daemon: ServedRun | None = served(directory, EVERY_STEP)
+
+    def train(self, num_steps: int, **options: Any) -> None:
+        """Whole steps, a look of the daemon behind each."""
+        for _ in range(num_steps):
+            self.source.write(1, **options)
+            self.look()
+
+    def look(self) -> None:
+        """Let the daemon do what there is to do."""
+        while self.daemon is not None and self.daemon.turn(self.clock.time()):
+            pass
+
+    def wait(self, seconds: float, *, is_served: bool = True) -> None:
+        """Let time pass: every second the ranks that are not silent beat, where they stand."""
+        for tick in range(round(seconds / LOOK_S)):
+            self.clock.advance(LOOK_S)
+            if tick % 2 == 0:
+                self.beat()
+            if is_served:
+                self.look()
+
+    def beat(self, ranks: Collection[int] | None = None) -> None:
+        for rank in range(self.source.num_ranks) if ranks is None else ranks:
+            call_id, is_waiting, activity = self.at.get(rank, (30, 1, "train"))
+            if rank not in self.silent:
+                beat = Heartbeat(
+                    step=self.source.step, call_id=call_id, activity=activity, module=f"layers.{rank % 2}.mlp",
+                    phase="forward", micro_step=1, is_waiting=is_waiting,
+                )  # fmt: skip
+                self.source.say(rank, beat)
+
+    def restart(self) -> None:
+        """A daemon that was away, or is killed now, is there again."""
+        if self.daemon is not None:
+            abandon(self.daemon)
+        self.daemon = served(self.directory, EVERY_STEP)
+
+    def stop(self) -> None:
+        assert self.daemon is not None
+        self.daemon.finish(self.clock.time(), is_over=False, deadline=float("inf"))
+        self.daemon.close()
+        self.daemon = None
+
+    @property
+    def found(self) -> list[Anomaly]:
+        return [msgspec.json.decode(line, type=Anomaly) for line in written(self.directory)[0].splitlines()]
+
+    @property
+    def incidents(self) -> list[Incident]:
+        return [msgspec.json.decode(line, type=Incident) for line in written(self.directory)[1].splitlines()]
+
+    def num_ticks(self) -> int:
+        journal = Journal(RunPaths.of(self.directory).journal, read_only=True)
+        try:
+            return sum(kind == TICK for _, kind, _ in journal.decisions())
+        finally:
+            journal.close()
+
+    def assert_replays(self, out: Path) -> None:
+        replayed = replay(RunPaths.of(self.directory), out)
+        assert (replayed.first_difference, replayed.num_incomplete) == (None, 0)
+        assert written(out) == written(self.directory)
+        assert replayed.num_anomalies == len(self.found)
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Watched]:
+    # Where a snapshot comes is of no account here, but how long the machine takes over one must not be either.
+    monkeypatch.setattr("sentinel.daemon.serving.SNAPSHOT_SHARE", float("inf"))
+
+    def make(**options: Any) -> Watched:
+        return Watched(tmp_path / "run", monkeypatch, **{"dp": 4, **options})
+
+    return make
+
+
+def test_a_healthy_run_writes_no_tick(watched: Callable[..., Watched]) -> None:
+    run = watched()
+    for _ in range(10):
+        run.train(4)
+        run.wait(3)
+    run.at = dict.fromkeys(range(4), (0, 0, "eval"))
+    run.wait(130)
+    run.train(5)
+    run.source.end()
+    run.wait(130)
+
+    assert run.found == []
+    assert run.num_ticks() == 0
+
+
+def test_a_silent_rank_is_named_once_and_its_end_told(watched: Callable[..., Watched], tmp_path: Path) -> None:
+    run = watched()
+    run.train(20)
+    run.wait(5)
+    run.silent = {2}
+    run.wait(90)
+
+    (onset,) = run.found
+    assert (onset.rank, onset.ranks, onset.step, onset.micro_step, onset.call_id) == (2, (2,), 20, 1, 30)
+    assert (onset.rule, onset.detector, onset.kind) == ("stale-rank", "StaleRank", "health")
+    assert onset.severity is Severity.CRITICAL
+    assert (onset.statistic, onset.baseline) == ("silent_s", 30.0)
+    assert onset.value is not None and 30.0 <= onset.value <= 31.0
+    assert onset.message == (
+        "rank 2 is silent: nothing was heard for 30 s; gone, stopped, or its records cannot be written; "
+        "last seen in step 20, micro-step 1, forward of layers.0.mlp, call 30; ranks 0, 1, 3 wait"
+    )
+    assert [(one.state, one.ranks, one.title) for one in run.incidents] == [("open", (2,), onset.message)]
+
+    run.silent = set()
+    run.wait(5)
+    run.train(40)
+
+    assert [(one.event, one.message) for one in run.found[1:]] == [("end", "rank 2: heard again")]
+    assert run.incidents[-1].state == "resolved"
+    assert run.num_ticks() == 2
+    run.stop()
+    run.assert_replays(tmp_path / "again")
+
+
+def test_the_first_to_hang_is_named_and_the_others_wait(watched: Callable[..., Watched], tmp_path: Path) -> None:
+    run = watched()
+    run.train(20)
+    run.at = {1: (12, 0, "train")}
+    run.wait(29)
+    assert run.found == []
+    run.wait(100)
+
+    (onset,) = run.found
+    assert (onset.rank, onset.step, onset.call_id, onset.statistic) == (1, 20, 12, "idle_s")
+    assert onset.message == (
+        "rank 1 hangs: no progress for 30 s (limit 30 s); "
+        "last seen in step 20, micro-step 1, forward of layers.1.mlp, call 12; ranks 0, 2, 3 wait"
+    )
+
+    run.at = {}
+    run.wait(2)
+    run.train(3)
+
+    assert [(one.event, one.rank, one.message) for one in run.found[1:]] == [("end", 1, "rank 1: moves again, step 20")]
+    run.stop()
+    run.assert_replays(tmp_path / "again")
+
+
+def test_a_rank_that_raised_is_named_and_not_those_it_left(watched: Callable[..., Watched]) -> None:
+    run = watched()
+    run.train(20)
+    run.source.end(3, reason="exception")
+    run.silent = {3}
+    run.wait(100)
+
+    (onset,) = run.found
+    assert (onset.rank, onset.step) == (3, 20)
+    assert onset.message.startswith("rank 3 left (exception) and the others have waited 30 s")
+    assert onset.message.endswith("ranks 0, 1, 2 wait")
+
+
+def test_what_others_do_in_a_hang_is_no_news_until_they_fall_silent(watched: Callable[..., Watched]) -> None:
+    run = watched()
+    run.train(20)
+    run.at = {1: (12, 0, "train")}
+    run.wait(60)
+    run.source.end(0, reason="exception")
+    run.source.end(2, reason="exception")
+    run.silent = {0, 2}
+    run.wait(60)
+    assert [one.ranks for one in run.found] == [(1,)]
+
+    run.silent |= {1, 3}
+    run.wait(60)
+
+    assert sorted((one.event, one.ranks) for one in run.found) == [("end", (1,)), ("onset", (1,)), ("onset", (1, 3))]
+    assert len({one.id for one in run.incidents}) == 1
+
+
+@pytest.mark.parametrize("activity", ["eval", "checkpoint", "init"])
+def test_slow_on_purpose_is_no_hang(watched: Callable[..., Watched], activity: str) -> None:
+    run = watched()
+    run.train(20)
+    run.at = {0: (30, 0, activity)}
+    run.wait(150)
+    assert run.found == []
+
+    run.at = {0: (31, 0, "train")}
+    run.wait(60)
+
+    assert [one.step for one in run.found] == [20], "the control"
+
+
+def test_a_daemon_that_was_away_accuses_nobody_for_that_time(watched: Callable[..., Watched]) -> None:
+    run = watched()
+    run.train(20)
+    run.wait(5)
+    run.stop()
+    run.clock.advance(10_000.0)
+    run.wait(10, is_served=False)
+    run.restart()
+    run.wait(20)
+    assert run.found == []
+
+    run.wait(60)
+
+    assert [one.ranks for one in run.found] == [(0, 1, 2, 3)], "they stand at one place, seen for long enough now"
+
+
+def test_a_daemon_that_was_stopped_or_asleep_accuses_nobody_for_that_time(watched: Callable[..., Watched]) -> None:
+    run = watched()
+    run.train(20)
+    run.wait(5)
+    for _ in range(20):
+        run.clock.advance(3600.0)
+        run.look()
+        run.train(2)
+
+    assert run.found == []
+
+
+def test_a_dead_run_that_is_only_read_accuses_nobody(watched: Callable[..., Watched]) -> None:
+    run = watched()
+    assert run.daemon is not None
+    run.stop()
+    run.source.write(20)
+    run.beat()
+    run.restart()
+    run.silent = {0, 1, 2, 3}
+    run.wait(150)
+
+    assert run.found == []
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Journal, "record"), (Journal, "commit")], ids=["record", "commit"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_kill_9_tells_nothing_twice(
+    watched: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, owner: type, name: str, after: bool
+) -> None:
+    run = watched()
+    run.train(20)
+    run.wait(5)
+    run.silent = {2}
+    run.wait(24)
+    with monkeypatch.context() as patch:
+        kill_at(patch, owner, name, 1, after=after)
+        with pytest.raises(Killed):
+            run.wait(100)
+    run.restart()
+    run.wait(100)
+    run.restart()
+    run.wait(100)
+
+    assert [(one.event, one.ranks) for one in run.found] == [("onset", (2,))]
+
+    run.silent = set()
+    run.wait(5)
+
+    assert [(one.event, one.ranks) for one in run.found] == [("onset", (2,)), ("end", (2,))]
+    run.stop()
+    run.assert_replays(tmp_path / "again")
+
+
+def test_a_replaced_rank_ends_the_episode(watched: Callable[..., Watched]) -> None:
+    run = watched()
+    run.train(20)
+    run.wait(5)
+    run.silent = {2}
+    run.source.kill(2, in_frame=False)
+    run.wait(60)
+    run.silent = set()
+    run.source.start(2)
+    run.wait(5)
+
+    assert [(one.event, one.message.partition(":")[2]) for one in run.found[1:]] == [("end", " replaced")]
+
+
+def test_a_new_attempt_leaves_the_old_ranks_alone(watched: Callable[..., Watched]) -> None:
+    """The job dies and starts anew, takes long to come up, and its old lives never said bye."""
+    run = watched(attempt=None)
+    run.train(20)
+    run.wait(5)
+    run.source.restart(10, attempt=None)
+    run.at = dict.fromkeys(range(4), (0, 0, "init"))
+    run.wait(150)
+    run.at = {}
+    run.train(20)
+    run.wait(10)
+
+    assert run.found == []
+
+
+def test_clocks_that_disagree_or_jump_do_not_matter(watched: Callable[..., Watched]) -> None:
+    run = watched()
+    offsets = iter([3600.0, -3600.0, 7200.0, 0.0] * 50)
+
+    def wall_ns() -> int:
+        return round((run.clock.time() + next(offsets, 0.0)) * 1e9)
+
+    for rank in run.source._ranks:
+        assert rank.spool is not None
+        rank.spool._clock = type("Jumping", (), {"wall_ns": staticmethod(wall_ns), "mono_ns": run.clock.mono_ns})()
+    run.train(20)
+    run.wait(25)
+    run.train(5)
+    assert run.found == []
+    run.silent = {3}
+    run.wait(40)
+
+    assert [one.ranks for one in run.found] == [(3,)], "the control"
