@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -164,11 +164,18 @@ class Groups:
         """
         if self._table is not None:
             return merge_rows(stats, self._table, len(self.groups))
-        return merge_rows(stats[self.index], self.of, len(self.groups))
+        return merge_rows(rows_at(stats, self.index), self.of, len(self.groups))
 
     def count(self, where: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
         """Return how many members of each group are marked: [num_groups]. where: [num_tensors]."""
         return np.bincount(self.of[where[self.index]], minlength=len(self.groups))
+
+
+def rows_at(stats: npt.NDArray[np.void], index: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.void]:
+    """Return `stats[index]`, as words: numpy copies records field by field, which takes ten times as long."""
+    words = np.ascontiguousarray(stats).view(np.uint64).reshape(len(stats), -1)
+    found: npt.NDArray[np.void] = words[index].view(stats.dtype).reshape(-1)
+    return found
 
 
 def matches(glob: str, name: str) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -22,7 +22,9 @@ from sentinel.report.export import FORMATS, TableText
 
 if TYPE_CHECKING:
     from sentinel.daemon.recorded import RecordedRun
-    from sentinel.daemon.series import SeriesQuery
+    from sentinel.daemon.series import MergedStep, Points, SeriesQuery
+
+MEGATRON = "megatron-stats"
 
 
 def steps_of(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int]:
@@ -69,7 +71,10 @@ def words_of(ctx: click.Context, param: click.Parameter, value: str | None) -> t
     "--attempt", type=click.IntRange(min=0), metavar="N",
     help="Only what this attempt measured, 0 being the first. Default: the newest attempt of each step.",
 )
-@click.option("--format", "form", type=click.Choice(FORMATS), help="Default: by the name of FILE, else csv.")
+@click.option(
+    "--format", "form", type=click.Choice([*FORMATS, MEGATRON]),
+    help=f"Default: by the name of FILE, else csv. {MEGATRON}: raw moments, as training_stats/ of the directory -o names.",
+)
 @click.option("-o", "--output", metavar="FILE", help="Written whole or not at all. Default: stdout.")
 @click.option("--state-dir", metavar="DIR", help="Where the journal is, if the run does not say so itself.")
 @click.option("--json", "as_json", is_flag=True, help="JSON lines; with -o FILE, print one JSON object of what it holds.")
@@ -97,11 +102,17 @@ def export(
     """
     from sentinel.daemon.recorded import RecordedRun
     from sentinel.daemon.series import TENSOR_KINDS, VALUE, SeriesQuery
+    from sentinel.report.megatron_stats import STAT_OF_KIND
     from sentinel.store.whereabouts import RunPaths
 
     if aggregates and names:
         raise click.UsageError("--name picks single tensors and --aggregate groups; give one of them")
-    wanted = kinds if kinds is not None else TENSOR_KINDS
+    if form == MEGATRON and (output is None or statistics is not None):
+        raise click.UsageError(f"--format {MEGATRON} writes raw moments into a directory; give -o DIR and no --statistic")
+    usual = tuple(STAT_OF_KIND) if form == MEGATRON else TENSOR_KINDS
+    wanted = kinds if kinds is not None else usual
+    if form == MEGATRON and not set(wanted) <= set(usual):
+        raise click.UsageError(f"--format {MEGATRON} has no place for other kinds than {', '.join(usual)}")
     if statistics is None:
         statistics = (VALUE,) if wanted == ("scalar",) else (*STATISTICS, VALUE) if "scalar" in wanted else STATISTICS
     query = SeriesQuery(
@@ -115,7 +126,12 @@ def export(
     if form is None:
         form = "jsonl" if (as_json and not output) or Path(output or "").suffix in (".jsonl", ".json") else "csv"
     with RecordedRun(RunPaths.of(find_run(run), Path(state_dir) if state_dir else None)) as recorded:
-        written = write_table(recorded, query, attempt, form, output)
+        found = _Found(recorded, query, attempt)
+        if form == MEGATRON:
+            assert output is not None
+            written = write_megatron_stats(found, Path(output))
+        else:
+            written = write_table(found, form, output)
     if as_json and output:
         click.echo(json.dumps({"file": output, **written}))
     elif output and written["num_rows"]:
@@ -123,55 +139,98 @@ def export(
     return CLEAN if written["num_rows"] else FOUND
 
 
-def write_table(
-    recorded: RecordedRun, query: SeriesQuery, attempt: int | None, form: str, output: str | None
-) -> dict[str, int]:
-    """Write the rows and return how many there are; what the reader of the table should know goes to stderr."""
-    from sentinel.daemon.series import COLUMNS, MergedStep, Picker, newest_attempts, rows_of
+class _Found:
+    """What a first reading found: the series there are, and which attempt speaks for each step.
 
-    # The first reading finds what there is, so that nothing is written for a glob that matches nothing, and an attempt that
-    # repeats steps is known before the steps it repeats are written. Statistics are not formed in it.
-    picker = Picker(query)
-    met: list[tuple[int, int]] = []
-    num_gone = 0
-    for view, _ in recorded.views():
-        if not query.first_step <= view.step <= query.last_step:
-            continue
-        num_gone += not view.parts
-        if view.parts:
-            met.append((view.attempt, view.step))
-            picker.meet(view.layout, view.scalars)
-    if num_gone:
-        say(f"{num_gone} steps are no longer in the spool and are left out")
-    if not met:
-        say("no steps there")
-        return {"num_rows": 0, "num_series": 0, "num_steps": 0}
-    picker.check()
-    attempts = sorted({one for one, _ in met})
-    if attempt is not None and attempt not in attempts:
-        raise ConfigError(f"--attempt: expected one of {', '.join(map(str, attempts))}, got {attempt}")
-    chosen = newest_attempts((one, step) for one, step in met if attempt is None or one == attempt)
-    for name, (num, has_others) in sorted(picker.excluded.items()):
-        rest = "the others are merged" if has_others else "nothing of it can be merged"
-        say(f'"{name}": {num} series have no known placement and stay with their ranks; {rest}')
-    text = TableText(form, (*COLUMNS, *query.statistics))
-    series: Counter[tuple[str, str, str]] = Counter()
-    num_steps = num_rows = num_partial = 0
-    with _opened(output) as out:
-        out.write(text.head())
+    So nothing is written for a glob that matches nothing, and an attempt that repeats steps is known before the steps it
+    repeats are written. Statistics are not formed in it.
+    """
+
+    def __init__(self, recorded: RecordedRun, query: SeriesQuery, attempt: int | None) -> None:
+        from sentinel.daemon.series import Picker, newest_attempts
+
+        self._recorded = recorded
+        self.picker = Picker(query)
+        met: list[tuple[int, int]] = []
+        num_gone = 0
         for view, _ in recorded.views():
-            if chosen.get(view.step) != view.attempt or not view.parts:
+            if not query.first_step <= view.step <= query.last_step:
                 continue
-            del chosen[view.step]
-            points = picker.points(MergedStep.of(view))
-            out.writelines(text.row(row) for row in rows_of(points, query.statistics))
+            num_gone += not view.parts
+            if view.parts:
+                met.append((view.attempt, view.step))
+                self.picker.meet(view.layout, view.scalars)
+        if num_gone:
+            say(f"{num_gone} steps are no longer in the spool and are left out")
+        if not met:
+            say("no steps there")
+        else:
+            self.picker.check()
+        attempts = sorted({one for one, _ in met})
+        if attempts and attempt is not None and attempt not in attempts:
+            raise ConfigError(f"--attempt: expected one of {', '.join(map(str, attempts))}, got {attempt}")
+        self._chosen = newest_attempts((one, step) for one, step in met if attempt is None or one == attempt)
+        for name, (num, has_others) in sorted(self.picker.excluded.items()):
+            rest = "the others are merged" if has_others else "nothing of it can be merged"
+            say(f'"{name}": {num} series have no known placement and stay with their ranks; {rest}')
+
+    def steps(self) -> Iterator[tuple[MergedStep, Points]]:
+        """Yield the steps of a second reading."""
+        from sentinel.daemon.series import MergedStep
+
+        num_partial = 0
+        for view, _ in self._recorded.views() if self._chosen else ():
+            if self._chosen.get(view.step) == view.attempt and view.parts:
+                del self._chosen[view.step]
+                step = MergedStep.of(view)
+                points = self.picker.points(step)
+                num_partial += not points.is_whole.all()
+                yield step, points
+        if num_partial:
+            say(f"{num_partial} steps lack shards of ranks that were not heard; their rows say is_whole false")
+
+
+def write_table(found: _Found, form: str, output: str | None) -> dict[str, int]:
+    """Write one row a step and series, and return how many there are."""
+    from sentinel.daemon.series import COLUMNS, rows_of
+
+    statistics = found.picker.query.statistics
+    text = TableText(form, (*COLUMNS, *statistics))
+    series: set[tuple[str, str, str]] = set()
+    num_steps = num_rows = 0
+    steps = found.steps()
+    first = next(steps, None)
+    if first is not None:
+        with _opened(output) as out:
+            out.write(text.head())
+            for _, points in itertools.chain((first,), steps):
+                out.writelines(text.row(row) for row in rows_of(points, statistics))
+                num_steps += 1
+                num_rows += len(points)
+                series.update((one.kind, one.name, one.place) for one in points.series)
+    return {"num_rows": num_rows, "num_series": len(series), "num_steps": num_steps}
+
+
+def write_megatron_stats(found: _Found, directory: Path) -> dict[str, int]:
+    """Write the files of Megatron's training stats, and return how many values there are."""
+    from sentinel.report.megatron_stats import SAMPLES, MegatronStatsFiles, raw_moments
+
+    if (directory / "training_stats").exists():
+        raise ConfigError(f"{directory}: expected no training_stats there, got some; give another directory with -o DIR")
+    files = MegatronStatsFiles(directory)
+    series: set[tuple[str, str, str]] = set()
+    num_rows = num_steps = 0
+    try:
+        for step, points in found.steps():
+            samples = next((step.scalars[name] for name in SAMPLES if name in step.scalars), None)
+            rows = zip(points.series, raw_moments(points.moments), strict=True)
+            # What each rank keeps for itself stands in its own file, under the one name.
+            named = ((one.name, one.kind, one.border, one.rank, values) for one, values in rows)
+            num_rows += files.write(step.step, samples, named)
             num_steps += 1
-            num_rows += len(points)
-            num_partial += not points.is_whole.all()
-            for one in points.series:
-                series[one.kind, one.name, one.place] += 1
-    if num_partial:
-        say(f"{num_partial} steps lack shards of ranks that were not heard; their rows say is_whole false")
+            series.update((one.kind, one.name, one.place) for one in points.series)
+    finally:
+        files.close()
     return {"num_rows": num_rows, "num_series": len(series), "num_steps": num_steps}
 
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from sentinel.aggregate import Aggregate, Groups, matches, nearest_names
+from sentinel.aggregate import Aggregate, Groups, matches, nearest_names, rows_at
 from sentinel.errors import ConfigError
 from sentinel.moments import EMPTY, Moments
 from sentinel.record import KIND_LABELS, STATISTICS, STATS_DTYPE
@@ -76,6 +76,10 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
     """Coordinates of a tensor that each rank keeps for itself: `tp=1`; empty: the whole tensor."""
     num_excluded: int = 0
     """Series that match and are in no group, because nobody may merge them (unknown and partial placements)."""
+    rank: int = 0
+    """The lowest rank that holds it, or any of its members."""
+    border: str = ""
+    """Which border of the black box a tensor is; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +103,14 @@ class MergedStep:
 
     @classmethod
     def of(cls, view: StepView) -> MergedStep:
-        """Return what is kept of a view. Copies the statistics, keeps neither rows nor the view."""
+        """Return what is kept of a view: neither rows nor the view itself."""
         index = np.flatnonzero(view.present).astype(np.int32)
+        stats = view.stats if len(index) == len(view.stats) else rows_at(view.stats, index)
         whole = None if len(view.parts) == len(view.places) and not _unended(view) else view.is_whole
         scalars = {name: one.mean for name, one in view.scalars.items()}
         seq = view.decision.seq if view.decision is not None else 0
         return cls(
-            seq, view.attempt, view.step, view.time, view.is_skipped, view.layout, index, view.stats[index], whole, scalars
+            seq, view.attempt, view.step, view.time, view.is_skipped, view.layout, index, stats, whole, scalars
         )
 
     @property
@@ -116,8 +121,10 @@ class MergedStep:
 
     def all_stats(self) -> npt.NDArray[np.void]:
         """Return [num_tensors] STATS_DTYPE, empty where a tensor is absent."""
+        if len(self.stats) == len(self.layout.tensors):
+            return self.stats
         found = np.full(len(self.layout.tensors), EMPTY)
-        found[self.index] = self.stats
+        found.view(np.uint64).reshape(len(found), -1)[self.index] = self.stats.view(np.uint64).reshape(len(self.stats), -1)
         return found
 
 
@@ -141,6 +148,8 @@ class Points:
     """[series] whether no shard of any tensor is missing."""
     values: dict[str, npt.NDArray[np.float64]]
     """Statistic -> [series]; NaN where it is undefined."""
+    moments: Moments
+    """[tensors and groups] what they were formed from; scalars, behind them in `series`, have none."""
 
     def __len__(self) -> int:
         return len(self.series)
@@ -155,9 +164,14 @@ class Picked:
         self.groups: Groups | None = None
         if query.aggregates:
             self.groups = Groups(layout.tensors, query.aggregates, kinds=query.kinds)
+            lowest = [min(tensor.ranks, default=0) for tensor in layout.tensors]
             self.series = [
-                Series(name=group.name, kind=group.kind, num_excluded=group.num_excluded) for group in self.groups.groups
-            ]
+                Series(
+                    name=group.name, kind=group.kind, num_excluded=group.num_excluded,
+                    rank=min((lowest[at] for at in group.members), default=0),
+                )
+                for group in self.groups.groups
+            ]  # fmt: skip
             return
         of_name: dict[tuple[str, ...], bool] = {}
         taken = []
@@ -168,7 +182,12 @@ class Picked:
             if of_name[called] and tensor.kind in query.kinds and not tensor.is_partial:
                 taken.append(tensor)
         self._index = np.array([tensor.index for tensor in taken], np.int64)
-        self.series = [Series(name=one.name, kind=one.kind, place=_words(one.place)) for one in taken]
+        self.series = [
+            Series(
+                name=one.name, kind=one.kind, place=_words(one.place), rank=min(one.ranks, default=0), border=one.border
+            )
+            for one in taken
+        ]
 
     def points(self, step: MergedStep) -> Points:
         """Return the step's values, of the tensors or groups that it has."""
@@ -183,7 +202,7 @@ class Picked:
         else:
             here = np.flatnonzero(present[self._index])
             index = self._index[here]
-            merged, num_tensors = stats[index], np.ones(len(here), np.int64)
+            merged, num_tensors = rows_at(stats, index), np.ones(len(here), np.int64)
             whole = np.ones(len(here), np.bool_) if step.is_whole is None else step.is_whole[index]
         return self._formed(step, [self.series[at] for at in here], merged, num_tensors, whole)
 
@@ -213,7 +232,7 @@ class Picked:
                 logged = list(found.values()) if name == VALUE else [np.nan] * len(found)
                 values[name] = np.concatenate([column, np.array(logged, np.float64)])
         return Points(
-            step.attempt, step.step, step.time, step.is_skipped, series, num_tensors, num_elements, whole, values
+            step.attempt, step.step, step.time, step.is_skipped, series, num_tensors, num_elements, whole, values, moments
         )
 
 

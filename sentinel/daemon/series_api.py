@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -28,6 +28,8 @@ READ_S = 20.0
 """Longest time that the spool is read for one answer (chosen)."""
 PAUSE_S = 0.002
 """Pause between two looks at the spool: the thread that judges comes first."""
+MAX_PICKERS = 16
+"""Queries that are remembered."""
 WAIT_S = 1.0
 """One request reads a spool at a time; the next waits so long."""
 
@@ -111,6 +113,18 @@ class SeriesDesk:
 
     def __init__(self) -> None:
         self._reading = threading.Lock()
+        self._pickers: OrderedDict[tuple[str, bytes], Picker] = OrderedDict()
+        self._keeping = threading.Lock()
+
+    def _picker(self, run: str, query: SeriesQuery) -> Picker:
+        """Return the query at work on a run: a page that asks again and again has its globs looked up once."""
+        key = (run, msgspec.msgpack.encode(msgspec.structs.replace(query, first_step=0, last_step=0)))
+        with self._keeping:
+            picker = self._pickers.pop(key, None) or Picker(query)
+            self._pickers[key] = picker
+            while len(self._pickers) > MAX_PICKERS:
+                self._pickers.popitem(last=False)
+        return picker
 
     def answer(self, runs: Sequence[Watched], request: SeriesRequest) -> dict[str, Any]:
         """Return {"series": [...], "truncated": bool, "notes": [...]}.
@@ -123,7 +137,7 @@ class SeriesDesk:
         met: set[str] = set()
         is_logged = request.query.kinds == (SCALAR,)
         for run in runs:
-            picker = Picker(request.query)
+            picker = self._picker(run.name, request.query)
             found.begin(run.name)
             if is_logged:
                 # Scalars are kept for longer than steps.
@@ -136,7 +150,7 @@ class SeriesDesk:
                         break
             names |= picker.names
             met |= picker.met
-            for group, (count, _) in sorted(picker.excluded.items()):
+            for group, (count, _) in sorted(dict(picker.excluded).items()):
                 found.note(f'{run.name}: "{group}": {count} series have no known placement and are in no group')
         for glob in request.query.globs:
             if glob not in met and names:

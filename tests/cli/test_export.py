@@ -296,3 +296,82 @@ def test_statistics_are_those_of_the_merged_rows(tmp_path: Path, capsys: pytest.
     for statistic in STATISTICS:
         assert found[statistic] == pytest.approx(float(merged.statistic(statistic)[0]), rel=1e-9), statistic
     assert np.isfinite(found["kurtosis"])
+
+
+# -- megatron-stats ---------------------------------------------------------------------------------------------------
+
+
+def stats_lines(directory: Path) -> dict[str, list[dict[str, Any]]]:
+    """Stat -> the lines of all its rank files."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted((directory / "training_stats").glob("*/rank*.jsonl")):
+        for line in path.read_text().splitlines():
+            one = json.loads(line, parse_constant=refused)
+            assert list(one) == ["iter", "consumed_train_samples", "stat", "values"] and one["stat"] == path.parent.name
+            found.setdefault(path.parent.name, []).append(one)
+    return found
+
+
+def test_megatron_stats_hold_each_tensor_once_with_its_raw_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    synthetic(tmp_path / "run").write(2)
+    views = heard(tmp_path / "run")
+
+    arguments = ["--format", "megatron-stats", "-o", str(tmp_path / "out"), "--json"]
+    assert run_cli(["export", str(tmp_path / "run"), *arguments]) == 0
+
+    told = json.loads(capsys.readouterr().out)
+    found = stats_lines(tmp_path / "out")
+    assert set(found) == {
+        "param_raw_moments_by_param", "grad_raw_moments_by_param", "activation_raw_moments_by_layer",
+        "dgrad_raw_moments_by_layer", "residual_raw_moments_by_layer", "residual_dgrad_raw_moments_by_layer",
+    }  # fmt: skip
+    assert told["num_rows"] == sum(len(line["values"]) for lines in found.values() for line in lines)
+    for kind, stat in {"wgrad": "grad_raw_moments_by_param", "param": "param_raw_moments_by_param"}.items():
+        for view in views:
+            lines = [line for line in found[stat] if line["iter"] == view.step]
+            values = {name: one for line in lines for name, one in line["values"].items()}
+            tensors = [tensor for tensor in view.tensors if tensor.kind == kind]
+            assert len(values) == sum(len(line["values"]) for line in lines) == len(tensors)
+            sums = view.moments.raw_moments()
+            for tensor in tensors:
+                one = values[tensor.name]
+                assert one["count"] == view.stats["count"][tensor.index]
+                assert [one[f"sum_{n}"] for n in range(1, 5)] == [float(sums[f"s{n}"][tensor.index]) for n in range(1, 5)]
+                assert (one["nan"], one["inf"], one["min"]) == (0, 0, float(view.stats["min"][tensor.index]))
+    squares = sum(one["sum_2"] for line in found["grad_raw_moments_by_param"][:1] for one in line["values"].values())
+    assert squares > 0
+
+
+def test_megatron_stats_of_groups_count_what_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = synthetic(tmp_path / "run", layers=2, pp=1)
+    run.plant(Nan(step=1, module="layers.1")).write(2)
+    arguments = ["--format", "megatron-stats", "-o", str(tmp_path / "out"), "--kind", "activation", "--aggregate", "layers.{}*"]
+    assert run_cli(["export", str(tmp_path / "run"), *arguments]) == 2
+    assert not (tmp_path / "out").exists()
+
+    arguments[-1] = "layer{}=layers.{},layers.{}.*"
+    assert run_cli(["export", str(tmp_path / "run"), *arguments]) == 0
+
+    lines = stats_lines(tmp_path / "out")["activation_raw_moments_by_layer"]
+    assert [list(line["values"]) for line in lines] == [["layer0", "layer1"]] * 2
+    assert [line["values"]["layer1"]["nan"] > 0 for line in lines] == [False, True]
+    assert lines[1]["values"]["layer1"]["sum_2"] > 0
+    assert run_cli(["export", str(tmp_path / "run"), *arguments]) == 2
+    assert "expected no training_stats there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ([], "give -o DIR"),
+        (["-o", "x", "--statistic", "norm"], "no --statistic"),
+        (["-o", "x", "--kind", "exp_avg"], "has no place for other kinds"),
+    ],
+)
+def test_megatron_stats_say_what_they_need(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], what: str
+) -> None:
+    synthetic(tmp_path / "run", layers=2).write(1)
+
+    assert run_cli(["export", str(tmp_path / "run"), "--format", "megatron-stats", *arguments]) == 2
+    assert what in capsys.readouterr().err
