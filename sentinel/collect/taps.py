@@ -89,6 +89,10 @@ class Chunk:
         """A whole forward has passed since the taps were changed: every usual site has its place."""
         self.recomputes = False
         """A forward without graph was seen inside a training forward: reentrant checkpointing."""
+        self.without_graph: set[int] = set()
+        """Ids of the entries whose tensors were seen in such a forward."""
+        self._asked_twice: dict[tuple[int, int], bool] = {}
+        """(id of a gradient's entry, micro_step) hooked in such a forward and again in its recompute -> was measured."""
         self.has_trained = False
         self.taps: dict[str, ModuleTap] = {}
         self._pending: list[tuple[str, torch.Tensor, int]] = []
@@ -188,13 +192,10 @@ class Chunk:
             self.recorder.guard("", error)
 
     def _mark(self, output: Any) -> None:
-        """Without a gradient taken at the output, a bare hook there still tells that a backward ran."""
-        tap = self.taps.get("")
-        if tap is not None and Kind.DGRAD in tap.takes_out:
-            return
+        """A bare hook on the output tells that a backward runs, and whose: also where its gradient is not measured here."""
         for _, tensor in tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(BackwardMark(self))  # type: ignore[no-untyped-call]
+                tensor.register_hook(BackwardMark(self, self.micro_step))  # type: ignore[no-untyped-call]
                 return
 
     # -- tensors -----------------------------------------------------------------------------------------------------
@@ -241,6 +242,25 @@ class Chunk:
                 entry.site_pos = self.next_pos
                 self.next_pos += SITE_GAP
         self._cursor = entry.site_pos
+
+    def note_without_graph(self, entry: Entry, tensor: torch.Tensor, kind: Kind) -> None:
+        """A forward that reentrant checkpointing will run again: what is made in it has no gradient, what it is given has.
+
+        Megatron adds residuals with gradients on: where an input comes from cannot be told before the backward.
+        """
+        self.recomputes = True
+        if kind is Kind.ACTIVATION or tensor.grad_fn is not None or not tensor.requires_grad:
+            self.without_graph.add(entry.id)
+            if tensor.requires_grad and entry.grad is not None:
+                self._asked_twice[entry.grad.id, self.micro_step] = False
+
+    def is_answered(self, entry: Entry, micro_step: int) -> bool:
+        """Whether another hook has measured this gradient; from now on it is."""
+        key = (entry.id, micro_step)
+        if key not in self._asked_twice:
+            return False
+        was, self._asked_twice[key] = self._asked_twice[key], True
+        return was
 
     def hook_gradient(self, tensor: torch.Tensor, entry: Entry) -> None:
         """Take the gradient of `tensor` when its backward comes, once."""
@@ -314,11 +334,14 @@ class ModuleTap:
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         chunk = self.chunk
-        if not chunk.in_forward or module is not self.module or not chunk.recorder.is_alive:
+        if module is not self.module or not chunk.recorder.is_alive:
             return
         try:
-            if not in_backward():
+            if chunk.in_forward and not in_backward():
                 self.take_inputs(args, kwargs)
+            elif chunk.recomputes and torch.is_grad_enabled() and in_backward():
+                for source in (args, kwargs):
+                    self._take_recomputed(source, self._inputs, Kind.DGRAD_IN in self.takes_in)
         except Exception as error:
             chunk.recorder.guard(self.name, error)
 
@@ -330,7 +353,7 @@ class ModuleTap:
             if chunk.in_forward and not in_backward():
                 self.take_outputs(output)
             elif chunk.recomputes and torch.is_grad_enabled() and in_backward():
-                self._take_recomputed(output)
+                self._take_recomputed(output, self._outputs, Kind.DGRAD in self.takes_out)
         except Exception as error:
             chunk.recorder.guard(self.name, error)
 
@@ -403,19 +426,21 @@ class ModuleTap:
                 entry.grad.consumers, entry.grad.also = list(entry.consumers), list(entry.also)
                 entry.grad.flags |= entry.flags & Flag.BORDER
             entry.grad.site_pos = entry.site_pos
-            if tensor.requires_grad:
+            if torch.is_grad_enabled():
+                chunk.without_graph.discard(entry.id)
+            else:
+                chunk.note_without_graph(entry, tensor, kind)
+            if tensor.requires_grad and not (entry.id in chunk.without_graph and kind is Kind.ACTIVATION):
                 chunk.hook_gradient(tensor, entry.grad)
-            elif not torch.is_grad_enabled():
-                chunk.recomputes = True
 
-    def _take_recomputed(self, output: Any) -> None:
+    def _take_recomputed(self, values: Any, entries: dict[str, Entry], is_wanted: bool) -> None:
         """Reentrant checkpointing ran the first forward without a graph: the gradients hang on the recomputed tensors."""
-        if Kind.DGRAD not in self.takes_out:
-            return
         chunk = self.chunk
-        for path, tensor in tensors_in(output):
-            entry = self._outputs.get(path)
-            if entry is not None and entry.grad is not None and tensor.requires_grad and chunk.known(tensor) is None:
+        for path, tensor in tensors_in(values) if is_wanted else ():
+            entry = entries.get(path)
+            if entry is None or entry.grad is None or entry.id not in chunk.without_graph:
+                continue
+            if tensor.requires_grad and chunk.known(tensor) is None:
                 chunk.remember(tensor, entry)
                 micro_step, chunk.micro_step = chunk.micro_step, chunk.backward_micro_step
                 chunk.hook_gradient(tensor, entry.grad)
@@ -462,7 +487,8 @@ class GradientTap:
         try:
             if self.handle is not None:
                 self.handle.remove()
-            if self.step == recorder.ended_steps and not in_inference():
+            is_due = self.step == recorder.ended_steps and not in_inference()
+            if is_due and not self.chunk.is_answered(self.entry, self.micro_step):
                 self.chunk.backward_micro_step = self.micro_step
                 if hasattr(gradient, "placements"):  # A gradient may be partial where its tensor was not.
                     recorder.sites.describe(self.entry, gradient)
@@ -476,17 +502,19 @@ class GradientTap:
 
 
 class BackwardMark:
-    """A tensor hook on a chunk's output that only tells that a backward ran."""
+    """A tensor hook on a chunk's output that only tells that a backward runs, and of which micro-step."""
 
-    __slots__ = ("chunk",)
+    __slots__ = ("chunk", "micro_step")
 
-    def __init__(self, chunk: Chunk) -> None:
+    def __init__(self, chunk: Chunk, micro_step: int) -> None:
         self.chunk = chunk
+        self.micro_step = micro_step
 
     def __call__(self, gradient: torch.Tensor) -> None:
         recorder = self.chunk.recorder
         try:
             if recorder.is_alive and not in_inference():
+                self.chunk.backward_micro_step = self.micro_step
                 recorder.after_backward_hook(self.chunk)
         except Exception as error:
             recorder.guard("", error)
