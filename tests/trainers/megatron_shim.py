@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import warnings
 from types import SimpleNamespace
@@ -51,6 +52,7 @@ def install() -> None:
         return
     warnings.filterwarnings("ignore", category=UserWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)  # There is one generator only.
     cuda: Any = torch.cuda
     cuda._answers_as_cpu = True
     cuda.current_device = lambda: CPU

@@ -67,6 +67,13 @@ class Job:
     """Sentinel's; None: only the bare run."""
     bare: bool = True
     """Train without Sentinel first."""
+    skip_at: int = -1
+    """Iteration whose gradients the loop throws away: it never calls the optimizer."""
+    gathered_attention: bool = False
+    """The attention that context parallelism has here, also without it."""
+    plain_adam: bool = False
+    """A torch optimizer over the model's own parameters, as in megatron-core's quickstart."""
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
     is_logged: bool = False
     """Call monitor.log after the step, as a user would."""
 
@@ -190,6 +197,17 @@ def attention_class() -> Any:
     return GatheredAttention
 
 
+class PlainAdam(torch.optim.Adam):
+    """A torch optimizer that a user's own loop hands the reduced gradients."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model.parameters(), 0.01)
+
+    def take(self, model: torch.nn.Module) -> None:
+        for param in model.parameters():
+            param.grad = param.main_grad  # type: ignore[attr-defined]
+
+
 def build(job: Job) -> tuple[list[Any], Any, Any]:
     """The chunks, wrapped as Megatron wraps them, the optimizer and its scheduler."""
     from megatron.core import parallel_state
@@ -235,7 +253,7 @@ def build(job: Job) -> tuple[list[Any], Any, Any]:
     )
     norm = norm_class(job)
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
-    if job.cp > 1:
+    if job.cp > 1 or job.gathered_attention:
         spec.submodules.self_attention.submodules.core_attention = attention_class()
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -272,10 +290,14 @@ def build(job: Job) -> tuple[list[Any], Any, Any]:
         loss_scale=None, initial_loss_scale=job.loss_scale, min_loss_scale=1.0, hysteresis=1, loss_scale_window=1000,
     )  # fmt: skip
     optimizer = get_megatron_optimizer(settings, model)
+    if job.plain_adam:
+        optimizer = PlainAdam(chunks[0])
     config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
+    config.grad_scale_func = None if job.plain_adam else optimizer.scale_loss
     if job.overlap:
         config.no_sync_func = [chunk.no_sync for chunk in model] if len(model) > 1 else model[0].no_sync
+    if job.plain_adam:
+        return model, optimizer, None
     scheduler = OptimizerParamScheduler(
         optimizer, init_lr=0.0, max_lr=0.01, min_lr=0.001, lr_warmup_steps=2, lr_decay_steps=100, lr_decay_style="linear",
         start_wd=0.01, end_wd=0.01, wd_incr_steps=100, wd_incr_style="constant", use_checkpoint_opt_param_scheduler=False,
@@ -359,8 +381,17 @@ def train(job: Job, monitor: Any, model: list[Any], optimizer: Any, scheduler: A
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         reduced = forward_backward(iteration, False)
+        if job.plain_adam:
+            optimizer.take(model[0])
+            grad_norm = float(torch.nn.utils.clip_grad_norm_(list(model[0].parameters()), job.clip))
+            optimizer.step()
+            told.append({"line": "", "loss": float(torch.stack([one["lm loss"] for one in reduced]).mean()),
+                         "grad_norm": grad_norm, "success": True, "lr": 0.01})  # fmt: skip
+            continue
         truth.append(reference(job, model, optimizer))
         lr = optimizer.param_groups[0]["lr"]
+        if iteration == job.skip_at:
+            continue
         success, grad_norm, _ = optimizer.step()
         if success:
             scheduler.step(1)
@@ -493,8 +524,18 @@ def counted(counts: dict[str, int]) -> Iterator[None]:
             setattr(module, name, original)
 
 
+def traces(model: list[Any], optimizer: Any) -> list[Any]:
+    """What an attached Sentinel changes on what it watches."""
+    from megatron.core.pipeline_parallel import schedules
+
+    wrapped = [optimizer, *model, *getattr(optimizer, "chained_optimizers", [])]
+    names = [name for one in wrapped for name in ("step", "prepare_grads", "zero_grad_buffer") if name in vars(one)]
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for one in model for m in one.modules())
+    return [names, hooks, id(schedules.forward_step), id(schedules.backward_step)]
+
+
 def run_rank(job: Job, rank: int) -> dict[str, Any]:
-    os.environ.update(SENTINEL_DIR=job.folder, SENTINEL_RUN="run")
+    os.environ.update(SENTINEL_DIR=job.folder, SENTINEL_RUN="run", **job.environment)
     from . import megatron_shim
 
     megatron_shim.start(rank, job.world, job.port)
@@ -513,11 +554,13 @@ def run_rank(job: Job, rank: int) -> dict[str, Any]:
         model, optimizer, scheduler = build(job)
         monitor = None
         counts: dict[str, int] = {}
+        before = traces(model, optimizer)
         with counted(counts):
             if watched:
                 import sentinel
 
                 monitor = sentinel.attach_megatron(model, optimizer, job.config, first_step=job.first_step)
+            during = traces(model, optimizer)
             began = time.perf_counter()
             try:
                 result = train(job, monitor, model, optimizer, scheduler)
@@ -527,7 +570,9 @@ def run_rank(job: Job, rank: int) -> dict[str, Any]:
                 result = {"raised": str(error)}
             result["seconds"] = time.perf_counter() - began
         if monitor is not None and job.raise_at < 0:
+            result["is_alive"] = monitor.is_alive
             monitor.detach()
+            result["is_restored"] = traces(model, optimizer) == before != during
         results["watched" if watched else "bare"] = {**result, "collectives": counts}
     return results
 

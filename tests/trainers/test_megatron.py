@@ -42,6 +42,7 @@ class Launcher:
             port = free.getsockname()[1]
         assert self.process.stdin is not None and self.process.stdout is not None
         config = job.pop("config", EVERYTHING)
+        job.setdefault("steps", 2)
         self.process.stdin.write(json.dumps({"folder": str(folder), "port": port, "config": config, **job}) + "\n")
         self.process.stdin.flush()
         for line in self.process.stdout:
@@ -81,7 +82,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp2-sp": (2, {"tp": 2, "sequence_parallel": True}, {}),
     "pp2": (2, {"pp": 2}, {}),
     "pp2-vpp2": (2, {"pp": 2, "vpp": 2}, {}),
-    "cp2": (2, {"cp": 2}, {}),
+    "cp2": (2, {"cp": 2}, {"gathered_attention": True}),
     "do2": (2, {"distributed_optimizer": True}, {}),
     "do2-overlap": (2, {"distributed_optimizer": True, "overlap": True}, {}),
     "do2-pp2": (4, {"distributed_optimizer": True, "pp": 2}, {}),
@@ -93,12 +94,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "etp2": (2, {"tp": 2, "sequence_parallel": True}, {"experts": 4}),
     "ep2-grouped": (2, {"ep": 2}, {"experts": 4, "grouped": True, "precision": "bf16"}),
     "bf16-full": (1, {"recompute": "full"}, {"precision": "bf16"}),
+    "bf16-full-pp2": (2, {"recompute": "full", "pp": 2}, {"precision": "bf16"}),
     "bf16-selective": (1, {"recompute": "selective"}, {"precision": "bf16"}),
     "untied-pp2": (2, {"pp": 2}, {"tied": False}),
     "per-token": (2, {}, {"per_token": True}),
 }
 """Name -> (ranks, how they are laid out, what is trained)."""
-FORWARD = ("activation", "activation_in")
 
 
 def truth_of(ranks: list[dict[str, Any]], step: int) -> dict[str, list[float]]:
@@ -110,25 +111,37 @@ def truth_of(ranks: list[dict[str, Any]], step: int) -> dict[str, list[float]]:
     return found
 
 
+def of_modules(view: StepView, kind: str, factor: float = 1.0) -> dict[str, dict[str, float]]:
+    """Statistics of module kinds, gradients times `factor`; without what a later stage receives, which one process has not."""
+    found = {key: one for key, one in statistics(view, kind).items() if ":hidden_states/" not in key}
+    for one in found.values():
+        for name in ("mean", "std", "norm", "min", "max"):
+            one[name] *= factor
+    return found
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_statistics_are_those_of_one_process(name: str, launcher: Launcher, alone: Any, tmp_path: Path) -> None:
     world, layout, what = LAYOUTS[name]
     _, expected = alone(**what)
-    rel = 2e-2 if what.get("precision") == "bf16" and world > 1 else 2e-4
+    rel = 5e-2 if what.get("precision") == "bf16" and world > 1 else 2e-4
 
     ranks = launcher.train(tmp_path, world=world, **layout, **what)
     views = heard(tmp_path)
 
     for rank in ranks:
-        told = [[one["line"] for one in rank[how]["told"]] for how in ("bare", "watched")]
-        assert told[0] == told[1]
+        bare, watched = ([one["line"] for one in rank[how]["told"]] for how in ("bare", "watched"))
+        assert bare == watched
         assert rank["bare"]["weights"] == rank["watched"]["weights"]
         assert rank["bare"]["collectives"] == rank["watched"]["collectives"]
         assert world == 1 or sum(rank["bare"]["collectives"].values()) > 10  # The positive control: they are counted.
-    assert [view.step for view in views] == [view.step for view in expected] == [1, 2, 3]
+        assert rank["watched"]["is_alive"]
+        assert rank["watched"]["is_restored"]
+    assert [view.step for view in views] == [view.step for view in expected] == [1, 2]
     for at, (view, whole) in enumerate(zip(views, expected, strict=True)):
+        assert not view.health
         for kind in ("param", "wgrad"):
-            assert differences(statistics(view, kind), statistics(whole, kind), rel) == [], f"{kind} of step {view.step}"
+            assert told(name, differences(statistics(view, kind), statistics(whole, kind), rel)) == [], f"{kind} of step {view.step}"
         truth = truth_of(ranks, at)
         ours = statistics(view, "wgrad")
         for tensor, (squares, _, count) in truth.items():
@@ -140,3 +153,26 @@ def test_statistics_are_those_of_one_process(name: str, launcher: Launcher, alon
         grad_norm = ranks[0]["watched"]["told"][at]["grad_norm"]
         assert gradient_norm(view) == pytest.approx(grad_norm, rel=1e-2)
         assert grad_norm > 0.5  # Megatron clipped: what was read is older than that.
+        # Each rank's loss is the mean over its own samples and tokens: Megatron divides in the gradient buffers only.
+        factor = 1.0 if what.get("per_token") else 1.0 / (view.places[0].dp_size * view.places[0].cp_size)
+        for kind in ("activation", "activation_in", "dgrad", "dgrad_in"):
+            whole_here = {key: one for key, one in of_modules(whole, kind).items() if not is_missed(name, key)}
+            ours_here = of_modules(view, kind, factor if kind.startswith("dgrad") else 1.0)
+            ours_here = {key: one for key, one in ours_here.items() if "@" not in key or name != "etp2"}
+            assert told(name, differences(ours_here, whole_here, rel)) == [], f"{kind} of step {view.step}"
+
+
+def is_missed(layout: str, key: str) -> bool:
+    """Whether a layout has no whole tensor where one process has one."""
+    name, _, kind = key.rpartition("/")
+    if layout == "etp2" and ".experts" in name:
+        # Whole tokens with summands of their gradients, or the reverse, over the expert tensor-parallel ranks: told apart.
+        cut = ("activation", "dgrad") if name.endswith("linear_fc1") else ("activation_in", "dgrad_in")
+        return kind not in cut or not name.endswith(("linear_fc1", "linear_fc2"))
+    # In a forward without a graph nothing tells a further input from a mask.
+    return "bf16-full" in layout and kind in ("activation_in", "dgrad_in") and ":" in name
+
+
+def told(layout: str, found: list[str]) -> list[str]:
+    """Differences that count: bf16 experts leave nothing of the skew of a tensor that has next to none."""
+    return [one for one in found if not (layout == "ep2-grouped" and " skew: " in one)]

@@ -23,13 +23,13 @@ from torch import nn
 from sentinel.collect import attach
 from sentinel.collect.adapters.megatron_holding import (
     MegatronHolding,
-    leaves,
     offsets_of,
     tied_names,
     unwrap_chunk,
 )
 from sentinel.collect.adapters.megatron_placements import SitePlaces
 from sentinel.collect.monitor import Monitor
+from sentinel.collect.scalars import on_its_way
 from sentinel.collect.taps import Chunk
 from sentinel.collect.unmeasured import Unmeasured
 from sentinel.monitor_config import MonitorConfig
@@ -148,9 +148,19 @@ class Following:
         groups = [group for group in optimizer.param_groups if not group.get("is_decoupled_lr", False)]
         if groups:
             self.monitor.noticed(lr=groups[0].get("lr"))
-        scalers = [leaf.grad_scaler for leaf in leaves(optimizer) if getattr(leaf, "grad_scaler", None) is not None]
-        if scalers:
-            self.monitor.noticed(loss_scale=scalers[0].scale)
+        self._note_scale(wgrads_are_scaled=False)
+
+    def _note_scale(self, *, wgrads_are_scaled: bool) -> None:
+        """Rows of gradients are divided by the loss scale of their step, on the writer's thread."""
+        scale = self.holding.loss_scale
+        if scale is None:
+            return
+        rows = self.monitor.recording.rows
+        if not isinstance(rows.grad_scale, torch.Tensor):
+            copied = on_its_way("loss_scale", scale.detach())
+            rows.take_scale(copied, wgrads_are_scaled=wgrads_are_scaled)
+            self.monitor.noticed(loss_scale=copied)
+        rows.wgrads_are_scaled = wgrads_are_scaled
 
     def _around_prepare(self, optimizer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         def prepare_grads(*args: Any, **kwargs: Any) -> Any:
@@ -200,6 +210,7 @@ class Following:
         """A loop that throws an iteration away never calls the optimizer: it is a step all the same, a skipped one."""
         boundary = self.monitor.boundary
         if self._optimizers and boundary.is_dirty and not boundary.is_over:
+            self._note_scale(wgrads_are_scaled=True)
             self.monitor.gradients_ready()
             self._finish(is_skipped=True)
 
@@ -210,9 +221,10 @@ class Following:
         root = unwrap_chunk(model) if isinstance(model, nn.Module) else None
         return next((chunk for chunk in self.monitor.chunks if chunk.root is root), None)
 
-    def forwarded(self, store: Any) -> None:
+    def forwarded(self, store: list[Any]) -> None:
         """Take what the loss function reports of a micro-batch: a number, or a sum and its count, by name."""
-        said = store[-1] if isinstance(store, list) and store else None
+        self._note_scale(wgrads_are_scaled=False)
+        said = store[-1] if store else None
         if not isinstance(said, Mapping):
             return
         for at, (key, value) in enumerate(said.items()):
@@ -276,7 +288,7 @@ def _around_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         store = kwargs.get("forward_data_store", args[5] if len(args) > 5 else None)
         mine = [(one, chunk) for one in _followers if (chunk := one.chunk_of(model)) is not None]
         before = [chunk.num_forwards for _, chunk in mine]
-        steps = [one.monitor.current_step for one, _ in mine]
+        steps = [one.monitor.ended_steps for one, _ in mine]
         said = len(store) if isinstance(store, list) else 0
         try:
             result = original(*args, **kwargs)
@@ -285,9 +297,9 @@ def _around_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 one.raised()
             raise
         for (one, chunk), num_forwards, step in zip(mine, before, steps, strict=True):
-            was_counted = chunk.num_forwards > (num_forwards if one.monitor.current_step == step else 0)
-            if was_counted and isinstance(store, list) and len(store) > said:
-                one._guarded("forward_step", one.forwarded, store)
+            was_counted = chunk.num_forwards > (num_forwards if one.monitor.ended_steps == step else 0)
+            if was_counted:
+                one._guarded("forward_step", one.forwarded, store[said:] if isinstance(store, list) else [])
         return result
 
     return forward_step

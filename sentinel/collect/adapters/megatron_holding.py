@@ -49,9 +49,11 @@ class MegatronHolding:
         self.expert_tp = (0, 1)
 
     @property
-    def is_scaled(self) -> bool:
-        """Whether gradients carry a loss scale until the optimizer takes them over."""
-        return any(getattr(leaf, "grad_scaler", None) is not None for leaf in self._leaves)
+    def loss_scale(self) -> torch.Tensor | None:
+        """What losses are multiplied by, on the device; gradients carry it until the optimizer takes them over."""
+        scalers = (getattr(leaf, "grad_scaler", None) for leaf in self._leaves)
+        scaler = next((one for one in scalers if one is not None), None)
+        return None if scaler is None else scaler.scale
 
     def look(self, params: Iterable[torch.Tensor]) -> None:
         """Note which stretches of which parameters are this rank's."""
@@ -96,7 +98,7 @@ class MegatronHolding:
         return self._held(param, param, None)
 
     def wgrad(self, param: torch.Tensor) -> Held | None:
-        """Return the gradient, unscaled; None where it still carries a loss scale."""
+        """Return the gradient: unscaled once the optimizer took it over, as it was accumulated until then."""
         stretch = self._stretch(param) if self._is_flat and param.requires_grad else None
         if self.is_prepared:
             for main in self._main.get(id(param), ()):
@@ -107,8 +109,6 @@ class MegatronHolding:
                         return self._held(param, grad, stretch)
                     if stretch[0] == stretch[1]:
                         return self._held(param, grad.view(-1)[:0], stretch)
-        elif self.is_scaled:
-            return None
         grad = getattr(param, "main_grad", None)
         if grad is None:
             grad = param.grad

@@ -102,15 +102,17 @@ def _root_output(chunk: Any) -> str | None:
 
 
 def _expert(kind: str, words: list[str], expert_tp: int) -> tuple[str | None, str | None]:
-    """Tokens are gathered over the expert tensor-parallel group; without one, ranks hold different tokens."""
-    tokens = "replicate" if expert_tp > 1 else "shard"
-    summands = "partial" if expert_tp > 1 else "shard"
+    """Without an expert tensor-parallel group ranks hold different tokens; else the dispatcher gathers and adds them up.
+
+    Then an expert is given whole tokens and summands of their gradients, and gives the reverse: no word fits both.
+    """
+    tokens = None if expert_tp > 1 else "shard"
     if "ColumnParallel" in kind or words[-1] == "linear_fc1":
         return tokens, "shard"
     if "RowParallel" in kind or words[-1] == "linear_fc2":
-        return "shard", summands
+        return "shard", tokens
     if words[-1] in ("experts", "local_experts") or words[-1].isdigit():
-        return tokens, summands
+        return tokens, tokens
     return None, None
 
 
