@@ -15,7 +15,9 @@ from sentinel.document import BrokenDocument, Located, parse
 from sentinel.errors import ConfigError
 from sentinel.record import Kind
 
-MEASURED = (Kind.PARAM, Kind.WGRAD, Kind.ACTIVATION_IN, Kind.ACTIVATION, Kind.DGRAD, Kind.DGRAD_IN)
+MEASURED = (
+    Kind.PARAM, Kind.WGRAD, Kind.ACTIVATION_IN, Kind.ACTIVATION, Kind.DGRAD, Kind.DGRAD_IN, Kind.EXP_AVG, Kind.EXP_AVG_SQ,
+)  # fmt: skip
 """Kinds that the monitor can measure."""
 MODULE_KINDS = (Kind.ACTIVATION_IN, Kind.ACTIVATION, Kind.DGRAD, Kind.DGRAD_IN)
 """Kinds that need hooks on modules."""
@@ -31,7 +33,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     enabled: bool = True
     """Measure what `kinds` names; false: nothing but the black box, which has a switch of its own."""
     kinds: tuple[str, ...] = ("param", "wgrad")
-    """What is measured each due step: param, wgrad, activation_in, activation, dgrad, dgrad_in."""
+    """What is measured each due step: param, wgrad, activation_in, activation, dgrad, dgrad_in, exp_avg, exp_avg_sq."""
     targets: tuple[str, ...] = ()
     """Globs of module names for activation kinds; empty: every module. `layers.1` is not `layers.10`."""
     black_box: bool = True
@@ -148,6 +150,17 @@ class ConfigSource(msgspec.Struct, frozen=True, kw_only=True):
     text_hash: str = ""
     """`hash_of` the file's text; empty: the config came from code."""
     config: MonitorConfig = MonitorConfig()
+    given: MonitorConfig | None = None
+    """What the file itself says, where an adapter named the run instead of its user."""
+
+    @property
+    def as_read(self) -> MonitorConfig:
+        """What the file itself says: edits are compared with it."""
+        return self.config if self.given is None else self.given
+
+    def with_run(self, run: str) -> ConfigSource:
+        """Return this config for a run that its trainer names; edits of the file are followed as before."""
+        return msgspec.structs.replace(self, config=msgspec.structs.replace(self.config, run=run), given=self.as_read)
 
 
 def load_config(source: MonitorConfig | Mapping[str, Any] | str | Path | None) -> MonitorConfig:
@@ -158,8 +171,10 @@ def load_config(source: MonitorConfig | Mapping[str, Any] | str | Path | None) -
     return read_source(source).config
 
 
-def read_source(source: MonitorConfig | Mapping[str, Any] | str | Path | None) -> ConfigSource:
+def read_source(source: ConfigSource | MonitorConfig | Mapping[str, Any] | str | Path | None) -> ConfigSource:
     """Return the config and where it came from; ConfigError as of `load_config`."""
+    if isinstance(source, ConfigSource):
+        return source
     if isinstance(source, (str, Path)):
         path = Path(source)
         try:

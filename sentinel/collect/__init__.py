@@ -18,7 +18,7 @@ from sentinel.collect.structure import unwrap
 from sentinel.collect.topology import Topology
 from sentinel.collect.unmeasured import Unmeasured
 from sentinel.errors import ConfigError, SentinelError
-from sentinel.monitor_config import MonitorConfig, read_source
+from sentinel.monitor_config import ConfigSource, MonitorConfig, read_source
 from sentinel.place import Place
 
 __all__ = ["attach"]
@@ -31,7 +31,7 @@ _attached: weakref.WeakKeyDictionary[nn.Module, Monitor] = weakref.WeakKeyDictio
 def attach(
     model: nn.Module | Sequence[nn.Module],
     optimizer: Any = None,
-    config: MonitorConfig | Mapping[str, Any] | str | Path | None = None,
+    config: ConfigSource | MonitorConfig | Mapping[str, Any] | str | Path | None = None,
     *,
     place: Place | None = None,
     grad_acc_steps: int | None = None,

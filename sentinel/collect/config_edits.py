@@ -72,7 +72,7 @@ class ConfigEdits:
         try:
             if reading.config is None:
                 raise ConfigError(reading.problem)
-            refuse_fixed(reading.text, self._source.path, as_told(self._source.config))
+            refuse_fixed(reading.text, self._source.path, as_told(self._source.as_read))
         except ConfigError as error:
             self._say("config_broken", f"the former config stays in force: {error}")
             return

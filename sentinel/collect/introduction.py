@@ -91,7 +91,7 @@ class Introduction:
             name_map={**{name: one for chunk in chunks for name, one in chunk.tied.items()}, **config.name_map},
             config_path=self._source.path,
             config_hash=plan.text_hash,
-            settings={**as_told(config), **as_told(plan.measurement)},
+            settings={**as_told(self._source.as_read), **as_told(plan.measurement)},
         )
 
 

@@ -26,7 +26,7 @@ from sentinel.collect.adapters.accelerate import loss_scale
 from sentinel.collect.environment import read_environment
 from sentinel.collect.monitor import Monitor
 from sentinel.collect.unmeasured import Unmeasured
-from sentinel.monitor_config import MonitorConfig, load_config
+from sentinel.monitor_config import ConfigSource, MonitorConfig, read_source
 
 log = logging.getLogger("sentinel")
 
@@ -59,7 +59,7 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
 
     def __init__(self, config: MonitorConfig | Mapping[str, Any] | str | Path | None = None) -> None:
         _watch_train()
-        self.config = MonitorConfig() if read_environment().is_disabled else load_config(config)
+        self.config = ConfigSource() if read_environment().is_disabled else read_source(config)
         self.monitor: Monitor | Unmeasured | None = None
         self.run: str | None = None
         """The run of the last life here, or of the checkpoint: the next one is another attempt of it."""
@@ -175,21 +175,22 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """Return what goes into `trainer_state.json`: JSON, read back by the next `train()` that resumes."""
         saved = {} if self.monitor is None else self.monitor.state_dict()
-        return {"args": {"config": msgspec.to_builtins(self.config)}, "attributes": {"run": self.run}, "monitor": saved}
+        config = msgspec.to_builtins(self.config.as_read)
+        return {"args": {"config": config}, "attributes": {"run": self.run}, "monitor": saved}
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the Trainer, in another process or not, watches nothing until it trains."""
         return {**self.__dict__, "monitor": None, "_loss": None, "_is_logging": False}
 
-    def _config(self, state: Any) -> MonitorConfig:
+    def _config(self, state: Any) -> ConfigSource:
         """The config, and the run that this `train()` goes on with unless somebody names another."""
-        if self.config.run or read_environment().run or read_environment().job:
+        if self.config.config.run or read_environment().run or read_environment().job:
             return self.config
         saved = (state.stateful_callbacks or {}).get(type(self).__name__) if state.global_step else None
         saved = saved[0] if isinstance(saved, list) and saved else saved
         attributes = saved.get("attributes", {}) if isinstance(saved, Mapping) else {}
         run = self.run or attributes.get("run")
-        return msgspec.structs.replace(self.config, run=run) if isinstance(run, str) and run else self.config
+        return self.config.with_run(run) if isinstance(run, str) and run else self.config
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

@@ -22,10 +22,10 @@ from torch import nn
 
 from sentinel.collect import attach
 from sentinel.collect.boundary import InstanceWrap
-from sentinel.collect.config import MonitorConfig, load_config
 from sentinel.collect.environment import read_environment
 from sentinel.collect.monitor import Monitor
 from sentinel.collect.unmeasured import Unmeasured
+from sentinel.monitor_config import ConfigSource, MonitorConfig, read_source
 
 log = logging.getLogger("sentinel")
 
@@ -78,7 +78,7 @@ class LightningCallback(_Callback):
     def __init__(self, config: MonitorConfig | Mapping[str, Any] | str | Path | None = None) -> None:
         """config: as `sentinel.attach` takes it. Raises ConfigError for an unknown key."""
         super().__init__()
-        self.config = config if read_environment().is_disabled else load_config(config)
+        self.config = config if read_environment().is_disabled else read_source(config)
         self.monitor: Monitor | Unmeasured | None = None
         """Of the running fit, or of the last one."""
         self._undo: list[Callable[[], None]] = []
@@ -99,8 +99,8 @@ class LightningCallback(_Callback):
         self._end("detached")
         step = TrainingStep(pl_module)
         config = self.config
-        if self._run and isinstance(config, MonitorConfig):
-            config = msgspec.structs.replace(config, run=self._run)  # A further fit goes on in the run of the first.
+        if self._run and isinstance(config, ConfigSource):
+            config = config.with_run(self._run)  # A further fit goes on in the run of the first.
         monitor = attach(step, list(trainer.optimizers), config, first_step=_number(trainer))
         self.monitor = monitor
         if not isinstance(monitor, Monitor):

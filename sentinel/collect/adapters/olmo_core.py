@@ -17,10 +17,10 @@ from olmo_core.train.callbacks import Callback, CheckpointerCallback, EvaluatorC
 from olmo_core.train.common import OPTIM_GRAD_NORM_METRIC, TRAIN_CE_LOSS_METRIC
 
 from sentinel.collect import attach
-from sentinel.collect.config import load_config
 from sentinel.collect.environment import read_environment
 from sentinel.collect.monitor import Monitor
 from sentinel.collect.unmeasured import Unmeasured
+from sentinel.monitor_config import load_config
 
 log = logging.getLogger("sentinel")
 

@@ -22,11 +22,11 @@ from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.trainer import Trainer
 
 from sentinel.collect import attach
-from sentinel.collect.config import MODULE_KINDS, MonitorConfig, load_config
 from sentinel.collect.environment import read_environment
 from sentinel.collect.monitor import Monitor
 from sentinel.collect.placements import local_of
 from sentinel.collect.unmeasured import Unmeasured
+from sentinel.monitor_config import MODULE_KINDS, ConfigSource, MonitorConfig, read_source
 from sentinel.place import Place
 
 STATE = "sentinel"
@@ -45,12 +45,12 @@ def attach_torchtitan(
     """
     if read_environment().is_disabled:
         return Unmeasured("SENTINEL_DISABLE is set", is_wanted=True)
-    settings = load_config(config)
+    source = read_source(config)
     replays = _replays_graphs(trainer)
     if replays:
-        settings = _without_modules(settings)
+        source = ConfigSource(config=_without_modules(source.config))
     monitor = attach(
-        trainer.model_parts, list(trainer.optimizers), settings,
+        trainer.model_parts, list(trainer.optimizers), source,
         place=_place(trainer), grad_acc_steps=None, first_step=int(trainer.step) + 1,
     )  # fmt: skip
     if isinstance(monitor, Monitor):
