@@ -25,8 +25,8 @@ VALUE = "value"
 """The statistic of a scalar: the number itself."""
 SERIES_KINDS: tuple[str, ...] = tuple(kind for kind in KIND_LABELS if kind not in ("health", "comm"))
 TENSOR_KINDS: tuple[str, ...] = tuple(kind for kind in SERIES_KINDS if kind != SCALAR)
-RECENT_BYTES = 32 * 2**20
-"""Most memory that a run's recent steps take: 340 steps of 1,000 tensors (chosen)."""
+RECENT_BYTES = 16 * 2**20
+"""Most memory that a run's recent steps take: 170 steps of 1,000 tensors (chosen)."""
 RECENT_LAYOUTS = 4
 """Layouts that the recent steps of a run may have; they are larger than steps."""
 
@@ -309,6 +309,11 @@ class RecentSteps:
         if len(self._steps) < 2 or self._steps[-1].layout is self._steps[-2].layout:
             return 1
         return len({id(one.layout) for one in self._steps})
+
+    def clear(self) -> None:
+        """Let go of all: the run is quiet."""
+        self._steps.clear()
+        self.num_bytes = 0
 
     def steps(self) -> list[MergedStep]:
         """Return them, oldest first."""

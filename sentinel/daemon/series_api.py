@@ -49,7 +49,7 @@ class SeriesRequest(msgspec.Struct, frozen=True, kw_only=True):
     limit: int = DEFAULT_POINTS
     """Newest points of each series."""
     reads_spool: bool = False
-    """Steps that are no longer in memory are wanted too: the client says from where."""
+    """Older steps than memory has are wanted too: the client says from where. Where it has none the spool is read anyway."""
 
     @classmethod
     def parse(cls, parameters: Sequence[tuple[str, str]]) -> SeriesRequest:
@@ -177,7 +177,7 @@ class SeriesDesk:
         oldest = recent[0].seq if recent else 2**62
         if oldest <= 1:
             return
-        if not request.reads_spool:
+        if recent and not request.reads_spool:
             kept = f"{len(recent)} steps are" if len(recent) != 1 else "1 step is"
             found.note(f"{run.name}: {kept} in memory; from=STEP reads older ones from the spool")
             return

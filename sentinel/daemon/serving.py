@@ -54,6 +54,8 @@ WATCH_S = 0.25
 """Least seconds between two looks at who lives."""
 DESK_S = 0.05
 """The command folder is looked at so often when nothing else calls for it."""
+FORGET_S = 600.0
+"""The recent steps of a run that was silent for so long are let go of; the spool has them (chosen)."""
 SNAPSHOT_SHARE = 0.05
 """Most of the time that snapshots may take."""
 
@@ -121,6 +123,8 @@ class ServedRun:
             has_moved = self._judge(views) or has_moved
             self._watch(is_caught_up=not has_moved)
             self._mend_files()
+            if now - self.last_heard > FORGET_S:
+                self.recent.clear()
             mono = time.monotonic()
             if has_moved or mono >= self._desk_due:
                 self._desk_due = mono + DESK_S
@@ -358,7 +362,7 @@ class ServedRun:
                 view = judged
                 verdict = self._court.judge(view.decision, view)
                 self._gauges.take_step(view, verdict.anomalies, is_new=is_new)
-            self.recent.add(view)
+                self.recent.add(view)
             if is_new:
                 if commit is None:
                     commit, first = Commit(judged=decision.seq), decision.seq

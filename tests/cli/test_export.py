@@ -345,7 +345,8 @@ def test_megatron_stats_hold_each_tensor_once_with_its_raw_sums(tmp_path: Path, 
 def test_megatron_stats_of_groups_count_what_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = synthetic(tmp_path / "run", layers=2, pp=1)
     run.plant(Nan(step=1, module="layers.1")).write(2)
-    arguments = ["--format", "megatron-stats", "-o", str(tmp_path / "out"), "--kind", "activation", "--aggregate", "layers.{}*"]
+    arguments = ["--format", "megatron-stats", "-o", str(tmp_path / "out"), "--kind", "activation"]
+    arguments += ["--aggregate", "layers.{}*"]
     assert run_cli(["export", str(tmp_path / "run"), *arguments]) == 2
     assert not (tmp_path / "out").exists()
 

@@ -21,7 +21,7 @@ from sentinel.daemon.packs import RulePacks
 from sentinel.daemon.recorded import RecordedRun
 from sentinel.daemon.series import RECENT_LAYOUTS, RecentSteps
 from sentinel.daemon.series_api import Busy, SeriesDesk, SeriesRequest
-from sentinel.daemon.serving import ServedRun
+from sentinel.daemon.serving import FORGET_S, ServedRun
 from sentinel.daemon.tokens import Tokens
 from sentinel.errors import ConfigError
 from sentinel.ingest.merge import StepView
@@ -138,14 +138,17 @@ def test_the_newest_attempt_wins_in_memory_and_in_the_spool(source: SyntheticRun
     assert [point[:2] for point in one["points"]] == expected
 
 
-def test_a_restarted_daemon_says_what_it_has(source: SyntheticRun, run: ServedRun) -> None:
+def test_a_run_that_fell_silent_is_let_go_of_and_read_from_its_spool(source: SyntheticRun, run: ServedRun) -> None:
     source.write(5)
     catch_up(run)
-    run.recent = RecentSteps()
+    before = ask(run, kind="wgrad", aggregate="*")
 
-    answer = ask(run, kind="wgrad", aggregate="*")
+    run.turn(run.last_heard + FORGET_S - 1)
+    assert len(run.recent.steps()) == 5
+    run.turn(run.last_heard + FORGET_S + 1)
 
-    assert answer["series"] == [] and "0 steps are in memory" in answer["notes"][0]
+    assert (run.recent.steps(), run.recent.num_bytes) == ([], 0)
+    assert ask(run, kind="wgrad", aggregate="*") == before
     assert len(ask(run, kind="wgrad", aggregate="*", from_="2")["series"][0]["points"]) == 3
 
 
