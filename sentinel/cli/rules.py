@@ -16,8 +16,9 @@ def rules() -> None:
 @rules.command()
 @click.argument("paths", nargs=-1, metavar="[PATH]...")
 @click.option("--no-builtin", is_flag=True, help="Leave the built-in default pack out.")
+@click.option("--run", metavar="RUN", help="A recorded run: globs that match no name in it are lint, with the nearest.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: errors, lint, num_rules, pack_hash.")
-def check(paths: tuple[str, ...], no_builtin: bool, as_json: bool) -> int:
+def check(paths: tuple[str, ...], no_builtin: bool, run: str | None, as_json: bool) -> int:
     """Check rule packs: files, directories of *.yaml, or names of packs that come with Sentinel.
 
     They are merged over the built-in default pack, as the daemon does. Every error is named with FILE:LINE.
@@ -25,7 +26,7 @@ def check(paths: tuple[str, ...], no_builtin: bool, as_json: bool) -> int:
     """
     from sentinel.rules.listing import check_packs
 
-    result = check_packs(paths, builtin=not no_builtin)
+    result = check_packs(paths, builtin=not no_builtin, names=None if run is None else _names_in(run))
     if as_json:
         click.echo(msgspec.json.encode(result).decode())
         return result.exit_code
@@ -38,6 +39,26 @@ def check(paths: tuple[str, ...], no_builtin: bool, as_json: bool) -> int:
     else:
         say(f"{result.num_rules} rules, pack {result.pack_hash}: {'lint only' if result.lint else 'clean'}")
     return result.exit_code
+
+
+def _names_in(run: str) -> dict[str, set[str]]:
+    """Return kind -> names of the tensors and scalars of a recorded run."""
+    from sentinel.cli.places import find_run
+    from sentinel.daemon.recorded import RecordedRun
+    from sentinel.store.whereabouts import RunPaths
+
+    found: dict[str, set[str]] = {}
+    met: set[int] = set()
+    layouts = []
+    with RecordedRun(RunPaths.of(find_run(run))) as recorded:
+        for view, _ in recorded.views():
+            found.setdefault("scalar", set()).update(view.scalars)
+            if id(view.layout) not in met:
+                met.add(id(view.layout))
+                layouts.append(view.layout)
+                for tensor in view.tensors:
+                    found.setdefault(tensor.kind, set()).update((tensor.name, *tensor.also))
+    return found
 
 
 @rules.command("list")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from sentinel.aggregate import matches, nearest_names
 from sentinel.anomaly import Severity
 from sentinel.detect import known_detectors
-from sentinel.rules.loader import Problem, detector_arguments, read_pack
+from sentinel.rules.loader import PACKS, Problem, detector_arguments, read_pack
 from sentinel.rules.schema import RULE_KINDS, Pack, Rule
 
 _PLAIN_PREFIX = re.compile(r"[^*?\[\]]*\.\d+")
@@ -65,11 +66,17 @@ class RuleLine(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
-def check_packs(paths: Iterable[str | Path], *, builtin: bool = True) -> CheckResult:
-    """Return all errors and lint of the packs in `paths`, merged as the daemon would merge them."""
+def check_packs(
+    paths: Iterable[str | Path], *, builtin: bool = True, names: Mapping[str, Collection[str]] | None = None
+) -> CheckResult:
+    """Return all errors and lint of the packs in `paths`, merged as the daemon would merge them.
+
+    names: kind -> the names of a run. Globs that match none of them are lint; those of the packs that come with Sentinel,
+    which are for every run, are not looked at.
+    """
     pack, problems = read_pack(paths, builtin=builtin)
     errors = tuple(_finding(problem) for problem in problems)
-    lint = tuple(finding for rule in pack.rules for finding in _lint(rule))
+    lint = tuple(finding for rule in pack.rules for finding in _lint(rule, names))
     return CheckResult(errors=errors, lint=lint, num_rules=len(pack.rules), pack_hash="" if errors else pack.pack_hash)
 
 
@@ -114,14 +121,21 @@ def _finding(problem: Problem) -> Finding:
     return Finding(file=problem.file, line=problem.line, message=problem.message)
 
 
-def _lint(rule: Rule) -> list[Finding]:
+def _lint(rule: Rule, names: Mapping[str, Collection[str]] | None) -> list[Finding]:
     notes = []
     if rule.severity is Severity.CRITICAL and "notify" not in rule.actions:
         notes.append('is critical, yet its actions tell nobody; add "notify"')
-    named = [("name", glob) for glob in rule.match.name] if rule.match.kind != ("scalar",) else []
+    named = [("name", glob) for glob in rule.match.name]
     named += [("aggregate", glob) for one in rule.match.aggregate for glob in one.globs]
-    for key, glob in named:
+    for key, glob in named if rule.match.kind != ("scalar",) else ():
         if _PLAIN_PREFIX.fullmatch(glob):
             notes.append(f'match.{key} "{glob}" takes that one name only; "{glob}.*" takes what is inside it')
     file, _, line = rule.source.rpartition(":")
+    if names is not None and Path(file).parent != PACKS:
+        known = {name for kind in rule.match.kind for name in names.get(kind, ())}
+        for key, glob in named:
+            if not any(matches(glob, name) for name in known):
+                kinds = "any kind" if rule.match.kind == RULE_KINDS else "/".join(rule.match.kind)
+                near = f"; nearest: {', '.join(nearest_names([glob], known, 3))}" if known else ", which it has none of"
+                notes.append(f'match.{key} "{glob}" matches no name of {kinds} in that run{near}')
     return [Finding(file=file, line=int(line), message=f'rule "{rule.name}": {note}') for note in notes]

@@ -13,6 +13,7 @@ from sentinel.errors import RuleError
 from sentinel.rules.listing import check_packs, list_rules
 from sentinel.rules.loader import load_pack
 from sentinel.rules.schema import Pack
+from sentinel.testing import SyntheticRun
 
 
 def pack_of(directory: Path, match: str, detector: str = "AnomalyTurbulence") -> Pack:
@@ -105,3 +106,16 @@ def test_the_rules_of_the_docs_can_be_used(tmp_path: Path) -> None:
 
     assert [rule.name for rule in pack.rules] == ["global-grad-norm", "layer-gradients", "experts", "ends"]
     assert all(rule.match.aggregate for rule in pack.rules)
+
+
+def test_globs_are_checked_against_the_names_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    SyntheticRun(tmp_path / "run", layers=3, d_model=8, elements=4).write(1)
+    pack_of(tmp_path, "      aggregate: {good: 'layers.{}.*', bad: ['layer.*.mlp.*', '*']}\n      statistic: norm\n")
+    path = str(tmp_path / "r.yaml")
+
+    assert run_cli(["rules", "check", path]) == 0
+    assert run_cli(["rules", "check", path, "--run", str(tmp_path / "run")]) == 3
+
+    out = capsys.readouterr().out
+    assert 'match.aggregate "layer.*.mlp.*" matches no name of wgrad in that run; nearest: layers.0.mlp.weight' in out
+    assert len(out.splitlines()) == 1, "what matches, and the built-in rules, are not told of"
