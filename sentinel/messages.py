@@ -116,6 +116,8 @@ class EndStep(msgspec.Struct, frozen=True, kw_only=True):
     """Kind to the number of tensors measured in this step: rows expected, for the positive control."""
     wait_s: float = -1.0
     """Seconds of step_time_s in which the host waited for other ranks in collectives; below 0: not known."""
+    activities: tuple[str, ...] = ()
+    """Activities other than train that the trainer told of since the last end_step: its times say little then."""
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from sentinel.detect.group import GroupDetector
 from sentinel.detect.liveness import LivenessDetector, StaleRank
 from sentinel.detect.nonfinite import AnomalyNan, HiddenNan, NanStorm
 from sentinel.detect.replicas import ReplicaDivergence
+from sentinel.detect.slow import SlowRank
 from sentinel.detect.turbulence import AnomalyTurbulence, KurtosisSpike
 from sentinel.detect.windowed import GradNormSpike, LossSpike
 from sentinel.errors import RuleError
@@ -18,7 +19,7 @@ DETECTORS: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
         AnomalyNan, AnomalyTurbulence, KurtosisSpike, LossSpike, GradNormSpike, NanStorm, HiddenNan, ReplicaDivergence,
-        StaleRank,
+        StaleRank, SlowRank,
     )
 }
 """Name in a rule -> class. The fields of a class are the `args` of its rules."""
@@ -60,6 +61,7 @@ __all__ = [
     "ReplicaDivergence",
     "Scores",
     "SeriesDetector",
+    "SlowRank",
     "StaleRank",
     "State",
     "grow",

@@ -26,7 +26,7 @@ class GroupDetector(Protocol):
     """What the value of its anomalies is called."""
     over: ClassVar[Literal["copies", "ranks"]]
     """`copies`: the column is `checksum` (uint64), a group is the copies of one tensor, of which at least two differ.
-    `ranks`: the columns are `step_s` and `wait_s` (NaN: not known), a group is the ranks of one pipeline stage."""
+    `ranks`: the columns are `step_s` and `wait_s` (NaN: not known) and `stage`, a group is the ranks of one step."""
 
     def state(self, num_members: int) -> State:
         """Return the state of members that have seen nothing; no arrays where it needs none."""

@@ -14,6 +14,7 @@ from sentinel.errors import RuleError
 from sentinel.rules.aggregate_watch import AggregateWatch, Merged
 from sentinel.rules.liveness_watch import LivenessWatch
 from sentinel.rules.loader import build_detector
+from sentinel.rules.rank_watch import RankWatch
 from sentinel.rules.replica_watch import ReplicaWatch
 from sentinel.rules.row_watch import RowWatch, raw_statistic
 from sentinel.rules.scalar_watch import ScalarWatch
@@ -95,7 +96,7 @@ class Engine:
                         found.extend(watch.judge(view, plan, column, columns.present, rows))
                 elif isinstance(watch, RowWatch):
                     found.extend(watch.judge(view, plans[at]))
-                elif isinstance(watch, ScalarWatch | ReplicaWatch | AggregateWatch):
+                elif isinstance(watch, ScalarWatch | ReplicaWatch | RankWatch | AggregateWatch):
                     found.extend(watch.judge(view))
                 elif isinstance(watch, LivenessWatch):
                     watch.learn(view)
@@ -171,7 +172,7 @@ def _watches_of(rule: Rule, detector: SeriesDetector | GroupDetector | LivenessD
     """Return the watches of one rule: rows for detectors without a past, series for the others, scalars; groups."""
     watches: list[Watch] = []
     if isinstance(detector, GroupDetector):
-        return [ReplicaWatch(rule, detector)]
+        return [ReplicaWatch(rule, detector) if detector.over == "copies" else RankWatch(rule, detector)]
     if isinstance(detector, LivenessDetector):
         return [LivenessWatch(rule, detector)]
     kinds = frozenset(kind for kind in rule.match.kind if kind != "scalar")

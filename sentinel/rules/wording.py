@@ -125,6 +125,16 @@ def stale(
     return text
 
 
+def slow(rank: int, busy_s: float, usual_s: float, ratio: float, waits_s: float, peers: Sequence[int]) -> str:
+    """Return the message of a rank that arrives last: its excess, and who waits."""
+    text = f"rank {rank} arrives last: it works {number(busy_s)} s of each step"
+    if not peers:
+        text += f", {number(ratio)} times the {number(usual_s)} s that are usual beside the other stages"
+        return f"{text}, which wait {number(waits_s)} s for it"
+    text += f", {number(ratio)} times the {number(usual_s)} s of its {count(len(peers), 'peer')}"
+    return f"{text}; {ranks(peers)} {'waits' if len(peers) == 1 else 'wait'} {number(waits_s)} s for it"
+
+
 def where_stands(one: RankFacts, is_named: bool) -> str:
     """Return `in step 41, micro-step 1, forward of layers.3.mlp, call 17`."""
     words = [f"in step {one.step}"]
@@ -146,6 +156,8 @@ def ending(onset: Anomaly, lasted: int, settled: bool, goes_on_as: str = "") -> 
     """Return the message of an episode's end."""
     named = onset.tag_name if onset.kind == "scalar" else f"{onset.kind} {onset.tag_name}"
     what = onset.message.split(" is ", 1)[0] if onset.baseline is not None and onset.statistic != "checksum" else named
+    if onset.statistic == "busy_s":
+        return f"{ranks(onset.ranks)} no longer arrives last; it did in {count(lasted, 'step')}"
     if onset.statistic == "checksum":
         told = f"; goes on as {goes_on_as}" if goes_on_as else ""
         state = "is told anew" if goes_on_as else "is the same again on all that were compared"

@@ -27,7 +27,30 @@ def wild_copies(rng: np.random.Generator, sizes: list[int]) -> Group:
     return {"checksum": words}, group
 
 
-MAKERS: dict[str, tuple[Callable[..., Group], Callable[..., Group]]] = {"copies": (alike_copies, wild_copies)}
+def alike_ranks(rng: np.random.Generator, sizes: list[int]) -> Group:
+    """Ranks of three stages that all work as long, a few percent apart, in steps of any length."""
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    step = np.full(len(group), rng.uniform(0.5, 2.0))
+    stage = np.concatenate([np.arange(size) % 3 for size in sizes])
+    return {"step_s": step, "wait_s": step * rng.uniform(0.48, 0.52, len(group)), "stage": stage}, group
+
+
+def wild_ranks(rng: np.random.Generator, sizes: list[int]) -> Group:
+    """Mostly as usual; the first of each group is slow for long, some waits are not known."""
+    points, group = alike_ranks(rng, sizes)
+    if rng.random() < 0.95:
+        first = np.unique(group, return_index=True)[1]
+        points["wait_s"][first] = 0.02 * points["step_s"][first]
+    if rng.random() < 0.05:
+        points["wait_s"][rng.integers(len(group))] = np.nan
+        points["step_s"][rng.integers(len(group))] = np.nan
+    return points, group
+
+
+MAKERS: dict[str, tuple[Callable[..., Group], Callable[..., Group]]] = {
+    "copies": (alike_copies, wild_copies),
+    "ranks": (alike_ranks, wild_ranks),
+}
 """What a detector looks over -> (a point at which all is well, any point)."""
 CASES: dict[str, Any] = {name: cls() for name, cls in DETECTORS.items() if isinstance(cls(), GroupDetector)}
 SIZES = [1, 2, 3, 4, 7, 16]

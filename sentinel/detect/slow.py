@@ -1,0 +1,126 @@
+"""SlowRank: the rank that arrives last at the collectives, in a group whose step times are all alike."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal
+
+import msgspec
+import numpy as np
+
+from sentinel.detect.detector import Scores, State
+from sentinel.detect.group import Points, members_of
+from sentinel.detect.turbulence import JUST_BELOW_ONE
+from sentinel.errors import ConfigError
+
+_RATE = 0.05
+_LEAST_SHARE = 0.05
+"""Share of the step that an excess must have to matter (chosen): jitter of a short step is none."""
+_DEVIATIONS = 4.0
+
+
+class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A rank whose own work takes longer than that of its peers, while they wait for it.
+
+    In a synchronous group every step is as long as the slowest rank's, for all. What differs is how much of it each waits:
+    busy = step time - wait. A rank is held against the others of its pipeline stage; one that is alone on its stage against
+    the other stages, as it usually compares with them.
+    """
+
+    summary: ClassVar[str] = "the rank that arrives last at the collectives: its own work is longer, and the others wait"
+    statistics: ClassVar[tuple[str, ...]] = ("busy_s",)
+    over: ClassVar[Literal["copies", "ranks"]] = "ranks"
+
+    factor: float = 1.3
+    """Times the busy time of the others that is still normal."""
+    lasting: int = 3
+    """Steps in a row that make it more than a hiccup."""
+    warmup: int = 10
+    """Steps of a rank seen before it is judged: the first ones compile and allocate."""
+
+    def __post_init__(self) -> None:
+        if not self.factor > 1.0:
+            raise ConfigError(f"factor must be above 1, got {self.factor}")
+        if self.lasting < 1:
+            raise ConfigError(f"lasting must be at least 1, got {self.lasting}")
+        if self.warmup < 1:
+            raise ConfigError(f"warmup must be at least 1, got {self.warmup}")
+
+    def state(self, num_members: int) -> State:
+        """Return 40 bytes a rank."""
+        return {
+            "num_steps": np.zeros(num_members, dtype=np.int64),
+            "streak": np.zeros(num_members, dtype=np.int64),
+            "usual": np.zeros(num_members),
+            "spread": np.zeros(num_members),
+            "against": np.full(num_members, np.nan),
+        }
+
+    def score(self, points: Points, group: np.ndarray, state: State) -> Scores:
+        """Score ratio / what is normal, for those that last; below 1.0 for all others, 0.0 where a wait is not known."""
+        ratio, busy, peers_wait, peers_busy, _ = self._measured(points, group, state)
+        score = self._raw(ratio, state)
+        is_early = (state["num_steps"] < self.warmup) | (state["streak"] + 1 < self.lasting)
+        score = np.where(is_early, np.minimum(score, JUST_BELOW_ONE), score)
+        return Scores.of(
+            score, peers_busy, busy_s=busy, wait_s=peers_wait, ratio=ratio, is_sure=np.ones(len(score), dtype=bool),
+        )  # fmt: skip
+
+    def learn(self, points: Points, group: np.ndarray, state: State, anomalous: np.ndarray) -> None:
+        """Follow the usual ratio and its spread, never further than what is normal; count how long it lasts."""
+        ratio, busy, _, _, against = self._measured(points, group, state)
+        known = np.isfinite(busy)
+        is_high = known & (self._raw(ratio, state) >= 1.0)
+        state["streak"] = np.where(is_high, state["streak"] + 1, 0)
+        take = known & ~anomalous
+        most = math.log(self.factor)
+        size = np.clip(np.log(np.where(ratio > 0, ratio, 1.0)), -most, most)
+        rate = np.maximum(1.0 / (1.0 + state["num_steps"]), _RATE)
+        change = size - state["usual"]
+        state["usual"][take] += (rate * change)[take]
+        state["spread"][take] += (rate * (np.abs(change) - state["spread"]))[take]
+        first = take & np.isnan(state["against"])
+        state["against"][first] = against[first]
+        later = take & ~first & ~is_high & np.isfinite(against)
+        state["against"][later] += (rate * (against - state["against"]))[later]
+        state["num_steps"][known] += 1
+
+    def _raw(self, ratio: np.ndarray, state: State) -> np.ndarray:
+        """Return how far each ratio is past what is normal for the rank: 1.0 and more is."""
+        normal = np.maximum(math.log(self.factor), state["usual"] + _DEVIATIONS * state["spread"])
+        size = np.log(np.where(ratio > 0, ratio, 1.0))
+        raw: np.ndarray = np.maximum(size / normal, 0.0)
+        return raw
+
+    def _measured(
+        self, points: Points, group: np.ndarray, state: State
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return, [members] each: ratio to the peers (1.0: nobody waits for it), busy seconds, the peers' wait, their busy
+        seconds (other stages': as it usually compares), and how a rank alone on its stage compares with other stages."""
+        step, wait, stage = points["step_s"], points["wait_s"], points["stage"]
+        busy = np.where(np.isfinite(wait) & np.isfinite(step), np.maximum(step - wait, 0.0), np.nan)
+        ratio, against = np.ones(len(step)), np.full(len(step), np.nan)
+        peers_wait, peers_busy = np.full(len(step), np.nan), np.full(len(step), np.nan)
+        for members in members_of(group):
+            known = members[np.isfinite(busy[members])]
+            for one in members_of(stage[known]):
+                of_stage = known[one]
+                if len(of_stage) > 1:
+                    peers_busy[of_stage], peers_wait[of_stage] = _of_others(busy[of_stage]), _of_others(wait[of_stage])
+                    continue
+                others = known[stage[known] != stage[of_stage[0]]]
+                if len(others) and (middle := float(np.median(busy[others]))) > 0:
+                    against[of_stage] = busy[of_stage] / middle
+                    peers_busy[of_stage] = state["against"][of_stage] * middle
+                    peers_wait[of_stage] = np.median(wait[others])
+        excess = busy - peers_busy
+        matters = (excess > _LEAST_SHARE * step) & (peers_wait >= 0.5 * excess) & (peers_busy > 0)
+        ratio[matters] = busy[matters] / peers_busy[matters]
+        return ratio, busy, peers_wait, peers_busy, against
+
+
+def _of_others(values: np.ndarray) -> np.ndarray:
+    """Return for each member the median of the others; of many that of all, which one member hardly moves."""
+    if len(values) >= 8:
+        return np.full(len(values), np.median(values))
+    return np.array([np.median(np.delete(values, at)) for at in range(len(values))])

@@ -1,0 +1,116 @@
+"""RankWatch: a rule on the ranks of a step, held against one another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sentinel.anomaly import Anomaly, anomaly_id
+from sentinel.detect import GroupDetector, Scores
+from sentinel.rules import wording
+from sentinel.rules.facts import finite
+from sentinel.rules.schema import Rule
+from sentinel.rules.watch import Watch
+
+if TYPE_CHECKING:
+    from sentinel.ingest.merge import RankStep, StepView
+
+TRAIN = "train"
+
+
+class RankWatch(Watch):
+    """The ranks of each step, by how long they worked and how long they waited. One episode a rank.
+
+    A step in which any rank evaluated or saved tells nothing: it is neither judged nor learned.
+    """
+
+    def __init__(self, rule: Rule, detector: GroupDetector) -> None:
+        super().__init__(rule, detector, "busy_s", "ranks")
+        self._slot_of: dict[tuple[int, int], int] = {}
+        """(rank, size of the world): when the world changes, ranks do other work."""
+
+    def series_keys(self) -> object:
+        """Return the ranks in order of slots."""
+        return [list(key) for key in self._slot_of]
+
+    def take_series_keys(self, keys: Any) -> None:
+        """Take the ranks back."""
+        self._slot_of = {(rank, size): slot for slot, (rank, size) in enumerate(keys)}
+
+    def judge(self, view: StepView) -> list[Anomaly]:
+        """Return the records of one step."""
+        parts = [part for part in view.parts if part.rank in view.ended]
+        if not parts or any(set(part.end_step.activities) - {TRAIN} for part in parts if part.end_step is not None):
+            return self.quiet(view) if len(self.episodes) else []
+        keys = [(part.rank, part.descriptor.place.world_size) for part in parts]
+        slots = np.array([self._slot_of.setdefault(key, len(self._slot_of)) for key in keys], dtype=np.int64)
+        self._grow(len(self._slot_of))
+        ends = [part.end_step for part in parts if part.end_step is not None]
+        points = {
+            "step_s": np.array([end.step_time_s if end.step_time_s > 0 else np.nan for end in ends]),
+            "wait_s": np.array([end.wait_s if end.wait_s >= 0 else np.nan for end in ends]),
+        }
+        stage = points["stage"] = np.array([part.descriptor.place.pp_rank for part in parts], dtype=np.int64)
+        state, group = self._gather(slots), np.zeros(len(parts), dtype=np.int64)
+        scores = self.detector.score(points, group, state)
+        anomalous = scores.score >= 1.0
+        at = np.flatnonzero(anomalous)
+        if at.size:
+            _ = scores.baseline
+        self.detector.learn(points, group, state, anomalous)
+        self._scatter(state, slots)
+        self.num_points += len(parts)
+        found = self._emit(view, parts, stage, scores, slots, at) if at.size else []
+        return found + (self.quiet(view) if len(self.episodes) else [])
+
+    def _emit(
+        self, view: StepView, parts: list[RankStep], stage: np.ndarray, scores: Scores, slots: np.ndarray, at: np.ndarray
+    ) -> list[Anomaly]:
+        watched = self.rule.match.rank
+        at = np.array([one for one in at if not watched or parts[one].rank in watched], dtype=np.int64)
+        known = self.episodes.locate(slots[at])
+        self.episodes.continue_at(known[known >= 0], view.step)
+        quiet = self.rule.episode_quiet_steps
+        fresh = [one for one, is_open in zip(at.tolist(), (known >= 0).tolist(), strict=True) if not is_open or not quiet]
+        found = [self._anomaly(view, parts, stage, scores, one) for one in fresh]
+        is_new = self.episodes.locate(slots[fresh]) < 0 if fresh else np.zeros(0, dtype=bool)
+        if is_new.any():
+            onsets = [anomaly for anomaly, is_it in zip(found, is_new.tolist(), strict=True) if is_it]
+            self.episodes.open(slots[fresh][is_new], view.step, np.ones(len(onsets), dtype=bool), onsets)
+        return found
+
+    def _anomaly(self, view: StepView, parts: list[RankStep], stage: np.ndarray, scores: Scores, at: int) -> Anomaly:
+        part, evidence = parts[at], scores.evidence
+        place = part.descriptor.place
+        peers = [one.rank for one, of in zip(parts, stage.tolist(), strict=True) if of == stage[at] and one is not part]
+        busy, usual = float(evidence["busy_s"][at]), float(scores.baseline[at])
+        return Anomaly(
+            id=anomaly_id(view.run, view.attempt, view.step, None, part.rank, f"rank {part.rank}/busy_s", self.rule.name),
+            run=view.run,
+            attempt=view.attempt,
+            rank=part.rank,
+            ranks=(part.rank,),
+            step=view.step,
+            micro_step=None,
+            pp_stage=place.pp_rank,
+            vpp_stage=0,
+            call_id=None,
+            tag_name="step",
+            kind="health",
+            statistic="busy_s",
+            rule=self.rule.name,
+            detector=self.rule.detector,
+            severity=self.rule.severity,
+            value=busy,
+            baseline=finite(usual),
+            score=float(scores.score[at]),
+            message=wording.slow(part.rank, busy, usual, float(evidence["ratio"][at]), float(evidence["wait_s"][at]), peers),
+            group_mates=tuple(sorted([part.rank, *peers])),
+            time=view.time,
+            place=place.coordinates(),
+            dp_size=place.dp_size,
+            tp_size=place.tp_size,
+            pp_size=place.pp_size,
+            ep_size=place.ep_size,
+        )

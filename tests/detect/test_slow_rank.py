@@ -1,0 +1,99 @@
+"""Who arrives last, where all step times are alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sentinel.detect import SlowRank
+from sentinel.errors import ConfigError
+
+
+def run(
+    busy: Any, group: Any, *, step_s: Any = None, num_steps: int = 40, begin: int = 20, jitter: float = 0.01,
+    known: bool = True, detector: SlowRank | None = None, until: int = 10_000,
+) -> list[list[int]]:
+    """Return the ranks accused at each step: all work 1.0 s, then from `begin` on as `busy` says, in steps of step_s."""
+    detector = detector or SlowRank()
+    rng = np.random.default_rng(1)
+    group = np.array(group)
+    state, found = detector.state(len(group)), []
+    for step in range(num_steps):
+        is_now = begin <= step < until
+        work = np.array(busy if is_now else np.ones(len(group)), float) * np.exp(jitter * rng.standard_normal(len(group)))
+        length = work.max() + 0.2 if step_s is None else step_s
+        wait = length - work if known else np.full(len(group), np.nan)
+        points = {"step_s": np.full(len(group), length), "wait_s": wait, "stage": group}
+        scores = detector.score(points, np.zeros_like(group), state)
+        found.append(np.flatnonzero(scores.score >= 1).tolist())
+        detector.learn(points, np.zeros_like(group), state, scores.score >= 1)
+    return found
+
+
+FOUR = [0, 0, 0, 0]
+
+
+def test_the_last_to_arrive_is_named_once_it_lasts() -> None:
+    found = run([1, 1, 1.5, 1], FOUR)
+
+    assert found[:22] == [[]] * 22
+    assert found[22:] == [[2]] * 18
+
+
+@pytest.mark.parametrize(
+    ("busy", "options"),
+    [
+        pytest.param([1, 1, 1.2, 1], {}, id="within the factor"),
+        pytest.param([1.5, 1.5, 1.5, 1.5], {}, id="all slow alike"),
+        pytest.param([1, 1, 3, 1], {"until": 22}, id="two steps"),
+        pytest.param([1, 1, 3, 1], {"known": False}, id="waits not known"),
+        pytest.param([1, 1, 3, 1], {"begin": 0, "until": 8}, id="the first steps"),
+        pytest.param([1, 1, 1.5, 1], {"jitter": 0.3}, id="work that varies as much anyway"),
+        pytest.param([1, 1, 1.5, 1], {"step_s": 100.0}, id="too little of the step to matter"),
+    ],
+)
+def test_nobody_is_named(busy: list[float], options: dict[str, Any]) -> None:
+    assert not any(run(busy, FOUR, **options))
+
+
+def test_one_that_is_slow_from_the_start_is_named() -> None:
+    assert run([1, 1, 2, 1], FOUR, begin=0)[10:] == [[2]] * 30
+
+
+def test_two_slow_ranks_are_both_named_and_two_ranks_are_enough() -> None:
+    assert run([1, 2, 1, 2, 1, 1, 1, 1], [0] * 8)[-1] == [1, 3]
+    assert run([1, 2], [0, 0])[-1] == [1]
+
+
+def test_who_waits_for_something_else_is_no_sign() -> None:
+    """Busy longer than its peers, which do not wait: another job of theirs."""
+    detector, state = SlowRank(), SlowRank().state(4)
+    points = {"step_s": np.array([1.0, 1.0, 2.0, 1.0]), "wait_s": np.full(4, 0.1), "stage": np.array(FOUR)}
+    for _ in range(20):
+        scores = detector.score(points, np.array(FOUR), state)
+        detector.learn(points, np.array(FOUR), state, scores.score >= 1)
+
+    assert (scores.score < 1).all()
+
+
+def test_stages_are_not_held_against_each_other() -> None:
+    stages = [0, 0, 1, 1]
+
+    assert not any(run([1, 1, 1.6, 1.6], stages))
+    assert run([1, 1, 1, 1.6], stages)[-1] == [3]
+
+
+def test_a_rank_alone_on_its_stage_is_held_against_what_is_usual_between_stages() -> None:
+    assert run([1, 1, 2], [0, 1, 2], step_s=None)[-1] == [2]
+    assert run([1, 2], [0, 1])[-1] == [1]
+    assert not any(run([2, 2, 2], [0, 1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("args", "says"), [({"factor": 1.0}, "factor"), ({"lasting": 0}, "lasting"), ({"warmup": 0}, "warmup")]
+)
+def test_nonsense_is_refused_when_built(args: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        SlowRank(**args)
