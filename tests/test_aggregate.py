@@ -33,7 +33,12 @@ class Held:
     also: tuple[str, ...] = ()
 
 
-def step_of(ranks: Sequence[tuple[Place, Sequence[Held]]], *, missing: Sequence[int] = ()) -> StepView:
+def step_of(
+    ranks: Sequence[tuple[Place, Sequence[Held]]],
+    *,
+    missing: Sequence[int] = (),
+    name_maps: Mapping[int, dict[str, str]] | None = None,
+) -> StepView:
     """Return one closed step in which each rank tells the moments of what it holds; those missing are known, and silent."""
     descriptors = {}
     parts = []
@@ -47,7 +52,7 @@ def step_of(ranks: Sequence[tuple[Place, Sequence[Held]]], *, missing: Sequence[
         )  # fmt: skip
         descriptor = Descriptor(
             version="0", place=place, chunks=(ChunkInfo(vpp_stage=0, depth=place.pp_rank),), tensors=infos, row_fields=(),
-            row_bytes=ROW_DTYPE.itemsize,
+            row_bytes=ROW_DTYPE.itemsize, name_map=(name_maps or {}).get(place.rank, {}),
         )  # fmt: skip
         rows = np.zeros(len(held), ROW_DTYPE)
         rows["bad_call_id"] = NONE_ID
@@ -246,6 +251,23 @@ def test_tied_tensors_are_counted_once_and_found_by_each_of_their_names() -> Non
     assert_is(found["head.*", "wgrad"], [tied, other])
     assert_is(found["embed.*", "wgrad"], [tied])
     assert_is(found["both", "wgrad"], [tied, other])
+
+
+def test_an_embedding_tied_across_stages_is_counted_once() -> None:
+    """The first stage and the last hold copies, under two local names of which the map makes one."""
+    rng = np.random.default_rng(9)
+    tied, first, last = rng.normal(2, 1, 50), rng.normal(0, 1, 20), rng.normal(-3, 1, 30)
+    places = [Place(rank=r, world_size=2, pp_rank=r, pp_size=2) for r in range(2)]
+    ranks = [
+        (places[0], [Held("embed.weight", tied), Held("layers.0.w", first)]),
+        (places[1], [Held("layers.1.w", last), Held("head.weight", tied)]),
+    ]
+
+    view = step_of(ranks, name_maps={1: {"head.weight": "embed.weight"}})
+
+    assert_is(merged(view, "*")["*", "wgrad"], [tied, first, last])
+    assert_is(merged(view, "embed.*")["embed.*", "wgrad"], [tied])
+    assert merged(step_of(ranks), "*")["*", "wgrad"].num_elements()[0] == 150, "nobody says that they are tied"
 
 
 def test_what_each_rank_keeps_for_itself_is_left_out_and_counted() -> None:
