@@ -1,0 +1,112 @@
+"""Rules on groups in the daemon: crashes and replays change nothing of what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sentinel.anomaly import Anomaly
+from sentinel.daemon.config import DaemonConfig, JudgingConfig
+from sentinel.daemon.packs import RulePacks
+from sentinel.daemon.replay import replay
+from sentinel.daemon.serving import ServedRun
+from sentinel.store.whereabouts import RunPaths
+from sentinel.testing import BlowUp, Nan, SyntheticRun
+
+NOW = 1_800_000_000.0
+PACK = """
+builtin: false
+rules:
+  - name: whole
+    detector: AnomalyTurbulence
+    match: {kind: [wgrad, activation], aggregate: {model: "*"}, statistic: [norm, kurtosis]}
+    severity: critical
+  - name: layers
+    detector: AnomalyTurbulence
+    match: {kind: [wgrad, activation, dgrad], aggregate: "layers.{}.*", statistic: norm}
+    severity: warning
+  - name: bad
+    detector: AnomalyNan
+    match: {kind: activation, aggregate: ["layers.{}", "layers.{}.*"]}
+"""
+
+
+def served(run_dir: Path, pack: Path, **judging: float) -> ServedRun:
+    run_dir.chmod(0o700)
+    packs = RulePacks([pack])
+    packs.load()
+    return ServedRun(RunPaths.of(run_dir), DaemonConfig(judging=JudgingConfig(**judging)), packs)  # type: ignore[arg-type]
+
+
+def catch_up(run: ServedRun) -> None:
+    while run.turn(NOW):
+        pass
+
+
+def told(run_dir: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted((run_dir / "anomalies").glob("*.jsonl")))
+
+
+@pytest.fixture
+def pack(tmp_path: Path) -> Path:
+    path = tmp_path / "pack.yaml"
+    path.write_text(PACK)
+    return path
+
+
+def write(run_dir: Path) -> None:
+    """A run with a fault, a NaN, a rank that is late for a while, and one that is missing."""
+    source = SyntheticRun(run_dir, pp=2, dp=2, layers=4, d_model=16, elements=8)
+    source.plant(BlowUp(step=40, module="layers.1"), Nan(step=62, module="layers.2"))
+    source.write(50)
+    source.write(4, skip=[1])
+    source.hold(3)
+    source.write(6)
+    source.release(3)
+    source.write(20)
+    source.end()
+
+
+def test_crashes_and_replays_change_nothing(tmp_path: Path, pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sentinel.daemon.serving.SNAPSHOT_SHARE", float("inf"))
+    monkeypatch.setattr("sentinel.daemon.serving.STEPS_PER_COMMIT", 7)
+    for name in ("calm", "crashing"):
+        write(tmp_path / name / "run")
+    calm = served(tmp_path / "calm" / "run", pack)
+    catch_up(calm)
+    calm.close()
+
+    num_crashes = 0
+    for crash in range(6):
+        # A snapshot after every commit, or none but the first: then all is judged again.
+        run = served(tmp_path / "crashing" / "run", pack, snapshot_interval_s=0.0 if crash % 2 else 1e9)
+        commits = []
+        real = run._commit
+
+        def commit(*args: object, commits: list[int] = commits, real: object = real, **more: object) -> None:
+            commits.append(1)
+            if len(commits) == 3:
+                raise KeyboardInterrupt
+            real(*args, **more)  # type: ignore[operator]
+
+        monkeypatch.setattr(run, "_commit", commit)
+        try:
+            catch_up(run)
+        except KeyboardInterrupt:
+            num_crashes += 1
+        run.close()
+    run = served(tmp_path / "crashing" / "run", pack)
+    catch_up(run)
+    run.close()
+    assert num_crashes > 2
+
+    expected = told(tmp_path / "calm" / "run")
+    assert told(tmp_path / "crashing" / "run") == expected
+    result = replay(RunPaths.of(tmp_path / "calm" / "run"), tmp_path / "replayed")
+    assert result.first_difference is None and result.num_anomalies == len(expected.splitlines())
+    found = [msgspec.json.decode(line, type=Anomaly) for line in expected.splitlines()]
+    assert {one.rule for one in found} == {"whole", "layers", "bad"}
+    assert all(one.num_members for one in found if one.event == "onset")
+    assert {one.tag_name for one in found if one.rule == "bad" and one.step == 62} >= {"layers.2"}
