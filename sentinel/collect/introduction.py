@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
