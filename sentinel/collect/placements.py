@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -78,11 +79,18 @@ def placements_of(tensor: Any, kind: Kind, place: Place) -> dict[str, str]:
     return found
 
 
-def part_of(tensor: Any, place: Place) -> str:
-    """Return which part of a DTensor this rank holds: `dp_shard=1,tp=0`; empty: all of it, or no DTensor."""
+def part_of(tensor: Any, place: Place, placements: Mapping[str, str] | None = None) -> str:
+    """Return which part of a DTensor this rank holds: `dp_shard=1,tp=0`; empty: all of it, or no DTensor.
+
+    placements: of the tensor. An axis that its mesh does not have may cut it all the same, as the batch of an activation.
+    """
     if not is_dtensor(tensor):
         return ""
-    cut = [f"{name}={at}" for _, name, at, placement in axes_of(tensor, place) if is_shard(placement)]
+    axes = axes_of(tensor, place)
+    cut = [f"{name}={at}" for _, name, at, placement in axes if is_shard(placement)]
+    if cut and placements:
+        others = placements.keys() - {axis for axis, _, _, _ in axes}
+        cut += [f"{axis}={place.coordinate(axis)}" for axis in placements if axis in others and placements[axis] == "shard"]
     return ",".join(cut)
 
 

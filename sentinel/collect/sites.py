@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Mapping
 
 import torch
@@ -25,6 +26,8 @@ class Sites:
         """Whether modules are measured in this step; the black box always is."""
         self.placements: SitePlacements | None = None
         """An adapter's table for tensors that do not say themselves how they are placed."""
+        self.hints: Mapping[str, Mapping[str, str]] = {}
+        """The user's own: glob of module names (`:in` behind it for inputs) -> axis to placement; goes before all others."""
         self._table = table
         self._recording = recording
 
@@ -37,10 +40,18 @@ class Sites:
     def describe(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Note shape, dtype and placement of a site's tensor."""
         placements = placements_of(tensor, Kind(entry.kind), self.place)
-        if self.placements is not None and not is_dtensor(tensor):
-            is_output = Kind(entry.kind) in (Kind.ACTIVATION, Kind.DGRAD)
-            placements.update(self.placements(entry.name.partition(":")[0], is_output) or {})
-        self._table.describe(entry, tensor, placements, part_of(tensor, self.place))
+        if not is_dtensor(tensor):
+            name, is_output = entry.name.partition(":")[0], Kind(entry.kind) in (Kind.ACTIVATION, Kind.DGRAD)
+            if self.placements is not None:
+                placements.update(self.placements(name, is_output) or {})
+            for glob, words in self.hints.items():
+                if fnmatch.fnmatchcase(name if is_output else f"{name}:in", glob):
+                    placements.update({axis: word for axis, word in words.items() if axis in placements})
+        self._table.describe(entry, tensor, placements, part_of(tensor, self.place, placements))
+
+    def placed(self, is_changed: bool) -> None:
+        """Note that a forward has shown how some sites are placed: the table travels again."""
+        self._table.is_changed |= is_changed
 
     def observe(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
         """Measure one tensor of the black box, or of a due step."""

@@ -21,6 +21,7 @@ from sentinel.collect.pipelining import in_inference
 from sentinel.collect.placements import arrived, is_async, local_of
 from sentinel.collect.sites import Sites
 from sentinel.collect.structure import Border, Structure
+from sentinel.collect.tensor_parallel import LocalTensors
 from sentinel.collect.tensors import Entry
 from sentinel.record import Flag, Kind
 
@@ -98,6 +99,7 @@ class Chunk:
         self._pending: list[tuple[str, torch.Tensor, int]] = []
         """Outputs that a collective still writes: (module, tensor, reserved row)."""
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, Entry]] = {}
+        self.locals = LocalTensors()
         self._handles: list[RemovableHandle] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Chunk:
@@ -163,6 +165,7 @@ class Chunk:
             self.recorder.before_forward(self)
             self.in_forward = True
             self._seen, self._pending, self._cursor = {}, [], 0
+            self.locals.begin(self.recorder.sites.place)
             for tap in self.taps.values():
                 tap.come_last()
             own = self.taps.get("")
@@ -178,6 +181,7 @@ class Chunk:
             # Called with None while an exception passes: the forward failed and may be tried again.
             if output is None and sys.exc_info()[0] is not None:
                 self.in_forward, self._seen, self._pending = False, {}, []
+                self.locals.forget()
                 self.recorder.forward_failed(self)
                 return
             tap = self.taps.get("")
@@ -186,6 +190,9 @@ class Chunk:
             self.settle("")
             self.in_forward, self._seen, self._is_placed = False, {}, True
             self._mark(output)
+            if self.locals.is_split:
+                self.recorder.sites.placed(self.locals.resolve(tensor for _, tensor in tensors_in(output)))
+                self.locals.forget()
             self.recorder.after_forward(self)
         except Exception as error:
             self.in_forward = False
@@ -210,6 +217,14 @@ class Chunk:
     def remember(self, tensor: torch.Tensor, entry: Entry) -> None:
         """Let later sites of this forward find the tensor."""
         self._seen[id(tensor)] = (weakref.ref(tensor), tensor._version, entry)
+        self.locals.remember(tensor, entry)
+
+    def source(self, tensor: torch.Tensor) -> Entry | None:
+        """Return the entry of the logical tensor that this one holds in another way: made a DTensor, gathered, localised."""
+        found = self.locals.source(tensor)
+        entry = self.known(found) if isinstance(found, torch.Tensor) else found
+        # Of a sum that was not formed yet only the summands were measured: what is formed of it is measured by itself.
+        return None if entry is None or "partial" in entry.placements.values() else entry
 
     def postpone(self, module: str, tensor: torch.Tensor, row: int) -> None:
         """Keep an output that a collective still writes until somebody has read it."""
@@ -227,6 +242,13 @@ class Chunk:
             else:
                 left.append((inner, tensor, row))
         self._pending = left
+
+    def origin(self, tensor: torch.Tensor) -> tuple[Any, int] | None:
+        """Return the node that made the logical tensor, where that is not the one that made this tensor of it."""
+        if not self.locals.is_split or tensor.grad_fn is None:
+            return None
+        origin = self.locals.origin(tensor)
+        return None if origin[0] is tensor.grad_fn else origin
 
     def place_site(self, entry: Entry) -> None:
         """Give the site its place in forward order, at its first appearance since the taps were last changed.
@@ -262,9 +284,13 @@ class Chunk:
         was, self._asked_twice[key] = self._asked_twice[key], True
         return was
 
-    def hook_gradient(self, tensor: torch.Tensor, entry: Entry) -> None:
-        """Take the gradient of `tensor` when its backward comes, once."""
+    def hook_gradient(self, tensor: torch.Tensor, entry: Entry, origin: tuple[Any, int] | None = None) -> None:
+        """Take the gradient of `tensor` when its backward comes, once; or that of the logical tensor at its origin."""
         hook = GradientTap(self, entry, self.micro_step)
+        if origin is not None:
+            node, number = origin
+            node.register_prehook(lambda gradients: None if gradients[number] is None else hook(gradients[number]))
+            return
         handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         if tensor.grad_fn is None:
             # A leaf outlives the step: a pipeline's receive buffer would collect one hook a step.
@@ -377,6 +403,15 @@ class ModuleTap:
                     if was_first:
                         self._widen_border(entry, True)
                     continue
+                entry = chunk.source(tensor)
+                if entry is not None:
+                    chunk.remember(tensor, entry)
+                    sites.add_consumer(entry, self.name)
+                    if was_first:
+                        self._widen_border(entry, True)
+                    if Kind.DGRAD_IN in self.takes_in and tensor.requires_grad and tensor.grad_fn is not None:
+                        tensor.register_hook(SummandTap(chunk, entry, self.name + path))  # type: ignore[no-untyped-call]
+                    continue
                 entry = self._inputs.get(path)
                 if entry is None:
                     entry = self._inputs[path] = sites.entry(chunk.vpp_stage, self.name + path, Kind.ACTIVATION_IN, tensor)
@@ -395,8 +430,9 @@ class ModuleTap:
             was_first, is_first = is_first, False
             if not was_first and (not self.takes_all or isinstance(tensor, nn.Parameter)):
                 continue
-            entry = chunk.known(tensor)
+            entry = chunk.known(tensor) or chunk.source(tensor)
             if entry is not None:
+                chunk.remember(tensor, entry)
                 sites.add_producer(entry, self.name + path)
                 if was_first:
                     self._widen_border(entry, False)
@@ -420,8 +456,10 @@ class ModuleTap:
             else:
                 sites.observe(entry, local_of(tensor), chunk.micro_step)
         if grad_kind in takes and not isinstance(tensor, nn.Parameter):
+            origin = chunk.origin(tensor) if kind is Kind.ACTIVATION_IN else None
             if entry.grad is None:
-                entry.grad = sites.entry(chunk.vpp_stage, self.name + path, grad_kind, tensor)
+                whole = tensor if origin is None else local_of(tensor)
+                entry.grad = sites.entry(chunk.vpp_stage, self.name + path, grad_kind, whole)
                 entry.grad.border, entry.grad.border_index = entry.border, entry.border_index
                 entry.grad.consumers, entry.grad.also = list(entry.consumers), list(entry.also)
                 entry.grad.flags |= entry.flags & Flag.BORDER
@@ -431,7 +469,8 @@ class ModuleTap:
             else:
                 chunk.note_without_graph(entry, tensor, kind)
             if tensor.requires_grad and not (entry.id in chunk.without_graph and kind is Kind.ACTIVATION):
-                chunk.hook_gradient(tensor, entry.grad)
+                chunk.hook_gradient(tensor, entry.grad, origin)
+        chunk.locals.ask(entry, tensor, self.module, kind is Kind.ACTIVATION)
 
     def _take_recomputed(self, values: Any, entries: dict[str, Entry], is_wanted: bool) -> None:
         """Reentrant checkpointing ran the first forward without a graph: the gradients hang on the recomputed tensors."""
@@ -499,6 +538,32 @@ class GradientTap:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientTap:
         return self
+
+
+class SummandTap(GradientTap):
+    """A tensor hook that measures a gradient only while it is still one rank's summand.
+
+    On the way back through a DTensor made of a tensor that all ranks hold alike, the gradient is a sum over the ranks that
+    is formed only then: behind it a NaN is everybody's, here it is its maker's.
+    """
+
+    __slots__ = ("name", "source")
+
+    def __init__(self, chunk: Chunk, source: Entry, name: str) -> None:
+        super().__init__(chunk, source, chunk.micro_step)
+        self.source = source
+        self.name = name
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        if self.is_done or not any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
+            return
+        try:
+            self.entry = self.chunk.recorder.sites.entry(self.chunk.vpp_stage, self.name, Kind.DGRAD_IN, gradient)
+            self.entry.site_pos = self.source.site_pos
+        except Exception as error:
+            self.chunk.recorder.guard(self.name, error)
+            return
+        super().__call__(gradient)
 
 
 class BackwardMark:
