@@ -13,6 +13,7 @@ import msgspec
 
 from sentinel.document import BrokenDocument, Located, parse
 from sentinel.errors import ConfigError
+from sentinel.place import AXES
 from sentinel.record import Kind
 
 MEASURED = (
@@ -21,6 +22,8 @@ MEASURED = (
 """Kinds that the monitor can measure."""
 MODULE_KINDS = (Kind.ACTIVATION_IN, Kind.ACTIVATION, Kind.DGRAD, Kind.DGRAD_IN)
 """Kinds that need hooks on modules."""
+SITE_PLACEMENTS = ("shard", "replicate", "partial", "unknown")
+"""What a user may say of a plain activation."""
 MEASURED_LABELS = tuple(kind.label for kind in MEASURED)
 COMMANDS = ("EnableMonitoring", "DisableMonitoring", "ChangeConfig")
 MAX_CONFIG_BYTES = 2**20
@@ -108,6 +111,9 @@ class MonitorConfig(Measurement, frozen=True, kw_only=True, forbid_unknown_field
     """Number to add to this rank's local layer numbers; default: worked out by the daemon."""
     name_map: dict[str, str] = {}
     """Prefix of a local name to its canonical prefix."""
+    site_placements: dict[str, dict[str, str]] = {}
+    """Glob of module names (with `:in` behind it: their inputs) to mesh axis to `shard`, `replicate`, `partial` or `unknown`:
+    how plain activations are placed, and their gradients, where the trainer knows better; the last that matches counts."""
     max_rows: int = 65536
     """Most rows a step keeps before micro-steps are folded for want of room, counted."""
     spool: SpoolConfig = SpoolConfig()
@@ -123,6 +129,13 @@ class MonitorConfig(Measurement, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError(f"zero_eps must be at least 0, got {self.zero_eps}")
         if self.max_rows < 1024:
             raise ConfigError(f"max_rows must be at least 1024, got {self.max_rows}")
+        for glob, words in self.site_placements.items():
+            for axis, word in words.items():
+                if axis not in AXES:
+                    raise ConfigError(f"site_placements.{glob}: unknown axis {axis!r}; known: {', '.join(AXES)}")
+                if word not in SITE_PLACEMENTS:
+                    expected = ", ".join(SITE_PLACEMENTS)
+                    raise ConfigError(f"site_placements.{glob}.{axis} must be one of {expected}, got {word!r}")
         if self.run is not None and (not self.run or "/" in self.run or self.run.startswith(".")):
             raise ConfigError(f"run must be a plain folder name without '/' or a leading '.', got {self.run!r}")
 

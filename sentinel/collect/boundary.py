@@ -44,7 +44,9 @@ class Boundary:
         on_gradients_ready: Callable[[Params | None], None],
         on_gradients_doomed: Callable[[Params | None], None],
         guard: Callable[[str, Exception], None],
+        on_stepped: Callable[[Any], None] = lambda optimizer: None,
     ) -> None:
+        """on_stepped: an optimizer has just written weights and state."""
         self.watched: list[Watched] = []
         self.is_explicit = False
         self._is_over = False
@@ -56,6 +58,7 @@ class Boundary:
         self._on_gradients_ready = on_gradients_ready
         self._on_gradients_doomed = on_gradients_doomed
         self._guard = guard
+        self._on_stepped = on_stepped
         self._undo: list[Callable[[], None]] = []
         self._owned: set[int] = set()
         self._adopts = False
@@ -186,6 +189,7 @@ class Boundary:
         try:
             if has_closure(args, kwargs):
                 self._on_gradients_ready(watched.params())
+            self._on_stepped(watched.optimizer())
             if self._first_to_step is None or not any(w.has_stepped for w in self.watched):
                 self._first_to_step = watched
             watched.has_stepped, watched.is_dirty = True, False

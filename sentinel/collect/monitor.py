@@ -28,6 +28,7 @@ from sentinel.collect.gradients import REFRESH_STEPS, Parameters
 from sentinel.collect.introduction import Introduction
 from sentinel.collect.kernels import choose_kernel
 from sentinel.collect.loss_scale import LossScale
+from sentinel.collect.optimizer_state import OptimizerState
 from sentinel.collect.orders import Orders
 from sentinel.collect.pipelining import PipelineWatch
 from sentinel.collect.plan import Plan, parse_kinds
@@ -78,6 +79,8 @@ class Monitor:
         self._first_step = first_step
         self._pid = os.getpid()
         self._activity = "init"
+        self._activities: list[str] = []
+        """Told since the last step ended, train left out."""
         self._begun = False
         self._begun_steps = 0
         self.ended_steps = 0
@@ -97,7 +100,7 @@ class Monitor:
             max_rows=config.max_rows, zero_eps=config.zero_eps, checksum=config.checksum,
         )  # fmt: skip
         self._introduction = Introduction(models, source, topology, self._table, self.recording.tell)
-        self.sites = Sites(self._table, self.recording)
+        self.sites = Sites(self._table, self.recording, config.site_placements)
         self.parameters = Parameters(self._table, self.recording.tell)
         self.plan = Plan(config.measurement, source.text_hash, lambda: self.place.rank)
         self.orders = Orders(config.allow_commands, self, ANY_ATTEMPT if attempt.attempt == NO_ATTEMPT else attempt.attempt)
@@ -107,7 +110,8 @@ class Monitor:
             self.parameters, self.recording, self._scalars, self._waits,
             is_wanted=self._wants_gradients, before_reading=self._step_without_forward, guard=self.guard,
         )  # fmt: skip
-        self.boundary = Boundary(self._gradients.ready, self._gradients.doomed, self.guard)
+        self._state = OptimizerState(self.parameters, self.recording, self._table, self.plan)
+        self.boundary = Boundary(self._gradients.ready, self._gradients.doomed, self.guard, self._optimizer_stepped)
         self._pipeline_watch = PipelineWatch(self._stage_seen, self._gradients.rewritten)
         self._loss_scale = LossScale(self._gradients.rewritten, self.guard)
         self.chunks: list[Chunk] = []
@@ -277,6 +281,8 @@ class Monitor:
             self.recording.tell("unknown_activity", f"activity {name!r} is none of {', '.join(ACTIVITIES)}", name)
             return
         self._activity = name
+        if name != "train" and name not in self._activities:
+            self._activities.append(name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed trainer needs: the number of the next step."""
@@ -341,9 +347,14 @@ class Monitor:
     def _wants_gradients(self) -> bool:
         return self.is_alive and self._begun and self.sites.is_due and self.plan.takes(Kind.WGRAD)
 
+    def _optimizer_stepped(self, optimizer: Any) -> None:
+        if self.is_alive and self._begun and self.sites.is_due:
+            for kind, count in self._state.read(optimizer).items():
+                self._due[kind] = self._due.get(kind, 0) + count
+
     def _step_without_forward(self) -> None:
         """An optimizer steps although no forward was seen: the hooks are compiled away, or on another copy."""
-        if self._is_seen or not self.is_alive or self.boundary.is_explicit:
+        if self._is_seen or self.is_paused or not self.is_alive:
             return
         if self._begun and self.boundary.is_over:
             self._end_step()
@@ -376,6 +387,7 @@ class Monitor:
         self._begun_at = time.perf_counter()
         has_changed = self._apply_orders()
         self.parameters.begin_step()
+        self._state.begin_step()
         if self.plan.is_due:
             if has_changed or self._begun_steps % REFRESH_STEPS == 0 or not self.parameters.all:
                 self.parameters.refresh(self.chunks)
@@ -431,7 +443,9 @@ class Monitor:
             step_time_s=now - self._begun_at,
             due=dict(self._due),
             wait_s=self._waits.take(),
+            activities=tuple(self._activities),
         )
+        self._activities.clear()
         descriptor = self._descriptor() if self._table.is_changed else None
         self._table.is_changed = False
         full = recording.swap()
@@ -498,6 +512,8 @@ class Monitor:
             activity=self._activity,
             module=entry.name if entry is not None else "",
             phase=phase,
+            micro_step=max((chunk.num_forwards for chunk in self.chunks), default=0) - 1 if phase == "forward" else -1,
+            is_waiting=self._waits.is_waiting,
         )
 
     # -- the end ---------------------------------------------------------------------------------------------------

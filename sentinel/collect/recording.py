@@ -57,9 +57,9 @@ class Recording:
         self.call_id += 1
         return at
 
-    def fill(self, row: int, tensor: torch.Tensor) -> None:
+    def fill(self, row: int, tensor: torch.Tensor, *, checksum: bool = False) -> None:
         """Measure one tensor into a row begun before."""
-        self.kernel.measure((tensor,), self.rows, row, zero_eps=self.zero_eps, checksum=False)
+        self.kernel.measure((tensor,), self.rows, row, zero_eps=self.zero_eps, checksum=checksum and self.checksum)
 
     def observe_all(self, entries: Sequence[Entry], tensors: Sequence[torch.Tensor], flags: Sequence[int]) -> int:
         """Measure many tensors in one pass; returns the row of the first, the others follow."""

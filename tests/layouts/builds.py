@@ -64,7 +64,7 @@ def ddp(tied: bool = False) -> Trainer:
 
 def zero_redundancy() -> Trainer:
     model = nn.parallel.DistributedDataParallel(Net())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=LEARNING_RATE, momentum=0.5)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, eps=1e-2)
     return loop(model, optimizer, by_rank)
 
 

@@ -25,7 +25,8 @@ from sentinel.moments import Moments
 from ..ingest.daemon import Ears
 from .net import NUM_STEPS
 
-EVERYTHING = {"kinds": ["param", "wgrad", "activation", "activation_in", "dgrad", "dgrad_in"]}
+KINDS = ["param", "wgrad", "activation", "activation_in", "dgrad", "dgrad_in", "exp_avg", "exp_avg_sq"]
+EVERYTHING = {"kinds": KINDS}
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "sentinel.collect"])

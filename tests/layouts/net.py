@@ -98,5 +98,5 @@ def loss_of(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
 
 
 def optimizer_of(params: object) -> torch.optim.Optimizer:
-    """Momentum, so that there is state."""
-    return torch.optim.SGD(params, LEARNING_RATE, momentum=0.5)  # type: ignore[arg-type]
+    """With state of both kinds, and an epsilon that keeps it from making rounding large."""
+    return torch.optim.AdamW(params, LEARNING_RATE, eps=1e-2)  # type: ignore[arg-type]

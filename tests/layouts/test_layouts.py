@@ -35,7 +35,7 @@ def test_statistics_are_those_of_one_process(name: str, tmp_path: Path, alone: t
     assert [r.num_collectives for r in watched] == [r.num_collectives for r in bare]
     assert len(views) == NUM_STEPS
     for view, whole in zip(views, expected, strict=True):
-        for kind in ("param", "wgrad"):
+        for kind in ("param", "wgrad", "exp_avg", "exp_avg_sq"):
             wrong = differences(statistics(view, kind), statistics(whole, kind))
             assert not wrong, "\n".join([f"{kind} of step {view.step}:", *wrong[:20], f"{len(wrong)} in all"])
         if name not in LOCAL_ACTIVATIONS:
