@@ -8,21 +8,15 @@ from pathlib import Path
 import click
 import msgspec
 
-from sentinel.cli.main import CLEAN, say
+from sentinel.cli.main import CLEAN, FOUND, say
 from sentinel.cli.places import find_run
+from sentinel.cli.standing import Standing, standing_of
 from sentinel.command import DisableMonitoring, EnableMonitoring
 from sentinel.control.commands import CommandDesk
 from sentinel.control.policy import first_step
-from sentinel.errors import ConfigError, WireError
-from sentinel.messages import EndStep, Heartbeat
+from sentinel.errors import ConfigError
 from sentinel.record import KIND_LABELS
-from sentinel.wire.frame import decode_message
-from sentinel.wire.spool import SpoolReader, file_name, list_files
 
-TAIL_BYTES = 4 * 2**20
-"""Read from the end of a spool to learn where its rank stands (chosen: heartbeats come every second)."""
-MAX_LIVES = 16
-"""Spools looked at, the newest ones: ranks of one run are a step or two apart."""
 PERSON_LATENCY_S = 0.5
 """Time that a command of a person is given to reach every rank (chosen: ranks look every 20 ms, a shared disk is slower)."""
 
@@ -59,12 +53,13 @@ def enable(
     """Switch monitoring on in a run that trains.
 
     Default: outputs, inputs and both their gradients of every module, for 20 steps. The ranks answer in their spools;
-    a daemon that serves the run withdraws the command when not every rank could obey.
+    a daemon that serves the run withdraws the command when not every rank could obey. Exit 1 when nobody listens.
     """
     run_dir, now = find_run(run), time.time()
     wanted = parse_kinds(kinds) or ("activation", "activation_in", "dgrad", "dgrad_in")
-    command = CommandDesk(run_dir).enable(
-        at_step=parse_step(run_dir, at_step),
+    standing = standing_of(run_dir, now)
+    command = desk_of(run_dir, standing).enable(
+        at_step=parse_step(run_dir, at_step, standing),
         kinds=wanted,
         targets=split(targets),
         per_micro_step=per_micro_step,
@@ -73,7 +68,7 @@ def enable(
         now=now,
     )
     show(run_dir, command, as_json)
-    return CLEAN
+    return say_deaf(run_dir, standing)
 
 
 @click.command()
@@ -83,17 +78,37 @@ def enable(
 @_AT_STEP
 @_JSON
 def disable(run: str | None, kinds: str | None, targets: str | None, at_step: str, as_json: bool) -> int:
-    """Switch off what was enabled in a run that trains. Default: all of it, as soon as every rank can."""
+    """Switch off what was enabled in a run that trains. Default: all of it, as soon as every rank can.
+
+    Exit 1 when nobody listens.
+    """
     run_dir, now = find_run(run), time.time()
-    command = CommandDesk(run_dir).disable(
-        at_step=parse_step(run_dir, at_step),
+    standing = standing_of(run_dir, now)
+    command = desk_of(run_dir, standing).disable(
+        at_step=parse_step(run_dir, at_step, standing),
         kinds=parse_kinds(kinds),
         targets=split(targets),
         reason="asked for at the command line",
         now=now,
     )
     show(run_dir, command, as_json)
-    return CLEAN
+    return say_deaf(run_dir, standing)
+
+
+def desk_of(run_dir: Path, standing: Standing) -> CommandDesk:
+    """Return the desk of a run, for commands to those who train now; to whoever comes where nobody does."""
+    desk = CommandDesk(run_dir)
+    if not standing.why_deaf:
+        desk.attempt = standing.attempt
+    return desk
+
+
+def say_deaf(run_dir: Path, standing: Standing) -> int:
+    """Say that nobody reads what was ordered, where that is so; return the exit code."""
+    if not standing.why_deaf:
+        return CLEAN
+    say(f"nobody listens: {standing.why_deaf} in {run_dir}; a trainer that goes on with this run will find the command")
+    return FOUND
 
 
 def show(run_dir: Path, command: EnableMonitoring | DisableMonitoring, as_json: bool) -> None:
@@ -119,41 +134,15 @@ def parse_kinds(text: str | None) -> tuple[str, ...]:
     return kinds
 
 
-def parse_step(run_dir: Path, text: str) -> int:
+def parse_step(run_dir: Path, text: str, standing: Standing) -> int:
     """Return the step that `--at-step` means in a run."""
-    newest, step_time_s = newest_step(run_dir)
+    newest = standing.newest_step
     if text == "auto":
         if newest is None:
             raise ConfigError(f"{run_dir}: expected ranks that train, found no step in any spool; give --at-step N")
-        return first_step(newest, step_time_s, PERSON_LATENCY_S)
+        return first_step(newest, standing.step_time_s, PERSON_LATENCY_S)
     if not text.isdecimal():
         raise ConfigError(f'--at-step: expected a number of at least 0 or auto, got "{text}"')
-    if newest is not None and int(text) <= newest:
+    if newest is not None and int(text) <= newest and not standing.why_deaf:
         say(f"step {text} is over or begun (newest known: {newest}); ranks will answer that they missed it")
     return int(text)
-
-
-def newest_step(run_dir: Path) -> tuple[int | None, float | None]:
-    """Return (newest step that any rank is in or has spoken for, seconds a step): from the ends of the newest spools.
-
-    None where nothing says it.
-    """
-    tails: list[tuple[float, Path, int, int]] = []
-    for folder in (run_dir / "spool").glob("r*"):
-        files = list_files(folder)
-        if files:
-            state = (folder / file_name(files[-1])).stat()
-            tails.append((state.st_mtime, folder, files[-1], max(state.st_size - TAIL_BYTES, 0)))
-    newest, step_time_s = None, None
-    for _, folder, index, offset in sorted(tails, reverse=True)[:MAX_LIVES]:
-        reader = SpoolReader(folder, file_index=index, offset=offset)
-        for frame in reader.poll():
-            try:
-                message = decode_message(frame)
-            except WireError:
-                continue
-            if isinstance(message, EndStep) and message.step_time_s > 0:
-                step_time_s = message.step_time_s
-            if isinstance(message, EndStep | Heartbeat):
-                newest = message.step if newest is None else max(newest, message.step)
-    return newest, step_time_s

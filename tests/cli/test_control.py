@@ -1,9 +1,10 @@
 import json
+import os
 
 import pytest
 
-from sentinel.cli.main import BAD_USAGE, CLEAN, run_cli
-from sentinel.messages import EndStep
+from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, run_cli
+from sentinel.messages import Bye, EndStep
 from sentinel.wire.frame import FrameType, Header, encode_frame, encode_message
 
 
@@ -77,3 +78,46 @@ def test_a_run_that_has_not_begun_needs_a_step(tmp_path, capsys):
     assert run_cli(["enable", "-d", str(tmp_path / "run")]) == BAD_USAGE
     assert "give --at-step N" in capsys.readouterr().err
     assert run_cli(["enable", "-d", str(tmp_path / "run"), "--at-step", "3"]) == CLEAN
+
+
+def say(run_dir, life, attempt, step, bye=False):
+    """One more life of rank 0, in its attempt."""
+    folder = run_dir / "spool" / f"r00000-{life.hex()[:8]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    messages = [(FrameType.END_STEP, EndStep(step=step, num_rows=0, num_calls=0, step_time_s=0.25))]
+    messages += [(FrameType.BYE, Bye(reason="exit", step=step))] if bye else []
+    with (folder / "000000.spool").open("ab") as file:
+        for seq, (kind, message) in enumerate(messages):
+            header = Header(type=kind, life=life, run_id=1, rank=0, seq=seq + 1, step=step, attempt=attempt)
+            file.writelines(encode_frame(header, encode_message(message)))
+    return folder / "000000.spool"
+
+
+@pytest.mark.parametrize("verb", ["enable", "disable"])
+def test_a_run_that_is_over_is_said_to_hear_nothing(tmp_path, capsys, verb):
+    say(tmp_path / "run", b"a" * 16, 0, 9, bye=True)
+
+    assert run_cli([verb, "-d", str(tmp_path / "run")]) == FOUND
+    assert "nobody listens: every rank has ended" in capsys.readouterr().err
+    assert written(tmp_path / "run")["attempt"] == -1
+
+
+def test_a_run_that_was_killed_is_said_to_hear_nothing(tmp_path, capsys):
+    spool = say(tmp_path / "run", b"a" * 16, 0, 9)
+    assert run_cli(["enable", "-d", str(tmp_path / "run")]) == CLEAN
+    assert capsys.readouterr().err == ""
+
+    os.utime(spool, (1e9, 1e9))
+    assert run_cli(["enable", "-d", str(tmp_path / "run")]) == FOUND
+    assert "nobody listens: no rank has written anything for" in capsys.readouterr().err
+
+
+def test_a_command_is_for_the_attempt_that_trains_now(tmp_path):
+    say(tmp_path / "run", b"a" * 16, 0, 5000, bye=True)
+    say(tmp_path / "run", b"b" * 16, 1, 100)
+
+    assert run_cli(["enable", "-d", str(tmp_path / "run")]) == CLEAN
+
+    command = written(tmp_path / "run")
+    # Not behind step 5000, which the former attempt had reached.
+    assert (command["attempt"], command["at_step"]) == (1, 103)
