@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from sentinel.daemon.app import Daemon, ServeOptions
-from sentinel.daemon.http import HttpConfig
+from sentinel.daemon.http import HttpConfig, Unavailable
 from sentinel.daemon.serving import ServedRun
 from sentinel.store.journal import Journal
 from sentinel.testing import SyntheticRun
@@ -131,3 +131,22 @@ def test_a_reload_on_a_full_disk_does_not_end_the_daemon(tmp_path: Path, monkeyp
         assert "disk is full" in one.console.health()["problems"][0]
         is_full = False
         wait_for(lambda: judged(one).get("run") == 2 and not one.console.health()["problems"])
+
+
+def test_an_order_that_no_journal_takes_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "run")
+    audit, is_full = Journal.audit, False
+
+    def may_be_full(self: Journal, *arguments: Any) -> None:
+        if is_full:
+            raise sqlite3.OperationalError("database or disk is full")
+        audit(self, *arguments)
+
+    monkeypatch.setattr(Journal, "audit", may_be_full)
+    with daemon(tmp_path) as one:
+        wait_for(lambda: judged(one).get("run") == 2)
+        assert one.console.control("run", "enable", {})["command"]["type"] == "EnableMonitoring"
+        is_full = True
+        with pytest.raises(Unavailable, match="nothing can be written: database or disk is full"):
+            one.console.control("run", "enable", {})
+        is_full = False

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from sentinel.daemon.http import Gate, HttpConfig, HttpServer, UnknownRun, make_app
+from sentinel.daemon.http import Gate, HttpConfig, HttpServer, Unavailable, UnknownRun, make_app
 from sentinel.daemon.series_api import Busy, SeriesRequest
 from sentinel.daemon.tokens import Scope, Tokens, load_tokens
 from sentinel.errors import ConfigError, StoreError
@@ -241,6 +241,20 @@ def test_bad_orders_are_answered_with_400(console: FakeConsole) -> None:
         assert client.post("/api/v1/control", content=body, headers=CONTROL).status_code == 400, body
     assert console.orders == []
     assert client.post("/api/v1/control", content=b"x" * 70_000, headers=CONTROL).status_code == 413
+
+
+def test_an_order_that_cannot_be_written_down_is_503(console: FakeConsole, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(run: str, action: str, request: Any) -> dict[str, Any]:
+        raise Unavailable("nothing can be written: disk is full")
+
+    client = client_of(console)
+    order = {"run": "a", "action": "enable"}
+    assert client.post("/api/v1/control", json=order, headers=CONTROL).status_code == 200
+    monkeypatch.setattr(console, "control", full)
+
+    answer = client.post("/api/v1/control", json=order, headers=CONTROL)
+
+    assert (answer.status_code, answer.json()) == (503, {"error": "nothing can be written: disk is full"})
 
 
 def test_wrong_methods_are_405(console: FakeConsole) -> None:
