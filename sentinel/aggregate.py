@@ -25,6 +25,8 @@ CAPTURE = "{}"
 MAX_GLOB = 256
 """Characters of a glob. Globs come from the network too."""
 MAX_CAPTURES = 4
+MAX_TABLES = 4
+"""Passes over the tensors of a step that merging groups that overlap may take; past it rows are copied together."""
 
 
 class Aggregate(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,22 +151,36 @@ class Groups:
         return np.repeat(np.arange(len(self.groups), dtype=np.int32), sizes)
 
     @cached_property
-    def _table(self) -> npt.NDArray[np.int32] | None:
-        """[num_tensors] the group of each tensor, -1: none; None where groups overlap."""
-        if len(np.unique(self.index)) < len(self.index):
-            return None
-        table = np.full(self.num_tensors, -1, np.int32)
-        table[self.index] = self.of
-        return table
+    def _tables(self) -> list[tuple[npt.NDArray[np.int32], list[int]]]:
+        """([num_tensors] the group of each tensor and -1 for none, its groups), as few as tell apart those that overlap.
+
+        Empty where that takes too many.
+        """
+        tables: list[tuple[npt.NDArray[np.int32], list[int]]] = []
+        for at, group in enumerate(self.groups):
+            found = next((one for one in tables if (one[0][group.members] < 0).all()), None)
+            if found is None:
+                if len(tables) == MAX_TABLES:
+                    return []
+                found = (np.full(self.num_tensors, -1, np.int32), [])
+                tables.append(found)
+            found[0][group.members] = at
+            found[1].append(at)
+        return tables
 
     def merge(self, stats: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-        """Return the statistics of each group: [num_groups] STATS_DTYPE, moments merged exactly, one pass.
+        """Return the statistics of each group: [num_groups] STATS_DTYPE, moments merged exactly.
 
-        stats: [num_tensors] STATS_DTYPE of the logical tensors; an empty row (an absent tensor) changes nothing.
+        stats: [num_tensors] STATS_DTYPE of the logical tensors; an empty row (an absent tensor) changes nothing. One pass
+        over them where no two groups share a tensor, a few where some do.
         """
-        if self._table is not None:
-            return merge_rows(stats, self._table, len(self.groups))
-        return merge_rows(rows_at(stats, self.index), self.of, len(self.groups))
+        if not self._tables:
+            return merge_rows(rows_at(stats, self.index), self.of, len(self.groups))
+        (first, _), *others = self._tables
+        merged: npt.NDArray[np.void] = merge_rows(stats, first, len(self.groups))
+        for table, groups in others:
+            merged[groups] = merge_rows(stats, table, len(self.groups))[groups]
+        return merged
 
     def count(self, where: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
         """Return how many members of each group are marked: [num_groups]. where: [num_tensors]."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from sentinel.aggregate import Aggregate, Groups, matches, nearest_names
+from sentinel.aggregate import MAX_TABLES, Aggregate, Groups, matches, nearest_names
 from sentinel.errors import ConfigError
 from sentinel.ingest.merge import Layout, RankStep, StepView
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
@@ -316,6 +316,20 @@ def test_a_capture_makes_one_group_for_each_value() -> None:
     for group, pattern in {"layers.*.experts.1.*": r"\.experts\.1\.", "layer 1": r"^layers\.1\."}.items():
         expected = sum(size for name, size in sizes.items() if re.search(pattern, name))
         assert found[group, "wgrad"].num_elements()[0] == expected
+
+
+@pytest.mark.parametrize("num_overlapping", [1, 2, MAX_TABLES, MAX_TABLES + 1, 12])
+def test_groups_may_overlap_as_often_as_they_like(num_overlapping: int) -> None:
+    rng = np.random.default_rng(10)
+    tensors = {f"t.{at}": rng.normal(at, 1 + at, 5 + at) for at in range(num_overlapping + 1)}
+    view = step_of([(Place(), [Held(name, values) for name, values in tensors.items()])])
+
+    # Each of them shares t.0 with all the others.
+    found = merged(view, *(f"g{at}=t.0,t.{at + 1}" for at in range(num_overlapping)), "t.{}")
+
+    for at in range(num_overlapping):
+        assert_is(found[f"g{at}", "wgrad"], [tensors["t.0"], tensors[f"t.{at + 1}"]])
+        assert_is(found[f"t.{at}", "wgrad"], [tensors[f"t.{at}"]])
 
 
 def test_a_tensor_is_whole_while_each_shard_has_a_holder_that_spoke() -> None:

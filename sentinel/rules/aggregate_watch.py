@@ -51,6 +51,9 @@ class Merged:
         self._match, self._kinds = rule.match, kinds
         self._known: list[Known] = []
         self._view: Callable[[], StepView | None] = _nothing
+        self._seen: tuple[Known | None, np.ndarray] = (None, np.zeros(0, np.bool_))
+        self.sets = np.zeros(0, np.uint64)
+        """[num_groups] which members the step has, as a number."""
 
     def take(self, view: StepView) -> None:
         """Merge the groups of a step, unless that is done."""
@@ -62,17 +65,17 @@ class Merged:
         if not self.groups:
             return
         self.stats = known.groups.merge(view.stats)
-        self.num_tensors = known.groups.count(view.present)
-        """[num_groups] members that the step has."""
-        # Sums modulo 2**64: the same members give the same number, in whatever order and layout.
-        marks = np.where(view.present[known.groups.index], known.names[known.groups.index], np.uint64(0))
-        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(marks, dtype=np.uint64)])
-        self.sets = sums[known.ends[1:]] - sums[known.ends[:-1]]
-        """[num_groups] which members those are, as a number."""
-        self.is_here = self.num_tensors > 0
+        if known is not self._seen[0] or not np.array_equal(view.present, self._seen[1]):
+            self._seen = (known, view.present)
+            # Sums modulo 2**64: the same members give the same number, in whatever order and layout.
+            marks = np.where(view.present[known.groups.index], known.names[known.groups.index], np.uint64(0))
+            sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(marks, dtype=np.uint64)])
+            self.sets = sums[known.ends[1:]] - sums[known.ends[:-1]]
+            self._has_members = known.groups.count(view.present) > 0
+        self.is_here = self._has_members
         if len(view.parts) < len(view.places) or any(part.end_step is None for part in view.parts):
             # Without a shard the statistic is that of another tensor: neither judged nor learned.
-            self.is_here &= known.groups.count(~view.is_whole) == 0
+            self.is_here = self.is_here & (known.groups.count(~view.is_whole) == 0)
         self._is_bad = np.zeros(len(self.groups), np.bool_)
         if len(view.bad_rows):
             bad = np.zeros(len(view.tensors), np.bool_)
