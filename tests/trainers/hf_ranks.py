@@ -34,6 +34,7 @@ def launch(folder: Path, mode: str, world: int, config: dict[str, Any] | None, *
         environment = {
             **clean, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
             "SENTINEL_DIR": str(folder), "SENTINEL_RUN": "run", "ACCELERATE_USE_CPU": "true",
+            "DS_ACCELERATOR": "cpu",
         }  # fmt: skip
         if world > 1:
             environment.update({name: str(value) for name, value in place.items()})
@@ -57,7 +58,7 @@ def _trainer(folder: Path, config: Any, settings: dict[str, Any]) -> tuple[Any, 
     arguments = TrainingArguments(
         output_dir=str(folder / "out"), max_steps=NUM_STEPS, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
         per_device_train_batch_size=GLOBAL_BATCH // world, save_strategy="no", max_grad_norm=MAX_NORM, learning_rate=1e-2,
-        ddp_backend="gloo" if world > 1 else None, **settings,
+        ddp_backend="gloo" if world > 1 else None, optim="adamw_torch", **settings,
     )  # fmt: skip
     callbacks = [sentinel.HuggingFaceCallback(config)] if config is not None else []
     trainer = Trainer(hf_models.llama(), arguments, train_dataset=data, callbacks=callbacks)

@@ -38,10 +38,20 @@ def batched(found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     return {key: one for key, one in found.items() if not key.startswith(("model.rotary_emb", "model:loss"))}
 
 
-@pytest.mark.parametrize("mode", ["trainer", "accelerate"])
-def test_two_processes_mean_what_one_means(tmp_path: Path, mode: str, alone: Callable[..., tuple[Any, Any]]) -> None:
-    settings = {"gradient_accumulation_steps": 2}
+ZERO_2 = {
+    "zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["trainer", "accelerate", "trainer_deepspeed"])
+def test_two_processes_mean_what_one_means(tmp_path: Path, layout: str, alone: Callable[..., tuple[Any, Any]]) -> None:
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 2}
+    mode, _, is_sharded = layout.partition("_")
     (single,), expected = alone(mode, **settings)
+    if is_sharded:
+        pytest.importorskip("deepspeed")
+        settings["deepspeed"] = ZERO_2
 
     bare = launch(tmp_path / "bare", mode, 2, None, **settings)
     watched = launch(tmp_path / "watched", mode, 2, EVERYTHING, **settings)

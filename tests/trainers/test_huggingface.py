@@ -350,6 +350,42 @@ def test_skipped_step_is_a_step_and_its_gradients_are_unscaled(run: Path, tmp_pa
     assert scalar(said, "loss_scale") == {1: 2.0**16, 2: 2.0**16, 3: 2.0**15, 4: 2.0**15}
 
 
+def test_several_forwards_of_one_micro_batch_are_one_micro_step(run: Path, tmp_path: Path) -> None:
+    class Twice(Trainer):
+        """As consistency losses and preference losses do."""
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            return model(**inputs).loss + 0.5 * model(**inputs).loss
+
+    trainer = make(
+        tmp_path, sentinel.HuggingFaceCallback(EVERYTHING), kind=Twice, gradient_accumulation_steps=2, max_steps=2
+    )
+
+    trainer.train()
+
+    said = Said(run)
+    assert [end.num_micro_steps for end in said.ends] == [2, 2]
+    assert [int(row["num_folded"]) for row in said.of(1, "dgrad", "lm_head")] == [4]
+    assert scalar(said, "loss") == logged(trainer)
+
+
+def test_model_that_is_entered_by_another_door_is_said_and_its_gradients_are_measured(run: Path, tmp_path: Path) -> None:
+    class Inner(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            logits = model.lm_head(model.model(input_ids=inputs["input_ids"]).last_hidden_state)
+            return nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten())
+
+    trainer = make(tmp_path, sentinel.HuggingFaceCallback(), kind=Inner, max_steps=3)
+
+    trainer.train()
+
+    said = Said(run)
+    assert scalar(said, "loss") == logged(trainer) and list(logged(trainer)) == [1, 2, 3]
+    trained = {name for name, _ in trainer.model.named_parameters()}
+    assert all(set(said.names(step, "wgrad")) == trained for step in (1, 2, 3))
+    assert {health.code for health in said.health} == {"blind_forward"}
+
+
 # -- evaluation, checkpoints, several trainings ------------------------------------------------------------------------
 
 

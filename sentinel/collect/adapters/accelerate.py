@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,10 @@ def attach_accelerate(
     """Attach Sentinel to what `accelerator.prepare` returned, and follow the accelerator; else as `sentinel.attach`.
 
     first_step: the number that the loop gives to its first step. One process takes over a higher one that it hears in
-    `accelerator.log(..., step=...)`; of several processes none does, for only one may log, and all must agree.
+    `accelerator.log(..., step=...)`; of several processes none does, for only one may log, and all must agree. With
+    DeepSpeed the engine's own count is used.
     """
-    monitor = attach(model, optimizer, config, first_step=first_step)
+    monitor = attach_prepared(model, optimizer, config, first_step, accelerator.gradient_accumulation_steps)
     if isinstance(monitor, Monitor) and not any(getattr(undo, "follows", None) is accelerator for undo in monitor.on_end):
         try:
             monitor.on_end.append(Follower(accelerator, monitor, optimizer).install())
@@ -142,7 +144,7 @@ class Follower:
     # -- scalars -------------------------------------------------------------------------------------------------------
 
     def _note(self, loss: Any, began: list[bool]) -> None:
-        """Note loss, learning rate and loss scale of the running step, when this backward was one of our model."""
+        """Note loss and learning rate of the running step, when this backward was one of our model."""
         monitor, accelerator = self._monitor, self._accelerator
         ours = [chunk.had_backward and not before for chunk, before in zip(monitor.chunks, began, strict=True)]
         if not any(ours) and any(chunk.num_forwards for chunk in monitor.chunks):
@@ -157,9 +159,6 @@ class Follower:
         groups = getattr(self._optimizer, "param_groups", None)
         if groups:
             monitor.noticed(lr=groups[0].get("lr"))
-        scale = loss_scale(accelerator)
-        if scale is not None:
-            monitor.noticed(loss_scale=scale)
 
     def _follow(self, values: Mapping[str, Any], step: Any) -> None:
         """Take what the trackers are given: it belongs to the step that runs, or that the optimizer has just ended."""
@@ -194,11 +193,19 @@ class Follower:
             )  # fmt: skip
 
 
-def loss_scale(accelerator: Any) -> torch.Tensor | None:
-    """Return the scale of this step's loss, a copy on its device; None without a GradScaler. Does not synchronise."""
-    scaler = getattr(accelerator, "scaler", None)
-    scale = getattr(scaler, "_scale", None)  # get_scale() waits for the device.
-    return scale.detach().clone() if isinstance(scale, torch.Tensor) else None
+def attach_prepared(
+    model: Any, optimizer: Any, config: Any, first_step: int, grad_acc_steps: int
+) -> Monitor | Unmeasured:
+    """Attach to what `accelerator.prepare` returned: a DeepSpeed engine keeps parameters and steps in its own way.
+
+    A micro-batch may go through the model several times before its backward: one micro-step all the same.
+    """
+    deepspeed = sys.modules.get("deepspeed")
+    if deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine):
+        from sentinel.collect.adapters.deepspeed import attach_deepspeed
+
+        return attach_deepspeed(model, config)
+    return attach(model, optimizer, config, first_step=first_step, grad_acc_steps=max(1, grad_acc_steps))
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:

@@ -9,6 +9,7 @@ scheduler.step, zero_grad, `global_step += 1`, step_end, log, evaluate, save.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import weakref
@@ -21,11 +22,11 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from sentinel.collect import attach
-from sentinel.collect.adapters.accelerate import loss_scale
+from sentinel.collect.adapters.accelerate import attach_prepared
 from sentinel.collect.environment import read_environment
 from sentinel.collect.monitor import Monitor
 from sentinel.collect.unmeasured import Unmeasured
+from sentinel.errors import ConfigError
 from sentinel.monitor_config import ConfigSource, MonitorConfig, read_source
 
 log = logging.getLogger("sentinel")
@@ -60,6 +61,7 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
     def __init__(self, config: MonitorConfig | Mapping[str, Any] | str | Path | None = None) -> None:
         _watch_train()
         self.config = ConfigSource() if read_environment().is_disabled else read_source(config)
+        self.config_path = self.config.path
         self.monitor: Monitor | Unmeasured | None = None
         self.run: str | None = None
         """The run of the last life here, or of the checkpoint: the next one is another attempt of it."""
@@ -83,11 +85,12 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         model = getattr(trainer, "model_wrapped", None)
         self._loss, self._is_logging, self._has_own_loss = None, False, False
         self._last_logged, self._num_steps = int(state.global_step), 0
-        self.monitor = attach(
+        self.monitor = attach_prepared(
             kwargs["model"] if model is None else model,
             kwargs.get("optimizer"),
             self._config(state),
-            first_step=int(state.global_step) + 1,
+            int(state.global_step) + 1,
+            int(args.gradient_accumulation_steps),
         )
         if isinstance(self.monitor, Monitor):
             self.run = self.monitor.run
@@ -103,11 +106,8 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
 
     @_guarded
     def on_pre_optimizer_step(self, monitor: Monitor, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note loss and loss scale: all micro-steps are done. The gradients were read before they were clipped."""
+        """Note the loss: all micro-steps are done. The gradients were read before they were clipped."""
         self._note_loss(monitor)
-        scale = loss_scale(getattr(self._trainer(), "accelerator", None))
-        if scale is not None:
-            monitor.noticed(loss_scale=scale)
 
     @_guarded
     def on_optimizer_step(self, monitor: Monitor, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -175,8 +175,10 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """Return what goes into `trainer_state.json`: JSON, read back by the next `train()` that resumes."""
         saved = {} if self.monitor is None else self.monitor.state_dict()
-        config = msgspec.to_builtins(self.config.as_read)
-        return {"args": {"config": config}, "attributes": {"run": self.run}, "monitor": saved}
+        usual, config = msgspec.to_builtins(MonitorConfig()), msgspec.to_builtins(self.config.as_read)
+        config = {key: value for key, value in config.items() if value != usual[key]}
+        attributes = {"run": self.run, "config_path": self.config_path}
+        return {"args": {"config": config}, "attributes": attributes, "monitor": saved}
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the Trainer, in another process or not, watches nothing until it trains."""
@@ -184,6 +186,10 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
 
     def _config(self, state: Any) -> ConfigSource:
         """The config, and the run that this `train()` goes on with unless somebody names another."""
+        if self.config_path and not self.config.path:
+            # Made anew from a checkpoint: the file is followed again, where it still is one.
+            with contextlib.suppress(ConfigError):
+                self.config = read_source(self.config_path)
         if self.config.config.run or read_environment().run or read_environment().job:
             return self.config
         saved = (state.stateful_callbacks or {}).get(type(self).__name__) if state.global_step else None
