@@ -1,4 +1,4 @@
-"""A tiny GPT on megatron-core, in the shape of its own pretraining loop; `sentinel run -- python examples/megatron_train.py`.
+"""A tiny GPT on megatron-core, shaped like its own pretraining loop: `sentinel run -- python examples/megatron_train.py`.
 
 On GPUs start it with torchrun; without one it trains on the CPU over gloo, through the shim that the tests use.
 """

@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,48 +14,15 @@ import pytest
 from sentinel.ingest.merge import StepView
 
 from ..layouts.layout import differences, gradient_norm, heard, statistics
+from .megatron_launch import Launcher, launched
 
 pytestmark = pytest.mark.trainer
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
-ROOT = Path(__file__).parents[2]
-EVERYTHING = {"kinds": ["param", "wgrad", "activation", "activation_in", "dgrad", "dgrad_in"]}
-
-
-class Launcher:
-    """One process that has imported Megatron and forks the ranks of each job."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "tests.trainers.megatron_train"]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-
-    def train(self, folder: Path, **job: Any) -> list[dict[str, Any]]:
-        """Return what each rank says of its bare and of its watched training."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        assert self.process.stdin is not None and self.process.stdout is not None
-        config = job.pop("config", EVERYTHING)
-        job.setdefault("steps", 2)
-        self.process.stdin.write(json.dumps({"folder": str(folder), "port": port, "config": config, **job}) + "\n")
-        self.process.stdin.flush()
-        for line in self.process.stdout:
-            if line.startswith("ANSWER "):
-                answer = json.loads(line.removeprefix("ANSWER "))
-                assert "error" not in answer, answer["error"]
-                return list(answer["ranks"])
-        raise AssertionError("the launcher ended")
-
-
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[Launcher]:
-    one = Launcher()
-    yield one
-    one.process.stdin.close()  # type: ignore[union-attr]
-    one.process.wait(20)
+    yield from launched()
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +76,7 @@ def truth_of(ranks: list[dict[str, Any]], step: int) -> dict[str, list[float]]:
 
 
 def of_modules(view: StepView, kind: str, factor: float = 1.0) -> dict[str, dict[str, float]]:
-    """Statistics of module kinds, gradients times `factor`; without what a later stage receives, which one process has not."""
+    """Statistics of module kinds, gradients times `factor`; without what a later stage receives: one process has none."""
     found = {key: one for key, one in statistics(view, kind).items() if ":hidden_states/" not in key}
     for one in found.values():
         for name in ("mean", "std", "norm", "min", "max"):
@@ -140,8 +104,11 @@ def test_statistics_are_those_of_one_process(name: str, launcher: Launcher, alon
     assert [view.step for view in views] == [view.step for view in expected] == [1, 2]
     for at, (view, whole) in enumerate(zip(views, expected, strict=True)):
         assert not view.health
+        for copies, by_rank in view.checksums():
+            assert len(set(by_rank.values())) == 1, view.tensors[copies.index].name
         for kind in ("param", "wgrad"):
-            assert told(name, differences(statistics(view, kind), statistics(whole, kind), rel)) == [], f"{kind} of step {view.step}"
+            problems = differences(statistics(view, kind), statistics(whole, kind), rel)
+            assert told(name, problems) == [], f"{kind} of step {view.step}"
         truth = truth_of(ranks, at)
         ours = statistics(view, "wgrad")
         for tensor, (squares, _, count) in truth.items():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -60,6 +61,7 @@ def attach_megatron(
             Following(monitor, chunks, own, [model] if isinstance(model, nn.Module) else list(model), stand_in)
         except Exception as error:
             monitor.guard("attach_megatron", error)
+            monitor.detach()  # Half followed, its steps would never end.
     return monitor
 
 
@@ -92,14 +94,18 @@ class Following:
         self._stand_in = stand_in  # The boundary keeps a weak reference only.
         self._sums: dict[str, tuple[Any, Any]] = {}
         """Scalar -> (sum, count) over the micro-batches of the running step, on the device."""
-        self._is_stepping = False
+        self._sums_of = -1
         self.holding = MegatronHolding(chunks, optimizers, monitor.place)
         self.holding.look(())
         monitor.parameters.holding = self.holding
         for mine in monitor.chunks:
             mine.offsets = offsets_of(mine.root, monitor.place)
             mine.tied = tied_names(mine.root, monitor.config.name_map)
-        monitor.sites.placements = SitePlaces(chunks, monitor.place)
+        places = SitePlaces(chunks, monitor.place)
+        monitor.sites.placements = places
+        for chunk in chunks:
+            if getattr(chunk, "post_process", False):
+                self._learn_output(chunk, places)
         for optimizer in optimizers:
             self._wrap(optimizer, "step", self._around_step)
             self._wrap(optimizer, "prepare_grads", self._around_prepare)
@@ -121,6 +127,24 @@ class Following:
                 del alive.__dict__[name]
 
         self.monitor.on_end.append(undo)
+
+    def _learn_output(self, chunk: nn.Module, places: SitePlaces) -> None:
+        """See at its first call in training whether a last stage is given labels."""
+        signature = inspect.signature(chunk.forward)
+        if "labels" not in signature.parameters:
+            return
+
+        def learn(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch.is_grad_enabled():
+                handle.remove()
+                self._guarded("labels", look, args, kwargs)
+
+        def look(args: Any, kwargs: Any) -> None:
+            labels = signature.bind_partial(*args, **kwargs).arguments.get("labels")
+            places.learn(has_labels=labels is not None, is_parallel=getattr(chunk, "parallel_output", True))
+
+        handle = chunk.register_forward_pre_hook(learn, with_kwargs=True)
+        self.monitor.on_end.append(handle.remove)
 
     def _guarded(self, site: str, work: Callable[..., None], *args: Any) -> None:
         if self.monitor.is_alive:
@@ -190,9 +214,6 @@ class Following:
             self._finish(is_skipped=not success)
 
     def _finish(self, *, is_skipped: bool) -> None:
-        for name, (total, count) in self._sums.items():
-            self.monitor.noticed(**{name: total / count})
-        self._sums = {}
         self.monitor.boundary.finish(is_skipped=is_skipped)
         # Not for good: a model whose forwards are captured in a graph begins its steps at the optimizer.
         self.monitor.boundary.is_explicit = False
@@ -227,12 +248,15 @@ class Following:
         said = store[-1] if store else None
         if not isinstance(said, Mapping):
             return
+        if self._sums_of != self.monitor.ended_steps:
+            self._sums, self._sums_of = {}, self.monitor.ended_steps
         for at, (key, value) in enumerate(said.items()):
             pair = _sum_and_count(value)
             if pair is not None:
                 name = "loss" if at == 0 else str(key)
                 total, count = self._sums.get(name, (0.0, 0.0))
-                self._sums[name] = (total + pair[0], count + pair[1])
+                self._sums[name] = total, count = (total + pair[0], count + pair[1])
+                self.monitor.noticed(**{name: total / count})
 
     def raised(self) -> None:
         """The trainer is about to end with an exception, most likely: what there is goes to the disk."""

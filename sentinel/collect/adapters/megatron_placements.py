@@ -50,12 +50,15 @@ class SitePlaces:
                     if self._words.setdefault(key, word) != word:
                         self._words[key] = None
 
+    def learn(self, *, has_labels: bool, is_parallel: bool) -> None:
+        """Note what a last stage returns: with labels the loss, whole on each rank, else logits, which may be cut."""
+        self._words["", True] = "shard" if is_parallel and not has_labels else "replicate"
+
     def __call__(self, name: str, is_output: bool) -> Mapping[str, str]:
         """Return the words of a site's plain tensors."""
         words: dict[str, str] = {}
         if self.place.ep_size > 1:
-            # Who holds which samples and tokens is told by dp, tp and cp; who has which expert, by its number.
-            words["ep"] = "shard" if name.endswith(".experts") else "replicate"
+            words["ep"] = "replicate"  # Who holds which samples and tokens is told by dp, tp and cp already.
         word = self._words.get((name, is_output))
         if self.place.tp_size > 1 and word is not None:
             words["tp"] = word
@@ -71,7 +74,8 @@ def _words_of(chunk: nn.Module, expert_tp: int) -> Iterator[tuple[str, tuple[str
         words = name.split(".")
         kind = type(module).__name__
         if not name:
-            yield name, ("replicate", _root_output(module))
+            # What a last stage returns is learnt when it is called; an earlier one hands its last layer's output on.
+            yield name, (None, None)
         elif ATTENTIONS & set(words) and "core_attention" in words:
             yield name, ("shard", "shard")
         elif ATTENTIONS & set(words) and getattr(config, "multi_latent_attention", False):
@@ -80,6 +84,8 @@ def _words_of(chunk: nn.Module, expert_tp: int) -> Iterator[tuple[str, tuple[str
                 yield name, (residual if words[-1] in ATTENTIONS else "shard", residual)
         elif ATTENTIONS & set(words) and words[-1] in HEAD_NORMS:
             yield name, ("shard", "shard")
+        elif "shared_experts" in words and getattr(config, "moe_shared_expert_overlap", False):
+            continue  # Run piece by piece between the dispatcher's exchanges.
         elif "experts" in words or "local_experts" in words:
             yield name, _expert(kind, words, expert_tp)
         elif "ColumnParallel" in kind:
@@ -92,13 +98,6 @@ def _words_of(chunk: nn.Module, expert_tp: int) -> Iterator[tuple[str, tuple[str
             yield name, ("replicate", "replicate")
         elif kind in RESIDUAL_CLASSES or words[-1] in NORMS:
             yield name, (residual, residual)
-
-
-def _root_output(chunk: Any) -> str | None:
-    """A last stage that is given labels returns the loss, whole on each rank; an earlier one the residual stream."""
-    if getattr(chunk, "post_process", True):
-        return "replicate"
-    return "shard" if getattr(getattr(chunk, "config", None), "sequence_parallel", False) else "replicate"
 
 
 def _expert(kind: str, words: list[str], expert_tp: int) -> tuple[str | None, str | None]:

@@ -1,0 +1,49 @@
+"""The launcher of `megatron_train.py`, for the tests: one process imports Megatron and forks the ranks of every job."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+EVERYTHING = {"kinds": ["param", "wgrad", "activation", "activation_in", "dgrad", "dgrad_in"]}
+
+
+class Launcher:
+    """One process that has imported Megatron and forks the ranks of each job."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tests.trainers.megatron_train"]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+    def train(self, folder: Path, **job: Any) -> list[dict[str, Any]]:
+        """Return what each rank says of its bare and of its watched training."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        assert self.process.stdin is not None and self.process.stdout is not None
+        config = job.pop("config", EVERYTHING)
+        job.setdefault("steps", 2)
+        self.process.stdin.write(json.dumps({"folder": str(folder), "port": port, "config": config, **job}) + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("ANSWER "):
+                answer = json.loads(line.removeprefix("ANSWER "))
+                assert "error" not in answer, answer["error"]
+                return list(answer["ranks"])
+        raise AssertionError("the launcher ended")
+
+
+def launched() -> Iterator[Launcher]:
+    """A launcher, for as long as a test file needs it."""
+    one = Launcher()
+    yield one
+    one.process.stdin.close()  # type: ignore[union-attr]
+    one.process.wait(20)

@@ -1,0 +1,205 @@
+"""Megatron's loop, watched: iteration numbers, skipped and thrown-away iterations, scalars, resuming, ending."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sentinel.ingest.merge import StepView
+
+from ..end_to_end.ranks import Spoken
+from ..layouts.layout import differences, gradient_norm, heard, statistics
+from .megatron_launch import EVERYTHING, ROOT, Launcher, launched
+from .test_megatron import truth_of
+
+pytestmark = pytest.mark.trainer
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+PRINTED = re.compile(r" iteration +(\d+)/ +\d+ \| lm loss: (\S+) \| grad norm: (\S+) \|")
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    yield from launched()
+
+
+def test_example_prints_the_numbers_that_steps_have(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sentinel.cli", "run", "--dir", str(tmp_path), "--name", "run", "--"]
+    command += [sys.executable, str(ROOT / "examples" / "megatron_train.py"), "--iterations", "6"]
+
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    printed = {int(n): (float(loss), float(norm)) for n, loss, norm in PRINTED.findall(done.stdout)}
+    said = {step: end.scalars for step, end in Spoken(tmp_path / "run", 0).ends.items()}
+    assert list(printed) == list(said) == [1, 2, 3, 4, 5, 6]
+    for step, (loss, norm) in printed.items():
+        assert said[step]["loss"] == pytest.approx(loss, rel=1e-6)
+        assert said[step]["grad_norm"] == pytest.approx(norm, abs=1e-3)
+    assert len({loss for loss, _ in printed.values()}) == 6  # No two steps could be mistaken for each other.
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"per_token": True}])
+def test_scalars_are_those_of_the_trainer(layout: dict[str, Any], launcher: Launcher, tmp_path: Path) -> None:
+    ranks = launcher.train(tmp_path, world=2, steps=3, bare=False, **layout)
+    views = heard(tmp_path)
+
+    told = [rank["watched"]["told"] for rank in ranks]
+    assert [view.step for view in views] == [1, 2, 3]
+    for at, view in enumerate(views):
+        for rank in range(2):
+            mine = told[rank][at]
+            assert f" iteration {view.step:8d}/" in mine["line"]
+            assert view.scalars["lr"].by_rank[rank] == mine["lr"]
+            assert view.scalars["grad_norm"].by_rank[rank] == mine["grad_norm"]
+            if math.isnan(mine["loss"]):  # Another stage has it.
+                assert rank not in view.scalars["loss"].by_rank
+            else:
+                assert view.scalars["loss"].by_rank[rank] == pytest.approx(mine["loss"], rel=1e-6)
+    assert told[0][0]["lr"] != told[0][1]["lr"]
+
+
+def test_what_the_loop_logs_belongs_to_its_step_and_wins(launcher: Launcher, tmp_path: Path) -> None:
+    launcher.train(tmp_path, steps=3, bare=False, is_logged=True)
+
+    assert [view.scalars["custom"].mean for view in heard(tmp_path)] == [1.0, 2.0, 3.0]
+
+
+def test_skipped_step_is_a_step(launcher: Launcher, tmp_path: Path) -> None:
+    """fp16: the loss of iteration 2 overflows, the loss scale is halved, the weights stay."""
+    ranks = launcher.train(tmp_path / "scaled", precision="fp16", steps=3, overflow_at=2)
+    launcher.train(tmp_path / "plain", precision="fp16", steps=1, loss_scale=1.0, bare=False)
+    views, plain = heard(tmp_path / "scaled"), heard(tmp_path / "plain")
+
+    assert [one["line"] for one in ranks[0]["bare"]["told"]] == [one["line"] for one in ranks[0]["watched"]["told"]]
+    assert ranks[0]["bare"]["weights"] == ranks[0]["watched"]["weights"]
+    assert [(view.step, view.is_skipped) for view in views] == [(1, False), (2, True), (3, False)]
+    assert [one["success"] for one in ranks[0]["watched"]["told"]] == [True, False, True]
+    assert [view.scalars["loss_scale"].mean for view in views] == [256.0, 256.0, 128.0]
+    bad = {views[1].tensors[views[1].row_logical[at]].kind for at in views[1].bad_rows}
+    assert {"wgrad", "dgrad"} <= bad
+    assert "param" not in bad
+    for at in (0, 2):
+        truth = truth_of(ranks, at)
+        assert gradient_norm(views[at]) == pytest.approx(math.sqrt(sum(one[0] for one in truth.values())), rel=1e-5)
+        assert gradient_norm(views[at]) == pytest.approx(ranks[0]["watched"]["told"][at]["grad_norm"], rel=1e-2)
+    for kind in ("wgrad", "dgrad"):  # Unscaled, both: like those of a run whose loss is not scaled at all.
+        ours, theirs = (statistics(view, kind) for view in (views[0], plain[0]))
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert ours[name]["norm"] == pytest.approx(theirs[name]["norm"], rel=0.05, abs=1e-6), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_iteration_thrown_away_is_a_skipped_step(precision: str, launcher: Launcher, tmp_path: Path) -> None:
+    """A loop that skips a batch never calls the optimizer: the zeroing of the buffers is the last chance."""
+    ranks = launcher.train(tmp_path, world=2, steps=3, skip_at=2, precision=precision, distributed_optimizer=True)
+    views = heard(tmp_path)
+
+    assert ranks[0]["bare"]["weights"] == ranks[0]["watched"]["weights"]
+    assert [(view.step, view.is_skipped) for view in views] == [(1, False), (2, True), (3, False)]
+    truth = truth_of(ranks, 1)
+    assert gradient_norm(views[1]) == pytest.approx(math.sqrt(sum(one[0] for one in truth.values())), rel=1e-5)
+
+
+def test_evaluation_inside_the_loop_is_not_measured(launcher: Launcher, tmp_path: Path) -> None:
+    ranks = launcher.train(tmp_path / "with", world=2, pp=2, steps=3, evaluate_after=1)
+    launcher.train(tmp_path / "without", world=2, pp=2, steps=3, bare=False)
+    ours, theirs = heard(tmp_path / "with"), heard(tmp_path / "without")
+
+    assert [rank["bare"]["weights"] for rank in ranks] == [rank["watched"]["weights"] for rank in ranks]
+    assert [view.num_rows for view in ours] == [view.num_rows for view in theirs]
+    for view, other in zip(ours, theirs, strict=True):
+        assert view.scalars["loss"].mean == other.scalars["loss"].mean
+        for kind in ("activation", "dgrad"):
+            assert differences(statistics(view, kind), statistics(other, kind), 1e-12) == []
+
+
+def test_resumed_run_goes_on_counting(launcher: Launcher, tmp_path: Path) -> None:
+    launcher.train(tmp_path / "whole", steps=4, bare=False)
+    launcher.train(tmp_path / "first", steps=2, bare=False, checkpoint=str(tmp_path / "saved"))
+    launcher.train(tmp_path / "second", steps=2, bare=False, resume=str(tmp_path / "saved"))
+    whole, second = heard(tmp_path / "whole"), heard(tmp_path / "second")
+
+    assert [view.step for view in second] == [3, 4]
+    for view, other in zip(second, whole[2:], strict=True):
+        assert view.scalars["loss"].mean == other.scalars["loss"].mean
+        assert differences(statistics(view, "param"), statistics(other, "param"), 1e-9) == []
+
+
+def test_what_was_measured_is_on_disk_when_the_trainer_raises(launcher: Launcher, tmp_path: Path) -> None:
+    ranks = launcher.train(tmp_path, steps=3, bare=False, raise_at=2)  # The process ends without running atexit.
+    said = Spoken(tmp_path / "run", 0)
+
+    assert ranks[0]["watched"]["raised"] == "the data loader broke"
+    assert {step: end.is_partial for step, end in said.ends.items()} == {1: False, 2: True}
+    assert said.ends[2].num_micro_steps == 2
+    assert said.of(2, "activation")
+    assert said.of(2, "dgrad")
+
+
+def test_disabled_it_is_not_there(launcher: Launcher, tmp_path: Path) -> None:
+    ranks = launcher.train(tmp_path, steps=2, environment={"SENTINEL_DISABLE": "1"}, is_logged=True)
+
+    assert not (tmp_path / "run").exists()
+    assert ranks[0]["watched"]["is_alive"] is False
+    assert [one["line"] for one in ranks[0]["bare"]["told"]] == [one["line"] for one in ranks[0]["watched"]["told"]]
+
+
+def test_torch_optimizer_over_reduced_gradients(launcher: Launcher, tmp_path: Path) -> None:
+    """A user's own loop: finalize_model_grads, `main_grad` into `grad`, torch's clipping and optimizer."""
+    ranks = launcher.train(tmp_path, world=2, steps=3, plain_adam=True)
+    views = heard(tmp_path)
+
+    assert ranks[0]["bare"]["weights"] == ranks[0]["watched"]["weights"]
+    assert [(view.step, view.is_skipped) for view in views] == [(1, False), (2, False), (3, False)]
+    for at, view in enumerate(views):
+        assert gradient_norm(view) == pytest.approx(ranks[0]["watched"]["told"][at]["grad_norm"], rel=1e-5)
+
+
+def per_micro_step(view: StepView) -> dict[tuple[str, str, int], tuple[float, float]]:
+    """(name, kind, micro_step) -> mean and second moment of the rows of module kinds."""
+    found = {}
+    for row, at in zip(view.rows, view.row_logical, strict=True):
+        tensor = view.tensors[at]
+        if tensor.kind in ("activation", "activation_in", "dgrad", "dgrad_in") and ":hidden_states" not in tensor.name:
+            found[tensor.name, tensor.kind, int(row["micro_step"])] = (float(row["mean"]), float(row["m2"]))
+    return found
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 2, "vpp": 2}, {"pp": 2, "recompute": "full", "precision": "bf16"}])
+def test_micro_step_survives_reverse_backward(layout: dict[str, Any], launcher: Launcher, tmp_path: Path) -> None:
+    config = {**EVERYTHING, "per_micro_step": True}
+    what = {"precision": layout["precision"]} if "precision" in layout else {}
+    launcher.train(tmp_path / "one", steps=1, bare=False, config=config, **what)
+    launcher.train(tmp_path / "two", steps=1, bare=False, config=config, world=2, **layout)
+    whole, view = heard(tmp_path / "one")[0], heard(tmp_path / "two")[0]
+
+    expected, ours = per_micro_step(whole), per_micro_step(view)
+    if "recompute" in layout:
+        expected = {key: one for key, one in expected.items() if ":" not in key[0]}
+    assert {key[2] for key in ours} == {0, 1, 2, 3}
+    assert ours.keys() == expected.keys()
+    for key, moments in expected.items():
+        np.testing.assert_allclose(ours[key], moments, rtol=1e-4, atol=1e-9, err_msg=str(key))
+
+
+def test_depth_is_that_of_the_interleaved_schedule(launcher: Launcher, tmp_path: Path) -> None:
+    launcher.train(tmp_path, world=2, steps=1, bare=False, pp=2, vpp=2)
+    view = heard(tmp_path)[0]
+
+    depths = {one.name: (one.depth, one.pp_stage, one.vpp_stage) for one in view.tensors if one.kind == "param"}
+    assert [depths[f"decoder.layers.{layer}.mlp.linear_fc1.weight"] for layer in range(4)] == [
+        (0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1),
+    ]  # fmt: skip
+    assert {place.schedule for place in view.places.values()} == {"interleaved1f1b"}
