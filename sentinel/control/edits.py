@@ -18,12 +18,13 @@ from sentinel.config_file import ConfigFile, Reading
 from sentinel.control.commands import CommandDesk, CommandStatus
 from sentinel.control.policy import MAX_LATENCY_S, ControlConfig, first_step
 from sentinel.errors import ConfigError
+from sentinel.messages import Descriptor
 from sentinel.monitor_config import Measurement, as_told, refuse_fixed
 
 log = logging.getLogger("sentinel.control")
 
-LOOK_S = 0.2
-"""Pause between two looks at the file."""
+LOOK_S = 0.5
+"""Pause between two looks at the file (chosen: what thousands of ranks measure by is compared each time)."""
 AWAY_S = 2.0
 """A file that cannot be read for so long is said to be away: editors replace a file in two moves."""
 MAX_TRIES = 5
@@ -42,6 +43,19 @@ class ConfigInUse(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     ended: int = -1
     """Newest step that the rank has spoken for."""
+
+    @classmethod
+    def told_by(cls, descriptor: Descriptor | None, ended: int) -> ConfigInUse:
+        """Return what a rank's newest descriptor says; a rank that has sent none measures by no file."""
+        if descriptor is None:
+            return cls(path="", text_hash="", settings={})
+        return cls(
+            path=descriptor.config_path,
+            text_hash=descriptor.config_hash,
+            settings=descriptor.settings,
+            host=descriptor.environment.get("host", ""),
+            ended=ended,
+        )
 
 
 class EditState(msgspec.Struct, kw_only=True):
@@ -97,22 +111,24 @@ class EditDesk:
 
     def turn(
         self,
-        in_use: Mapping[int, ConfigInUse],
+        ask: Callable[[], Mapping[int, ConfigInUse]],
         *,
         newest_step: int,
         step_time_s: float | None,
         now: float,
         mono: float,
     ) -> None:
-        """Look at the file and order what it asks for.
+        """Look at the file, when that is due, and order what it asks for.
 
-        in_use: live rank -> what it measures by. newest_step: of any rank. now: seconds since the epoch; mono: seconds of a
-        clock that never jumps. StoreError when the command could not be written: the next turn tries again.
+        ask: returns live rank -> what it measures by. newest_step: of any rank. now: seconds since the epoch; mono:
+        seconds of a clock that never jumps. StoreError when the command could not be written: the next turn tries again.
         """
-        in_use = {rank: one for rank, one in sorted(in_use.items()) if one.path}
-        if not self._config.follow_config or not in_use or 0 <= mono - self._looked < LOOK_S:
+        if not self._config.follow_config or 0 <= mono - self._looked < LOOK_S:
             return
         self._looked = mono
+        in_use = {rank: one for rank, one in sorted(ask().items()) if one.path}
+        if not in_use:
+            return
         path = next(iter(in_use.values())).path
         self._begin(path)
         reading = self._look(path, now, mono)

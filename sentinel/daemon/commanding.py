@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -79,12 +79,12 @@ class Commanding:
         now: float,
         *,
         attempt: int = ANY_ATTEMPT,
-        in_use: Mapping[int, ConfigInUse] | None = None,
+        in_use: Callable[[], Mapping[int, ConfigInUse]] = dict,
     ) -> None:
         """Follow commands, consider proposals that wait, and look at the trainer's config file.
 
         ended: live rank -> newest step it has spoken for (-1: none). now: seconds since the epoch. attempt: as the ranks
-        call it. in_use: live rank -> the config that it measures by.
+        call it. in_use: returns live rank -> the config that it measures by.
         """
         with self._mutex:
             self._newest_step, self._step_time_s = newest_step, step_time_s
@@ -92,6 +92,9 @@ class Commanding:
                 self._begin_attempt(attempt, now)
                 changed = self._desk.tick(ended, now)
                 self._escalator.follow(changed, newest_step=newest_step, step_time_s=step_time_s, now=now)
+                self._edits.turn(
+                    in_use, newest_step=newest_step, step_time_s=step_time_s, now=now, mono=time.monotonic()
+                )
                 self.keep()
                 for row in self._journal.waiting("escalation", now):
                     if not ended:
@@ -107,10 +110,6 @@ class Commanding:
                     self.keep()
                     outcome = "not issued" if command is None else f"issued {command.id}"
                     self._journal.finish_delivery([row.position], outcome)
-                self._edits.turn(
-                    in_use or {}, newest_step=newest_step, step_time_s=step_time_s, now=now, mono=time.monotonic()
-                )
-                self.keep()
                 self.problem = ""
             except StoreError as error:
                 self.problem = str(error)
@@ -182,6 +181,11 @@ class Commanding:
     def config_problem(self) -> str:
         """Why the newest text of the trainer's config file is not in force; empty when it is."""
         return self._edits.state.problem
+
+    def config(self) -> dict[str, Any]:
+        """Return what is known of the trainer's config file: path, hash and number of its newest text, and the problem."""
+        state = self._edits.state
+        return {"path": state.path, "text_hash": state.text_hash, "edit": state.edit, "problem": state.problem}
 
     def edits(self) -> dict[str, int]:
         """Return outcome -> edits of the trainer's config file."""

@@ -207,6 +207,7 @@ class ServedRun:
             "num_anomalies": self._anomaly_log.position.num_lines,
             "num_steps_judged": metrics.num_steps_judged,
             "is_monitoring": metrics.is_monitoring,
+            "config": self.commanding.config(),
             "replicas": self._gauges.replica_words,
             "commands": [
                 {
@@ -457,8 +458,12 @@ class ServedRun:
         known = [life.heartbeat.step for life in self._follower.lives.values() if life.heartbeat and life.rank in ended]
         newest_step = max([self._assembler.newest_step, *ended.values(), *known])
         attempt = max((life.attempt for life in speaking.values() if life.attempt is not None), default=ANY_ATTEMPT)
-        in_use = {rank: _in_use(life) for rank, life in speaking.items() if life.attempt in (None, attempt)}
         step_time_s = self._gauges.metrics.step_time_s
+
+        def in_use() -> dict[int, ConfigInUse]:
+            mine = ((rank, life) for rank, life in speaking.items() if life.attempt in (None, attempt))
+            return {rank: ConfigInUse.told_by(life.descriptor, life.last_step) for rank, life in mine}
+
         self.commanding.turn(ended, newest_step, step_time_s, now, attempt=attempt, in_use=in_use)
         self._publish(now, num_live=len(ended))
 
@@ -502,19 +507,6 @@ class ServedRun:
     def _note_problem(self, problem: str) -> None:
         log.warning("run %s: %s", self.name, problem)
         self._problems[problem] = problem
-
-
-def _in_use(life: Life) -> ConfigInUse:
-    told = life.descriptor
-    if told is None:
-        return ConfigInUse(path="", text_hash="", settings={})
-    return ConfigInUse(
-        path=told.config_path,
-        text_hash=told.config_hash,
-        settings=told.settings,
-        host=told.environment.get("host", ""),
-        ended=life.last_step,
-    )
 
 
 def _found(anomaly: Anomaly) -> FoundAnomaly:

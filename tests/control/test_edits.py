@@ -104,7 +104,7 @@ class Run:
         newest = max(rank.current_step for rank in self.ranks)
         self.desk.tick({number: rank.current_step - 1 for number, rank in enumerate(self.ranks)}, self.now)
         self.edits.turn(
-            {number: rank.descriptor for number, rank in enumerate(self.ranks)},
+            lambda: {number: rank.descriptor for number, rank in enumerate(self.ranks)},
             newest_step=newest, step_time_s=STEP_S, now=self.now, mono=self.now,
         )  # fmt: skip
 
