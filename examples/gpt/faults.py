@@ -1,4 +1,5 @@
-"""Planting faults, so that the demo and the tests know the truth: a corrupted batch, or a NaN in one module's work.
+"""Planting faults, so that the demo and the tests know the truth: a corrupted batch, a NaN in one module's work, a
+flipped bit in a weight, or a rank that is slow or hangs.
 
 Sentinel knows nothing of this file. A planted module behaves like one with a bug: forward, its output is bad while its
 input was good; backward, the gradient it hands back is bad while the gradient it was given was good.
@@ -9,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,10 @@ class Fault:
     steps: tuple[int, ...]
     """Steps at which it strikes."""
     type: str = "nan"
-    """`nan`: into one module; `batch`: the data are corrupted."""
+    """`nan`: into one module; `batch`: the data are corrupted; `flip`: an exponent bit of one element of the module's
+    weight; `sleep`: the module's forward takes `seconds` longer."""
     module: str = ""
-    """For `nan`: global name of the module."""
+    """For all but `batch`: global name of the module."""
     phase: str = "forward"
     """For `nan`: `forward` hits the module's output, `backward` the gradient of its input (where the input has none, as
     an embedding's tokens: the gradient of its weight)."""
@@ -42,8 +45,11 @@ class Fault:
     is_sudden: bool = False
     """For `nan`: the broken code runs only when it strikes; else it is always there, as a bug is, and mostly harmless."""
 
+    seconds: float = 0.0
+    """For `sleep`."""
+
     def __post_init__(self) -> None:
-        if self.type not in ("nan", "batch") or self.phase not in ("forward", "backward"):
+        if self.type not in ("nan", "batch", "flip", "sleep") or self.phase not in ("forward", "backward"):
             raise ValueError(f"no such fault: type {self.type!r}, phase {self.phase!r}")
 
 
@@ -55,11 +61,15 @@ def read_faults(path: str | Path) -> list[Fault]:
 class Faults:
     """The faults of one rank, armed step by step."""
 
-    def __init__(self, faults: Iterable[Fault], dp_rank: int = 0, tp_rank: int = 0) -> None:
+    def __init__(self, faults: Sequence[Fault], dp_rank: int = 0, tp_rank: int = 0) -> None:
         self._planted_phases: dict[str, set[str]] = defaultdict(set)
         self._always: set[tuple[str, str]] = set()
         self._nans: dict[tuple[int, str], list[Fault]] = defaultdict(list)
         self._batches: dict[int, list[Fault]] = defaultdict(list)
+        self._flips: dict[int, list[Fault]] = defaultdict(list)
+        self._sleeps: dict[tuple[int, str], list[Fault]] = defaultdict(list)
+        self._sleepers = {fault.module for fault in faults if fault.type == "sleep"}
+        self._modules: dict[str, nn.Module] = {}
         for fault in faults:
             if fault.type == "nan":
                 # On every rank alike: the replicas of a broken module are broken too.
@@ -71,6 +81,10 @@ class Faults:
             for step in fault.steps:
                 if fault.type == "batch":
                     self._batches[step].append(fault)
+                elif fault.type == "flip":
+                    self._flips[step].append(fault)
+                elif fault.type == "sleep":
+                    self._sleeps[step, fault.module].append(fault)
                 else:
                     self._nans[step, fault.module].append(fault)
         self._step = -1
@@ -80,7 +94,8 @@ class Faults:
         """Get between the modules that a fault names and their callers. Modules of other stages are passed over."""
         for chunk in chunks:
             for name, module in chunk.named_modules():
-                if name in self._planted_phases:
+                self._modules[name] = module
+                if name in self._planted_phases or name in self._sleepers:
                     module.forward = self._planted(name, module, module.forward)  # type: ignore[method-assign]
 
     def begin_step(self, step: int) -> None:
@@ -91,6 +106,9 @@ class Faults:
         """
         self._step = step
         self._num_forwards.clear()
+        for fault in self._flips.get(step, ()):
+            if fault.module in self._modules:
+                flip_bit(self._modules[fault.module].weight)  # type: ignore[arg-type]
 
     def is_corrupted(self, step: int, micro_step: int) -> bool:
         """Return whether this micro-batch's data are to be spoilt."""
@@ -106,6 +124,9 @@ class Faults:
         def run(*args: Any, **kwargs: Any) -> Any:
             micro_step = self._num_forwards[name]
             self._num_forwards[name] += 1
+            for fault in self._sleeps.get((self._step, name), ()):
+                if fault.micro_step in (None, micro_step):
+                    time.sleep(fault.seconds)
             is_bad = {phase: strikes(phase, micro_step) for phase in phases}
             runs = {phase for phase in phases if is_bad[phase] or (name, phase) in self._always}
             if "backward" not in runs:
@@ -131,6 +152,12 @@ class BadGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return spoil(gradient, ctx.is_bad), None
+
+
+def flip_bit(weight: torch.Tensor) -> None:
+    """Flip an exponent bit of the middle element of a float32 tensor: it is a quarter of what it was, or four times."""
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    local.data.view(torch.int32).view(-1)[local.numel() // 2] ^= 1 << 24
 
 
 def spoil(tensor: torch.Tensor, is_bad: bool) -> torch.Tensor:

@@ -24,6 +24,14 @@ class WaitClock:
         self._seconds = 0.0
         self._thread = threading.get_ident()
         self._since = 0.0
+        self._is_inside = False
+
+    @property
+    def is_waiting(self) -> int:
+        """1 while the training thread waits for others, 0 while it does not; -1: not known. Asked by the writer thread."""
+        if self._is_blind or not _works.is_active:
+            return -1
+        return int(self._is_inside or self._since > 0.0)
 
     def install(self) -> None:
         """Watch every wait for a collective of torch.distributed."""
@@ -44,10 +52,16 @@ class WaitClock:
         if since:
             self.add(time.perf_counter() - since)
 
+    def enter(self) -> None:
+        """Take note that a wait begins, if it is the training thread's."""
+        self._is_inside = threading.get_ident() == self._thread
+
     def add(self, seconds: float) -> None:
         """Count time waited, if the training thread did; waits at the end of a backward are in the time of that end."""
-        if not self._since and threading.get_ident() == self._thread:
-            self._seconds += seconds
+        if threading.get_ident() == self._thread:
+            self._is_inside = False
+            if not self._since:
+                self._seconds += seconds
 
     def take(self) -> float:
         """Return the seconds waited in the step that ends and begin anew; -1.0: not known. The caller trains."""
@@ -75,6 +89,8 @@ def _replace_all(works: Interception[WaitClock]) -> None:
     @functools.wraps(original)
     def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
         began = clock()
+        for user in works.users:
+            user.enter()
         try:
             return original(work, *args, **kwargs)
         finally:
