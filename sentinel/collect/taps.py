@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from sentinel.collect.aliases import Aliases
 from sentinel.collect.inert import Inert
 from sentinel.collect.nesting import tensors_in
 from sentinel.collect.pipelining import in_inference
@@ -100,6 +101,8 @@ class Chunk:
         """Outputs that a collective still writes: (module, tensor, reserved row)."""
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, Entry]] = {}
         self.locals = LocalTensors()
+        self.aliases: Aliases | None = None
+        """An adapter's, whose trainer hands tensors on under new objects."""
         self._handles: list[RemovableHandle] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Chunk:
@@ -166,6 +169,8 @@ class Chunk:
             self.in_forward = True
             self._seen, self._pending, self._cursor = {}, [], 0
             self.locals.begin(self.recorder.sites.place)
+            if self.aliases is not None:
+                self.aliases.forget()
             for tap in self.taps.values():
                 tap.come_last()
             own = self.taps.get("")
@@ -212,12 +217,14 @@ class Chunk:
         found = self._seen.get(id(tensor))
         if found is not None and found[0]() is tensor and found[1] == tensor._version:
             return found[2]
-        return None
+        return self.aliases.find(tensor) if self.aliases is not None else None
 
     def remember(self, tensor: torch.Tensor, entry: Entry) -> None:
         """Let later sites of this forward find the tensor."""
         self._seen[id(tensor)] = (weakref.ref(tensor), tensor._version, entry)
         self.locals.remember(tensor, entry)
+        if self.aliases is not None:
+            self.aliases.remember(tensor, entry)
 
     def source(self, tensor: torch.Tensor) -> Entry | None:
         """Return the entry of the logical tensor that this one holds in another way: made a DTensor, gathered, localised."""

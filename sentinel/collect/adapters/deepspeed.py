@@ -17,10 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank
 
 from sentinel.collect import attach
 from sentinel.collect.adapters.deepspeed_holding import DeepSpeedHolding
+from sentinel.collect.aliases import Aliases
 from sentinel.collect.monitor import Monitor
 from sentinel.collect.unmeasured import Unmeasured
 from sentinel.errors import ConfigError
@@ -29,6 +31,10 @@ from sentinel.place import Place
 
 log = logging.getLogger("sentinel")
 
+HANDS_ON = frozenset({"PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward"})
+"""Through these ZeRO-3 hands every output and input of a module on, to learn when its backward begins and ends.
+
+Source: deepspeed/runtime/zero/parameter_offload.py, _register_deepspeed_module."""
 SAVED_AS = "sentinel"
 """Key of our state in the client state of DeepSpeed's checkpoints."""
 
@@ -66,13 +72,17 @@ class Followed:
         self._holding = DeepSpeedHolding(engine.optimizer, monitor.place, self._tell)
         self._loss: torch.Tensor | None = None
         """Of the micro-steps of this step so far, each divided by their number as DeepSpeed does."""
-        self._scale = 1.0
+        self._scales_losses = isinstance(engine.optimizer, ZeROOptimizer)
+        """Whether losses were multiplied by the optimizer's loss scale: without ZeRO only its own `backward` does that."""
         self._undo: list[Callable[[], None]] = []
         monitor.boundary.is_explicit = True
         monitor.parameters.holding = self._holding
         monitor.parameters.refresh(monitor.chunks)
         monitor.on_end.append(self._restore)
         log.info("sentinel: step boundary: the engine's step")
+        if engine.zero_optimization_partition_weights():
+            for chunk in monitor.chunks:
+                chunk.aliases = Aliases(HANDS_ON)
         self._wrap("_take_model_step", self._around_update)
         self._wrap("backward", self._around_backward)
         self._wrap("step", self._around_step)
@@ -80,23 +90,26 @@ class Followed:
         self._wrap("load_checkpoint", self._around_load)
         if hasattr(engine, "train_batch"):
             self._wrap("train_batch", self._around_step)
+        if not self._scales_losses and hasattr(engine.optimizer, "backward"):
+            self._wrap("backward", self._around_scaling, engine.optimizer)
 
-    def _wrap(self, name: str, around: Callable[..., Any]) -> None:
-        original = getattr(self._engine, name)
-        former = self._engine.__dict__.get(name)
+    def _wrap(self, name: str, around: Callable[..., Any], owner: Any = None) -> None:
+        owner = self._engine if owner is None else owner
+        original = getattr(owner, name)
+        former = owner.__dict__.get(name)
 
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return around(original, *args, **kwargs) if self._monitor.is_alive else original(*args, **kwargs)
 
         def undo() -> None:
-            if self._engine.__dict__.get(name) is wrapped:
+            if owner.__dict__.get(name) is wrapped:
                 if former is None:
-                    del self._engine.__dict__[name]
+                    del owner.__dict__[name]
                 else:
-                    self._engine.__dict__[name] = former
+                    owner.__dict__[name] = former
 
-        self._engine.__dict__[name] = wrapped
+        owner.__dict__[name] = wrapped
         self._undo.append(undo)
 
     def _restore(self) -> None:
@@ -131,8 +144,17 @@ class Followed:
         return loss
 
     def _before_backward(self) -> None:
-        self._scale = _loss_scale(self._engine)
-        self._monitor.recording.rows.grad_scale = self._scale
+        self._monitor.noticed(loss_scale=self._engine.optimizer.loss_scale if self._engine.fp16_enabled() else None)
+        self._note_scale()
+
+    def _note_scale(self) -> None:
+        """Note what DeepSpeed multiplied the step's losses by; torch's own scalers are watched elsewhere."""
+        if self._scales_losses:
+            self._monitor.recording.rows.grad_scale = float(getattr(self._engine.optimizer, "loss_scale", 1.0))
+
+    def _around_scaling(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._scales_losses = True
+        return original(*args, **kwargs)
 
     def _after_backward(self, loss: Any) -> None:
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
@@ -152,8 +174,7 @@ class Followed:
 
     def _before_update(self) -> None:
         monitor = self._monitor
-        self._scale = _loss_scale(self._engine)
-        monitor.recording.rows.grad_scale = self._scale
+        self._note_scale()
         if monitor.current_step != self._engine.global_steps + 1:
             monitor.set_step(self._engine.global_steps + 1)  # Somebody counts for the engine.
         self._note_loss()
@@ -168,8 +189,6 @@ class Followed:
         scaler = engine.torch_autocast_z0_gradscaler
         lrs = engine.get_lr()
         monitor.noticed(lr=lrs[0] if lrs else None, grad_norm=engine.get_global_grad_norm())
-        if engine.fp16_enabled():
-            monitor.noticed(loss_scale=self._scale)
         # torch's own scaler leaves the optimizer alone without a word to DeepSpeed.
         is_skipped = None if scaler is not None else bool(getattr(engine.optimizer, "overflow", False))
         monitor.boundary.finish(is_skipped=is_skipped)
@@ -211,11 +230,6 @@ class Followed:
             monitor.load_state_dict(state)
         monitor.set_step(self._engine.global_steps + 1)
         self._loss = None
-
-
-def _loss_scale(engine: Any) -> float:
-    """Return what DeepSpeed multiplied the losses of the running step by; torch's own scalers are watched elsewhere."""
-    return float(getattr(engine.optimizer, "loss_scale", 1.0))
 
 
 def _place(engine: Any) -> Place | None:

@@ -1,0 +1,48 @@
+"""One tensor under several objects: a trainer's own hooks hand it on through a function that changes nothing."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from sentinel.collect.tensors import Entry
+
+_Key: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+class Aliases:
+    """Finds the entry of what lies in the same living memory, unchanged since, and has the same gradient."""
+
+    def __init__(self, functions: frozenset[str]) -> None:
+        """functions: names of the graph's nodes that hand a tensor on as it is, and its gradient too."""
+        self._functions = functions
+        self._seen: dict[_Key, tuple[StorageWeakRef, int, bool, Entry]] = {}
+
+    def forget(self) -> None:
+        """A forward begins, or is over."""
+        self._seen = {}
+
+    def remember(self, tensor: torch.Tensor, entry: Entry) -> None:
+        """Let later sites of this forward find the tensor."""
+        if tensor.layout is torch.strided and not hasattr(tensor, "_local_tensor"):
+            # An address is used again: the memory must not have been given back since.
+            memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            self._seen[_key(tensor)] = (memory, tensor._version, tensor.requires_grad, entry)
+
+    def find(self, tensor: torch.Tensor) -> Entry | None:
+        """Return the entry under which it was measured; None: it was not, or a gradient may differ."""
+        if tensor.layout is not torch.strided or hasattr(tensor, "_local_tensor"):
+            return None
+        if tensor.grad_fn is not None and tensor.grad_fn.name() not in self._functions:
+            return None
+        found = self._seen.get(_key(tensor))
+        if found is None or found[0].expired():  # type: ignore[no-untyped-call]
+            return None
+        _, version, requires_grad, entry = found
+        return entry if version == tensor._version and requires_grad == tensor.requires_grad else None
+
+
+def _key(tensor: torch.Tensor) -> _Key:
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype
