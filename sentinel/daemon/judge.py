@@ -57,6 +57,11 @@ class Judge:
         """The newest revision of every open incident, in order of opening."""
         return self._tracker.open_incidents
 
+    @property
+    def blindness(self) -> list[str]:
+        """What the rules cannot judge in the layout of the last step, in words."""
+        return self._engine.blind_groups
+
     def reload(self, pack: Pack) -> None:
         """Judge by other rules from the next step on; rules that did not change keep their state."""
         self._engine.reload(pack)

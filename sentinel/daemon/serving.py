@@ -90,6 +90,7 @@ class ServedRun:
         self._packs = packs
         self._routes = config.notify.routes()
         self._problems: dict[str, str] = {}
+        self._blind: list[str] = []
         self._desk_due = self._watch_due = 0.0
         self._replicas = ""
         self._lock = RunLock(paths.lock_directory, f"run {paths.run_dir}")
@@ -379,6 +380,7 @@ class ServedRun:
             self._commit(commit)
         if view is not None:
             self._note_replicas()
+            self._note_blindness()
             self._gauges.take_norms(view)
         self._gauges.take_incidents(self._court.open_incidents)
         self._gauges.metrics.judging_s += time.monotonic() - begun
@@ -503,6 +505,17 @@ class ServedRun:
             if words != self.journal.recall("replicas"):
                 self.journal.remember("replicas", words)
                 log.info("run %s: replicas: %s", self.name, words)
+
+    def _note_blindness(self) -> None:
+        """Say, in the log and in health, which rules are blind: while they are."""
+        blind = self._court.blindness
+        for problem in self._blind:
+            if problem not in blind:
+                self._problems.pop(problem, None)
+        for problem in blind:
+            if problem not in self._blind:
+                self._note_problem(problem)
+        self._blind = blind
 
     def _note_problem(self, problem: str) -> None:
         log.warning("run %s: %s", self.name, problem)

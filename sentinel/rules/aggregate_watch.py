@@ -42,6 +42,8 @@ class Known:
     """[num_tensors] uint64: a number for the key of each tensor, the same in every layout."""
     ends: np.ndarray
     """[num_groups + 1] where each group's members begin and end."""
+    blind: list[Group]
+    """Those without any."""
 
 
 class Merged:
@@ -83,6 +85,16 @@ class Merged:
             bad[logical[logical >= 0]] = True
             self._is_bad = known.groups.count(bad) > 0
 
+    @property
+    def blind(self) -> str:
+        """Of which groups nothing can be merged, in words; empty where there are none."""
+        groups = [] if self._seen[0] is None else self._seen[0].blind
+        if not groups:
+            return ""
+        shown = ", ".join(f"{group.kind} {group.name}" for group in groups[:3])
+        more = f" and {len(groups) - 3} more" if len(groups) > 3 else ""
+        return f"{shown}{more}: their tensors have no known placement and stay with their ranks, so no group is judged"
+
     def raw(self, statistic: str) -> np.ndarray:
         """Return the statistic of each group as torch would give it, NaN and infinities in it."""
         return raw_statistic(self.stats, statistic)
@@ -100,7 +112,7 @@ class Merged:
         for at in np.unique(groups.index):
             names[at] = int(_hash(layout.tensors[at].key), 16)
         ends = np.cumsum([0, *(len(group.members) for group in groups.groups)])
-        known = Known(layout, groups, names, ends)
+        known = Known(layout, groups, names, ends, [group for group in groups.groups if not len(group.members)])
         self._known = [*self._known[-1:], known]
         return known
 
@@ -229,7 +241,8 @@ class _GroupPoints(Points):
         members = [view.tensors[at] for at in group.members[view.present[group.members]]]
         value, baseline, score = float(self.values[i]), float(self.baseline[i]), float(self.score[i])
         severity = rule.severity if full else Severity.INFO
-        named = f"{group.name} ({wording.count(len(members), 'tensor')})"
+        left_out = f"; {group.num_excluded} series not merged" if group.num_excluded else ""
+        named = f"{group.name} ({wording.count(len(members), 'tensor')}{left_out})"
         if math.isfinite(value):
             sign = int(self.direction[i])
             text = wording.excursion(group.kind, named, watch.statistic, value, baseline, score, sign, why)

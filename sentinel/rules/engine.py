@@ -74,6 +74,12 @@ class Engine:
         tensors = {key for watch in watches for key in watch.keys}
         return sum(state_bytes(watch.state) for watch in watches) / max(len(tensors), 1)
 
+    @property
+    def blind_groups(self) -> list[str]:
+        """What rules are blind to, in words: groups of tensors of which nothing can be merged."""
+        merged = {watch.rule.name: watch.merged for watch in self._watches if isinstance(watch, AggregateWatch)}
+        return [f'rule "{rule}": {one.blind}' for rule, one in merged.items() if one.blind]
+
     def judge(self, view: StepView) -> list[Anomaly]:
         """Return the anomalies of one closed step: onsets, and ends of episodes; unordered and uncapped."""
         found: list[Anomaly] = []

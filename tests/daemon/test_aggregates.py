@@ -110,3 +110,25 @@ def test_crashes_and_replays_change_nothing(tmp_path: Path, pack: Path, monkeypa
     assert {one.rule for one in found} == {"whole", "layers", "bad"}
     assert all(one.num_members for one in found if one.event == "onset")
     assert {one.tag_name for one in found if one.rule == "bad" and one.step == 62} >= {"layers.2"}
+
+
+def test_a_rule_that_is_blind_is_said_in_health(tmp_path: Path, pack: Path) -> None:
+    """Under tensor parallelism nobody may merge activations that have no placement."""
+    for tp in (1, 2):
+        source = SyntheticRun(tmp_path / f"tp{tp}", tp=tp, layers=2, d_model=16, elements=8)
+        for rank in range(source.num_ranks):
+            table = source._ranks[rank].table
+            unknown = tuple(
+                msgspec.structs.replace(one, placements={"tp": "unknown"}) if one.kind == "activation" else one
+                for one in table.descriptor.tensors
+            )
+            table.descriptor = msgspec.structs.replace(table.descriptor, tensors=unknown)
+            source.start(rank)
+        source.write(2)
+        run = served(tmp_path / f"tp{tp}", pack)
+        catch_up(run)
+
+        said = [problem for problem in run.problems() if problem.startswith("rule ")]
+        assert len(said) == (3 if tp == 2 else 0)
+        assert all("activation" in problem and "no known placement" in problem for problem in said)
+        run.close()

@@ -271,6 +271,23 @@ def test_a_group_says_nothing_about_where_to_look(paper_run, rng):
     assert asked(anomaly, single) == (1,)
 
 
+def test_what_cannot_be_merged_is_said(paper_run):
+    whole = paper_run([("a.w", "wgrad")], num_ranks=2)
+    apart = paper_run([("a.w", "wgrad"), ("b.w", "wgrad")], num_ranks=2, placements={"dp": "unknown"})
+    engine = engine_of(group_rule("*", "a.*", "c.*", detector="AnomalyNan", args={"threshold": 0.1}))
+
+    assert len(engine.judge(whole.view(0))) == 2
+    assert engine.blind_groups == []
+    assert engine.judge(apart.view(1)) == []
+
+    assert engine.blind_groups == [
+        'rule "groups": wgrad *, wgrad a.*: their tensors have no known placement and stay with their ranks, so no group is '
+        "judged"
+    ]
+    engine.judge(whole.view(2))
+    assert engine.blind_groups == []
+
+
 def test_a_long_list_of_members_is_an_id_and_a_size(paper_run):
     for count in (MAX_MEMBERS, MAX_MEMBERS + 1):
         run = paper_run([(f"w.{i}", "wgrad") for i in range(count)])
