@@ -112,8 +112,8 @@ class MonitorConfig(Measurement, frozen=True, kw_only=True, forbid_unknown_field
     name_map: dict[str, str] = {}
     """Prefix of a local name to its canonical prefix."""
     site_placements: dict[str, dict[str, str]] = {}
-    """Glob of module names (with `:in` behind it: their inputs) to mesh axis to `shard`, `replicate`, `partial` or `unknown`:
-    how plain activations are placed, and their gradients, where the trainer knows better; the last that matches counts."""
+    """Glob of module names (`:in` behind it: their inputs) to mesh axis to shard, replicate, partial or unknown: how plain
+    activations and their gradients are placed, where the trainer knows better; the last that matches counts."""
     max_rows: int = 65536
     """Most rows a step keeps before micro-steps are folded for want of room, counted."""
     spool: SpoolConfig = SpoolConfig()

@@ -20,14 +20,16 @@ SitePlacements = Callable[[str, bool], Mapping[str, str] | None]
 class Sites:
     """Turns what taps see into rows of the running step, described in the table."""
 
-    def __init__(self, table: TensorTable, recording: Recording) -> None:
+    def __init__(
+        self, table: TensorTable, recording: Recording, hints: Mapping[str, Mapping[str, str]] | None = None
+    ) -> None:
+        """hints: as `MonitorConfig.site_placements`; they go before all others."""
         self.place = Place()
         self.is_due = False
         """Whether modules are measured in this step; the black box always is."""
         self.placements: SitePlacements | None = None
         """An adapter's table for tensors that do not say themselves how they are placed."""
-        self.hints: Mapping[str, Mapping[str, str]] = {}
-        """The user's own: glob of module names (`:in` behind it for inputs) -> axis to placement; goes before all others."""
+        self._hints = hints or {}
         self._table = table
         self._recording = recording
 
@@ -44,7 +46,7 @@ class Sites:
             name, is_output = entry.name.partition(":")[0], Kind(entry.kind) in (Kind.ACTIVATION, Kind.DGRAD)
             if self.placements is not None:
                 placements.update(self.placements(name, is_output) or {})
-            for glob, words in self.hints.items():
+            for glob, words in self._hints.items():
                 if fnmatch.fnmatchcase(name if is_output else f"{name}:in", glob):
                     placements.update({axis: word for axis, word in words.items() if axis in placements})
         self._table.describe(entry, tensor, placements, part_of(tensor, self.place, placements))

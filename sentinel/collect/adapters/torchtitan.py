@@ -85,7 +85,7 @@ class Following:
         """Ranks whose shares of the loss torchtitan adds up."""
         self._undo: list[Callable[[], None]] = []
         monitor.on_end.append(self.stop)
-        monitor.step()  # Only we end steps: loading a checkpoint steps the optimizers, to give them their state.
+        monitor.step()  # Only we end steps.
         self._wrap(trainer, "train_step", self._train_step)
         self._wrap(trainer, "forward_backward_step", self._forward_backward_step)
         self._wrap(trainer, "close", self._close)
@@ -182,10 +182,13 @@ class Following:
     # -- around steps ------------------------------------------------------------------------------------------------
 
     def _during(self, activity: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `original`, in which nothing is trained: loading steps the optimizers once, to give them their state."""
         self._monitor.activity(activity)
+        self._monitor.is_paused = True
         try:
             return original(*args, **kwargs)
         finally:
+            self._monitor.is_paused = False
             self._monitor.activity("train")
 
     def _close(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
