@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 VOCAB, LENGTH, WIDTH, HEADS = 32, 8, 16, 4
 
@@ -62,6 +63,8 @@ class Job:
     checkpoint: str = ""
     """Save here at the end; a later job with `resume` continues."""
     resume: str = ""
+    is_sharded: bool = False
+    """Through Megatron's own dist_checkpointing."""
     first_step: int = 1
     config: dict[str, Any] | None = None
     """Sentinel's; None: only the bare run."""
@@ -71,6 +74,9 @@ class Job:
     """Iteration whose gradients the loop throws away: it never calls the optimizer."""
     gathered_attention: bool = False
     """The attention that context parallelism has here, also without it."""
+    counts_synchronising: bool = False
+    has_outer_loss: bool = False
+    """The model returns logits; the loss is computed outside of it."""
     plain_adam: bool = False
     """A torch optimizer over the model's own parameters, as in megatron-core's quickstart."""
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -341,11 +347,19 @@ def make_forward_step(job: Job, now: dict[str, int]) -> Any:
             loss = loss / job.cp  # Megatron takes it as this rank's part of the mean over the whole context.
         return loss, {"lm loss": said}
 
+    def outer_loss(labels: torch.Tensor, logits: torch.Tensor) -> Any:
+        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+        loss = vocab_parallel_cross_entropy(logits.float(), labels.contiguous()).mean()
+        return loss, {"lm loss": loss.detach().clone()}
+
     def forward_step(iterator: Any, model: Any) -> Any:
         tokens, labels, positions = next(iterator)
         now["forwards"] += 1
         if now["iteration"] == job.raise_at and now["forwards"] == 3:
             raise RuntimeError("the data loader broke")
+        if job.has_outer_loss:
+            return model(tokens, positions, None), functools.partial(outer_loss, labels)
         return model(tokens, positions, None, labels=labels), loss_func
 
     return forward_step
@@ -468,6 +482,17 @@ def reference(job: Job, model: list[Any], optimizer: Any) -> dict[str, list[floa
 
 
 def save(job: Job, monitor: Any, model: list[Any], optimizer: Any, scheduler: Any, iteration: int) -> None:
+    if job.is_sharded:
+        from megatron.core import dist_checkpointing
+
+        sharded = model[0].module.sharded_state_dict()
+        Path(job.checkpoint).mkdir(exist_ok=True)
+        common = {
+            "iteration": iteration, "model": sharded, "optimizer": optimizer.sharded_state_dict(sharded),
+            "scheduler": scheduler.state_dict(), "sentinel": None if monitor is None else monitor.state_dict(),
+        }  # fmt: skip
+        dist_checkpointing.save(common, job.checkpoint)
+        return
     state = {
         "iteration": iteration, "model": [chunk.state_dict() for chunk in model], "optimizer": optimizer.state_dict(),
         "scheduler": scheduler.state_dict(), "sentinel": None if monitor is None else monitor.state_dict(),
@@ -476,6 +501,18 @@ def save(job: Job, monitor: Any, model: list[Any], optimizer: Any, scheduler: An
 
 
 def load(job: Job, monitor: Any, model: list[Any], optimizer: Any, scheduler: Any) -> int:
+    if job.is_sharded:
+        from megatron.core import dist_checkpointing
+
+        sharded = model[0].module.sharded_state_dict()
+        wanted = {"model": sharded, "optimizer": optimizer.sharded_state_dict(sharded, is_loading=True)}
+        state = dist_checkpointing.load(wanted, job.resume)
+        model[0].module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
+        if monitor is not None:
+            monitor.load_state_dict(state["sentinel"])
+        return int(state["iteration"])
     state = torch.load(f"{job.resume}-{dist.get_rank()}.pt", weights_only=False)
     for chunk, one in zip(model, state["model"], strict=True):
         chunk.load_state_dict(one)
@@ -493,6 +530,19 @@ COLLECTIVES = (
     "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "batch_isend_irecv", "all_gather_object",
     "broadcast_object_list", "gather", "scatter", "reduce", "gather_object", "_all_gather_base", "_reduce_scatter_base",
 )  # fmt: skip
+
+
+class Synchronising(TorchDispatchMode):
+    """Counts ops that would wait for a device, in the training thread."""
+
+    def __init__(self, counts: dict[str, int]) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).startswith(("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero")):
+            self.counts["synchronising"] = self.counts.get("synchronising", 0) + 1
+        return func(*args, **(kwargs or {}))
 
 
 def _counting(original: Any, name: str, counts: dict[str, int]) -> Any:
@@ -563,7 +613,8 @@ def run_rank(job: Job, rank: int) -> dict[str, Any]:
             during = traces(model, optimizer)
             began = time.perf_counter()
             try:
-                result = train(job, monitor, model, optimizer, scheduler)
+                with Synchronising(counts) if job.counts_synchronising else contextlib.nullcontext():
+                    result = train(job, monitor, model, optimizer, scheduler)
             except RuntimeError as error:
                 if job.raise_at < 0:
                     raise

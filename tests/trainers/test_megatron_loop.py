@@ -69,6 +69,25 @@ def test_scalars_are_those_of_the_trainer(layout: dict[str, Any], launcher: Laun
     assert told[0][0]["lr"] != told[0][1]["lr"]
 
 
+def test_no_sync(launcher: Launcher, tmp_path: Path) -> None:
+    ranks = launcher.train(tmp_path, world=2, pp=2, steps=2, counts_synchronising=True)
+
+    for rank in ranks:
+        bare, watched = (rank[how]["collectives"]["synchronising"] for how in ("bare", "watched"))
+        assert bare == watched > 0  # The positive control: they are counted.
+
+
+def test_logits_of_a_model_without_labels_are_cut(launcher: Launcher, tmp_path: Path) -> None:
+    launcher.train(tmp_path / "one", steps=1, bare=False, has_outer_loss=True)
+    launcher.train(tmp_path / "two", steps=1, bare=False, has_outer_loss=True, world=2, tp=2)
+    whole, view = heard(tmp_path / "one")[0], heard(tmp_path / "two")[0]
+
+    for kind in ("activation", "dgrad"):
+        expected = statistics(whole, kind)
+        assert differences(statistics(view, kind), expected) == []
+        assert expected[f"model/{kind}"]["count"] == 4 * 2 * 8 * 32  # micro-batches, samples, tokens, vocabulary
+
+
 def test_what_the_loop_logs_belongs_to_its_step_and_wins(launcher: Launcher, tmp_path: Path) -> None:
     launcher.train(tmp_path, steps=3, bare=False, is_logged=True)
 
@@ -125,10 +144,13 @@ def test_evaluation_inside_the_loop_is_not_measured(launcher: Launcher, tmp_path
             assert differences(statistics(view, kind), statistics(other, kind), 1e-12) == []
 
 
-def test_resumed_run_goes_on_counting(launcher: Launcher, tmp_path: Path) -> None:
-    launcher.train(tmp_path / "whole", steps=4, bare=False)
-    launcher.train(tmp_path / "first", steps=2, bare=False, checkpoint=str(tmp_path / "saved"))
-    launcher.train(tmp_path / "second", steps=2, bare=False, resume=str(tmp_path / "saved"))
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_resumed_run_goes_on_counting(is_sharded: bool, launcher: Launcher, tmp_path: Path) -> None:
+    """Our state lies in the trainer's own checkpoint: a file of each rank, or Megatron's dist_checkpointing."""
+    job = {"bare": False, "world": 2, "tp": 2, "is_sharded": is_sharded}
+    launcher.train(tmp_path / "whole", steps=4, **job)
+    launcher.train(tmp_path / "first", steps=2, checkpoint=str(tmp_path / "saved"), **job)
+    launcher.train(tmp_path / "second", steps=2, resume=str(tmp_path / "saved"), **job)
     whole, second = heard(tmp_path / "whole"), heard(tmp_path / "second")
 
     assert [view.step for view in second] == [3, 4]

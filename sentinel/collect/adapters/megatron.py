@@ -205,10 +205,10 @@ class Following:
 
     def _after_step(self, optimizer: Any, result: Any) -> None:
         success, grad_norm, zeros = result if isinstance(result, tuple) and len(result) == 3 else (True, None, None)
-        clips = getattr(getattr(optimizer, "config", None), "clip_grad", 1.0) > 0.0
-        if grad_norm is not None and (clips or grad_norm):
+        # A tensor may lie on the device, and is not asked for its value; 0.0 stands for a norm that nobody computed.
+        if isinstance(grad_norm, torch.Tensor) or grad_norm:
             self.monitor.noticed(grad_norm=grad_norm)
-        if zeros:
+        if isinstance(zeros, torch.Tensor) or zeros:
             self.monitor.noticed(num_zeros=zeros)
         if optimizer is self._optimizers[-1]:
             self._finish(is_skipped=not success)
