@@ -107,6 +107,8 @@ def export(
 
     if aggregates and names:
         raise click.UsageError("--name picks single tensors and --aggregate groups; give one of them")
+    if as_json and form == "csv" and output is None:
+        raise click.UsageError("--json prints JSON lines and --format csv a table; give one of them")
     if form == MEGATRON and (output is None or statistics is not None):
         raise click.UsageError(f"--format {MEGATRON} writes raw moments into a directory; give -o DIR and no --statistic")
     usual = tuple(STAT_OF_KIND) if form == MEGATRON else TENSOR_KINDS

@@ -164,6 +164,13 @@ class Picked:
         self.groups: Groups | None = None
         if query.aggregates:
             self.groups = Groups(layout.tensors, query.aggregates, kinds=query.kinds)
+            met: dict[tuple[str, str], str] = {}
+            for group in self.groups.groups:
+                other = met.setdefault((group.name, group.kind), group.definition)
+                if other != group.definition:
+                    raise ConfigError(
+                        f'aggregate: "{other}" and "{group.definition}" both make a group "{group.name}"; name one anew'
+                    )
             lowest = [min(tensor.ranks, default=0) for tensor in layout.tensors]
             self.series = [
                 Series(

@@ -163,6 +163,8 @@ def test_a_glob_that_matches_nothing_names_what_is_near(tmp_path: Path, capsys: 
         (["--aggregate", "layers.{}*"], "has no bounds"),
         (["--aggregate", "x=a.*", "--aggregate", "x=b.*"], "is there twice"),
         (["--aggregate", "*", "--name", "*"], "give one of them"),
+        (["--aggregate", "layer{}=layers.{}.*", "--aggregate", "layer1=*"], 'both make a group "layer1"'),
+        (["--json", "--format", "csv"], "give one of them"),
         (["--aggregate", "*", "--kind", "scalar"], "logged values are not merged"),
         (["--kind", "wgrat"], 'did you mean "wgrad"?'),
         (["--statistic", "nrm"], 'did you mean "norm"?'),
