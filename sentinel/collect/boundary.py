@@ -24,6 +24,8 @@ class Watched:
         """Gradients of a backward were thrown away before it stepped."""
         self.is_dirty = False
         """A backward ran since it last stepped or zeroed."""
+        self.found_inf: torch.Tensor | None = None
+        """Not 0: GradScaler told it to leave the weights alone, on the device, as it tells fused optimizers."""
 
     def params(self) -> Params:
         """Parameters it holds now, in order of its groups."""
@@ -193,6 +195,7 @@ class Boundary:
             if self._first_to_step is None or not any(w.has_stepped for w in self.watched):
                 self._first_to_step = watched
             watched.has_stepped, watched.is_dirty = True, False
+            watched.found_inf = getattr(watched.optimizer(), "found_inf", None)
             self.is_dirty = False
             if all(w.has_stepped or w.was_zeroed for w in self.watched):
                 self._is_over = True
@@ -236,12 +239,20 @@ class Boundary:
             return self._finished
         return bool(self.watched) and not any(w.has_stepped for w in self.watched)
 
+    @property
+    def found_inf(self) -> torch.Tensor | None:
+        """Not 0: every optimizer that was called left the weights alone; None: no device has to be asked."""
+        found = [w.found_inf for w in self.watched if w.has_stepped]
+        told = [one for one in found if isinstance(one, torch.Tensor)]
+        return torch.stack([one.reshape(()) for one in told]).amin() if found and len(told) == len(found) else None
+
     def close(self) -> None:
         """Forget the step that ended."""
         self._is_over = self.is_dirty = False
         self._finished = None
         for watched in self.watched:
             watched.has_stepped = watched.was_zeroed = False
+            watched.found_inf = None
             if self.is_explicit:
                 watched.is_dirty = False  # Gradients that still lie there belong to the step that was said to be over.
 

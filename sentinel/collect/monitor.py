@@ -421,6 +421,8 @@ class Monitor:
             is_skipped = False
         elif is_skipped is None:
             is_skipped = self.boundary.was_skipped and any(chunk.num_forwards for chunk in self.chunks)
+            if self.boundary.found_inf is not None:
+                was_skipped = on_its_way("is_skipped", self.boundary.found_inf)
         is_skipped &= not is_partial
         rows = recording.rows
         if is_skipped:

@@ -80,10 +80,19 @@ def _accelerate(folder: Path, config: Any, settings: dict[str, Any]) -> tuple[An
     from tests.trainers import hf_models
 
     accumulation = settings.get("gradient_accumulation_steps", 1)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    sharding = {}
+    if "deepspeed" in settings:
+        from accelerate import DeepSpeedPlugin
+
+        stage = settings["deepspeed"]["zero_optimization"]["stage"]
+        plugin = DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=accumulation, gradient_clipping=MAX_NORM)
+        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH // int(os.environ["WORLD_SIZE"])
+        plugin.set_mixed_precision("no")
+        sharding = {"deepspeed_plugin": plugin}
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, **sharding)
     data = [torch.tensor(one["input_ids"]) for one in hf_models.causal_data(64)]
     model = hf_models.llama()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loader = DataLoader(data, batch_size=GLOBAL_BATCH // accelerator.num_processes)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if config is not None:

@@ -44,7 +44,7 @@ ZERO_2 = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", ["trainer", "accelerate", "trainer_deepspeed"])
+@pytest.mark.parametrize("layout", ["trainer", "accelerate", "trainer_deepspeed", "accelerate_deepspeed"])
 def test_two_processes_mean_what_one_means(tmp_path: Path, layout: str, alone: Callable[..., tuple[Any, Any]]) -> None:
     settings: dict[str, Any] = {"gradient_accumulation_steps": 2}
     mode, _, is_sharded = layout.partition("_")

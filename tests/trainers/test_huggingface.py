@@ -329,12 +329,14 @@ class Scaling(Trainer):
         return loss * float("inf") if self.state.global_step == 1 else loss
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.0, 1e-3])
-def test_skipped_step_is_a_step_and_its_gradients_are_unscaled(run: Path, tmp_path: Path, max_grad_norm: float) -> None:
+@pytest.mark.parametrize(("max_grad_norm", "optim"), [(0.0, "adamw_torch"), (1e-3, "adamw_torch_fused")])
+def test_skipped_step_is_a_step_and_its_gradients_are_unscaled(
+    run: Path, tmp_path: Path, max_grad_norm: float, optim: str
+) -> None:
     reference = Gradients()
     make(tmp_path, reference, max_grad_norm=0.0, max_steps=1).train()
     trainer = make(
-        tmp_path, sentinel.HuggingFaceCallback(), kind=Scaling, max_grad_norm=max_grad_norm, optim="adamw_torch"
+        tmp_path, sentinel.HuggingFaceCallback(), kind=Scaling, max_grad_norm=max_grad_norm, optim=optim
     )
 
     trainer.train()

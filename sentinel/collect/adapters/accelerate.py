@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import numbers
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 
 from sentinel.collect import attach
 from sentinel.collect.monitor import Monitor
@@ -73,6 +75,8 @@ class Follower:
         self._last_logged: int | None = None
         self._first_step = monitor.current_step
         self._is_told = False
+        self._is_engine = accelerator.distributed_type == DistributedType.DEEPSPEED
+        """The engine's own adapter notes loss and learning rate."""
 
     def install(self) -> Callable[[], None]:
         """Wrap the accelerator's methods on this instance; returns what undoes it."""
@@ -98,7 +102,8 @@ class Follower:
         began = [chunk.had_backward for chunk in self._monitor.chunks]
         result = original(loss, *args, **kwargs)
         try:
-            self._note(loss, began)
+            if not self._is_engine:
+                self._note(loss, began)
         except Exception as error:
             self._monitor.guard("accelerator.backward", error)
         return result
@@ -167,10 +172,10 @@ class Follower:
             ours: values[theirs] for ours, names in LOGGED_AS.items() for theirs in names[::-1] if theirs in values
         }
         if "loss" in found:
-            if isinstance(step, int):
-                self._number(step)
+            if isinstance(step, numbers.Integral):
+                self._number(int(step))
             is_average = self._last_logged is not None and monitor.current_step > self._last_logged + 1
-            if is_average and self._loss is not None:
+            if is_average and (self._loss is not None or self._is_engine):
                 # Logged now and then, it may stand for all the steps since: the loss of the step itself is another.
                 found["logged_loss"] = found.pop("loss")
             self._last_logged = monitor.current_step
