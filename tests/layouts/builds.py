@@ -14,7 +14,7 @@ from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from .layout import Trainer
@@ -50,6 +50,11 @@ def one() -> Trainer:
 
 def one_tied() -> Trainer:
     model = Net(tied=True)
+    return loop(model, optimizer_of(model.parameters()), tokens)
+
+
+def one_moe() -> Trainer:
+    model = Net(moe=True)
     return loop(model, optimizer_of(model.parameters()), tokens)
 
 
@@ -179,6 +184,94 @@ def cp(dp: int = 1) -> Trainer:
     return loop(model, optimizer_of(model.parameters()), batch_of)
 
 
+class GatherTokens(torch.autograd.Function):
+    """The samples of all ranks of a group; gradients are summed and go back to whom they belong."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group, ctx.rank, ctx.size = group, dist.get_rank(group), dist.get_world_size(group)
+        parts = [torch.empty(x.shape) for _ in range(ctx.size)]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad.chunk(ctx.size)[ctx.rank], None
+
+
+class SumToOwners(torch.autograd.Function):
+    """The reverse: what every rank adds to all samples, summed, each rank its own samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group, ctx.rank, ctx.size = group, dist.get_rank(group), dist.get_world_size(group)
+        total = x.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total.chunk(ctx.size)[ctx.rank]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        parts = [torch.empty(grad.shape) for _ in range(ctx.size)]
+        dist.all_gather(parts, grad.contiguous(), group=ctx.group)
+        return torch.cat(parts), None
+
+
+def ep(dp: int = 1, context: bool = False) -> Trainer:
+    """Expert parallel over 2 ranks, which are data-parallel to all else; around it `dp` replicas, or context ranks."""
+    outer = "cp" if context else "dp"
+    mesh = init_device_mesh("cpu", (dp, 2), mesh_dim_names=(outer, "ep"))
+    group, rank = mesh.get_group("ep"), mesh.get_local_rank("ep")
+    model = Net(moe=True)
+
+    def exchange(weigh: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        x, gate = GatherTokens.apply(x, group), GatherTokens.apply(gate, group)
+        return SumToOwners.apply(weigh(x, gate.chunk(2, dim=-1)[rank]), group)
+
+    for block in model.blocks.values():
+        experts = block.mlp.experts
+        experts.exchange = exchange
+        for name in ("w1", "w2"):
+            weight = getattr(experts, name).detach().chunk(2)[rank].clone()
+            setattr(experts, name, nn.Parameter(DTensor.from_local(weight, mesh["ep"], [Shard(0)], run_check=False)))
+
+    def clip(model: nn.Module) -> torch.Tensor:
+        square = torch.zeros(())
+        for param in model.parameters():
+            if isinstance(param.grad, DTensor):
+                local = param.grad.to_local()
+                dist.all_reduce(local, group=mesh.get_group(outer))
+                local /= 2 * dp
+                part = local.square().sum()
+                dist.all_reduce(part, group=group)
+            else:
+                dist.all_reduce(param.grad)
+                param.grad /= 2 * dp
+                part = param.grad.square().sum()
+            square = square + part
+        for params in ([p for p in model.parameters() if isinstance(p, DTensor) is cut] for cut in (True, False)):
+            torch.nn.utils.clip_grads_with_norm_(params, 0.5, square.sqrt())
+        return square.sqrt()
+
+    half = mesh.get_local_rank(outer)
+    if context:
+        # Attention within each half only: what context parallelism does to tokens, without its exchange.
+        return loop(model, optimizer_of(model.parameters()), lambda step: halves(mine(tokens(step), rank, 2), half), clip)
+    return loop(model, optimizer_of(model.parameters()), lambda step: mine(tokens(step), 2 * half + rank, 2 * dp), clip)
+
+
+def halves(batch: torch.Tensor, half: int) -> torch.Tensor:
+    """One half of every sequence."""
+    return batch.chunk(2, dim=1)[half]
+
+
+def one_moe_in_halves() -> Trainer:
+    """One process that sees the halves of the sequences as sequences of their own."""
+    model = Net(moe=True)
+    return loop(model, optimizer_of(model.parameters()), lambda step: torch.cat(tokens(step).chunk(2, dim=1)))
+
+
 def pipeline(schedule: str, pp: int = 2, chunks: int = 1, dp: int = 1, micro: int = 4) -> Trainer:
     """torch.distributed.pipelining with `pp` ranks x `dp` replicas, each rank with `chunks` stages."""
     mesh = init_device_mesh("cpu", (pp, dp), mesh_dim_names=("pp", "dp"))
@@ -244,6 +337,8 @@ SCHEDULES = {
 }
 LAYOUTS: dict[str, tuple[Any, int]] = {
     "ddp": (ddp, 2),
+    "ddp_tied": (partial(ddp, tied=True), 2),
+    "fsdp2_tied": (partial(fsdp2, tied=True), 2),
     "zero_redundancy": (zero_redundancy, 2),
     "fsdp1": (fsdp1, 2),
     "fsdp1_grad_op": (partial(fsdp1, "SHARD_GRAD_OP"), 2),
@@ -258,6 +353,11 @@ LAYOUTS: dict[str, tuple[Any, int]] = {
     "cp": (cp, 2),
     "cp_x_dp": (partial(cp, 2), 4),
     **{name: (build, 2) for name, build in SCHEDULES.items()},
+    "ep": (ep, 2),
+    "ep_x_dp": (partial(ep, 2), 4),
+    "ep_x_cp": (partial(ep, 2, True), 4),
     "pp_x_dp": (partial(pipeline, "Schedule1F1B", dp=2), 4),
     "tp_x_pp": (tp_x_pp, 4),
 }
+REFERENCES = {"ep": one_moe, "ep_x_dp": one_moe, "ep_x_cp": one_moe_in_halves, "ddp_tied": one_tied, "fsdp2_tied": one_tied}
+"""The process that a layout is compared with, where it is not `one`."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 VOCAB, WIDTH, HEADS, LENGTH, BATCH = 11, 12, 2, 8, 8
 NUM_STEPS = 3
@@ -45,11 +46,41 @@ class MLP(nn.Module):
         return self.fc2(torch.tanh(self.fc1(x)))
 
 
+class Experts(nn.Module):
+    """Four experts in two grouped weights; every token goes to all of them, weighed by the router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(4, WIDTH, 6) / 4)
+        self.w2 = nn.Parameter(torch.randn(4, 6, WIDTH) / 4)
+        self.exchange: Callable[[Callable[..., torch.Tensor], torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+        """Under expert parallelism: brings the tokens to the experts and their sums back."""
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return self.weigh(x, gate) if self.exchange is None else self.exchange(self.weigh, x, gate)
+
+    def weigh(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x: [batch, tokens, WIDTH]; gate: [batch, tokens, experts held here]."""
+        w1, w2 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2))
+        hidden = torch.tanh(torch.einsum("btd,edh->bteh", x, w1))
+        return torch.einsum("bteh,ehd,bte->btd", hidden, w2, gate)
+
+
+class MoE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(x, self.router(x).softmax(-1))
+
+
 class Block(nn.Module):
-    def __init__(self, attend: Attend) -> None:
+    def __init__(self, attend: Attend, moe: bool = False) -> None:
         super().__init__()
         self.ln1, self.ln2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attn, self.mlp = Attention(attend), MLP()
+        self.attn, self.mlp = Attention(attend), MoE() if moe else MLP()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attn(self.ln1(x))
@@ -59,10 +90,12 @@ class Block(nn.Module):
 class Net(nn.Module):
     """`first` of `num` equal pieces of the model: 4 blocks in all; the first piece embeds, the last has the head."""
 
-    def __init__(self, first: int = 0, num: int = 1, attend: Attend = attend, tied: bool = False) -> None:
+    def __init__(
+        self, first: int = 0, num: int = 1, attend: Attend = attend, tied: bool = False, moe: bool = False
+    ) -> None:
         super().__init__()
         torch.manual_seed(7)
-        blocks = nn.ModuleList([Block(attend) for _ in range(4)])
+        blocks = nn.ModuleList([Block(attend, moe) for _ in range(4)])
         emb, norm, head = nn.Embedding(VOCAB, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         scale = nn.Parameter(torch.full((1,), 1.5))
         per = 4 // num

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from .builds import LAYOUTS, one
-from .layout import EVERYTHING, differences, gradient_norm, heard, statistics, train
+from sentinel.ingest.merge import StepView
+
+from .builds import LAYOUTS, REFERENCES, one
+from .layout import EVERYTHING, Build, differences, gradient_norm, heard, statistics, train
 from .net import NUM_STEPS
 
 LOCAL_ACTIVATIONS = ("tp", "tp_x_dp", "tp_x_fsdp2", "tp_x_pp")
 """Inside a tensor-parallel group some activations are not known to be whole or cut: collect/test_tensor_parallel.py."""
 
 
-@pytest.fixture(scope="session")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list, list]:
-    """One process: what the ranks say, and the steps heard."""
-    folder = tmp_path_factory.mktemp("alone")
-    return train(folder, one, 1, config=EVERYTHING), heard(folder)
+@functools.cache
+def alone(build: Build) -> list[StepView]:
+    """The steps of one process, as heard."""
+    with tempfile.TemporaryDirectory() as folder:
+        train(Path(folder), build, 1, config=EVERYTHING)
+        return heard(Path(folder))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_statistics_are_those_of_one_process(name: str, tmp_path: Path, alone: tuple[list, list]) -> None:
+def test_statistics_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     build, world = LAYOUTS[name]
-    _, expected = alone
+    expected = alone(REFERENCES.get(name, one))
 
     bare = train(tmp_path / "bare", build, world)
     watched = train(tmp_path / "watched", build, world, config=EVERYTHING)
