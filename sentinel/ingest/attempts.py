@@ -83,7 +83,7 @@ class Attempt:
 
     def is_over(self) -> bool:
         """Whether every rank that ever spoke has said bye."""
-        return bool(self.stints) and all(stint.life.bye is not None for stint in self.stints.values())
+        return bool(self.stints) and all(stint.life.has_left for stint in self.stints.values())
 
     def waited_for(self, step: int, returning: Collection[int] = ()) -> list[int]:
         """Return the ranks that have not spoken for an open step, and may.
@@ -102,7 +102,7 @@ class Attempt:
             elif stint is None:
                 if not is_over:
                     waited.append(rank)
-            elif stint.life.bye is None:
+            elif not stint.life.has_left:
                 waited.append(rank)
         return waited
 
@@ -198,6 +198,9 @@ class Attempts:
                 return newest + 1
         elif life.attempt is not None:
             candidate = self.declared[life.attempt]
+            if self._is_of_another_world(life, candidate):
+                # The world shrank or grew, and its launcher calls that the same attempt: nobody waits for former ranks.
+                return newest + 1
         elif newest < 0:
             return 0
         else:
@@ -210,6 +213,12 @@ class Attempts:
                 return newest + 1
         found = self.by_number.get(candidate)
         return newest + 1 if found is not None and found.has_spoken(life.rank, step) else candidate
+
+    def _is_of_another_world(self, life: Life, number: int) -> bool:
+        found = self.by_number.get(number)
+        if found is None or not found.stints or life.descriptor is None:
+            return False
+        return life.descriptor.place.world_size != found.state.world_size
 
     def states(self) -> list[AttemptState]:
         """Return what is to be remembered of each attempt, in rising order."""

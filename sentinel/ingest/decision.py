@@ -82,7 +82,7 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tick(msgspec.Struct, frozen=True, kw_only=True):
-    """A moment at which a rank became stale, or was no longer. Journalled before it is judged; nothing else is needed then."""
+    """A moment at which a rank became stale, or was no longer. Journalled before it is judged, whole."""
 
     seq: int
     run: str

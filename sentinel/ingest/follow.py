@@ -54,6 +54,9 @@ class Life:
     last_wall_ns: int = 0
     heartbeat: Heartbeat | None = None
     bye: Bye | None = None
+    """Read ahead: what came before it may not be taken in yet."""
+    has_left: bool = False
+    """Its bye was taken in."""
     num_frames: int = 0
     num_lost: int = 0
     """Numbers that never came, as far as is known."""
@@ -255,7 +258,7 @@ class RunFollower:
                 continue
             life = Life(at.life, at.rank, folder, at.attempt, max_seq=at.seq, last_step=at.last_step)
             if at.left is not None:
-                life.bye = Bye(reason=at.left, step=at.last_step)
+                life.bye, life.has_left = Bye(reason=at.left, step=at.last_step), True
             self.lives[at.life] = life
             self._last_life[folder] = at.life
             self._wall_ns[folder] = 0

@@ -290,9 +290,6 @@ class RankStep(msgspec.Struct, frozen=True, kw_only=True):
     life: bytes = b""
     ended_mono_s: float = 0.0
     """Seconds by the rank's monotonic clock at which it ended the step: compares within its life."""
-    life: bytes = b""
-    ended_mono_s: float = 0.0
-    """Seconds by the rank's monotonic clock at which it ended the step: compares within its life."""
 
 
 def _joined(rows: Sequence[npt.NDArray[np.void]]) -> npt.NDArray[np.void]:

@@ -9,7 +9,6 @@ import msgspec
 from sentinel.messages import ChunkInfo, Descriptor, TensorInfo
 from sentinel.place import canonical, chunk_name, layer_offsets
 
-
 _INPUTS = ("activation_in", "dgrad_in")
 _OUTPUTS = ("activation", "dgrad")
 

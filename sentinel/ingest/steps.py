@@ -120,6 +120,7 @@ class StepAssembler:
         elif header.type == FrameType.ROWS or isinstance(record.message, EndStep):
             self._take_step(record, now)
         elif isinstance(record.message, Bye):
+            life.has_left = True
             self._attempts.newcomers.pop(life.id, None)
 
     def _take_health(self, life: Life, seq: int, record: Record) -> None:
@@ -271,7 +272,7 @@ class StepAssembler:
                 if not chosen[rank].is_whole:
                     missing[rank] = "unfinished"
             elif rank in attempt.stints:
-                missing[rank] = "ended" if attempt.stints[rank].life.bye is not None else "late"
+                missing[rank] = "ended" if attempt.stints[rank].life.has_left else "late"
             else:
                 missing[rank] = "late" if rank in returning else "never started"
         described = []
@@ -445,7 +446,7 @@ class StepAssembler:
                 seq, behind = needed[life_id][0] - 1, needed[life_id][1]
             found[life.folder] = Position(
                 life_id, life.rank, life.attempt, behind[0], behind[1], seq, life.described_at, life.last_step,
-                life.bye.reason if life.bye is not None and life_id not in needed else None,
+                life.bye.reason if life.bye is not None and life.has_left and life_id not in needed else None,
             )  # fmt: skip
         return found
 

@@ -39,6 +39,13 @@ class StepRows:
         return row
 
 
+def series_key(layout: Layout, tensor: LogicalTensor) -> str:
+    """Return what names the baseline of a tensor: a merged one keeps it on any layout, a rank's own in its world."""
+    if not tensor.place:
+        return tensor.key
+    return f"{tensor.key}#{layout.places[tensor.ranks[0]].world_size}"
+
+
 class TensorWatch(SeriesWatch):
     """Logical tensors: merged over shards, micro-steps and replicas; per rank only where nobody may merge."""
 
@@ -51,7 +58,8 @@ class TensorWatch(SeriesWatch):
     def plan(self, layout: Layout) -> Plan:
         """Return what this watch looks at in `layout`; series it knows keep their state."""
         index = [tensor.index for tensor in layout.tensors if self._takes(tensor)]
-        slots = [self._slot_of.setdefault(layout.tensors[at].key, len(self._slot_of)) for at in index]
+        keys = [series_key(layout, layout.tensors[at]) for at in index]
+        slots = [self._slot_of.setdefault(key, len(self._slot_of)) for key in keys]
         self._grow(len(self._slot_of))
         return Plan(np.array(index, dtype=np.int64), np.array(slots, dtype=np.int64), slots == list(range(self.num_series)))
 

@@ -511,3 +511,15 @@ def test_late_rows_are_told_once_across_a_restart(run_dir: Path, has_snapshot: b
     told = [one.blindness.get("late_rows", 0) for one in ears.decisions + again.decisions]
     assert sum(told) == 2 * run.num_rows(1)
     assert again.assembler.num_late_rows == {1: 2 * run.num_rows(1)}
+
+
+def test_ranks_that_cannot_say_their_attempt_share_one_when_all_is_read_at_once(run_dir: Path) -> None:
+    """The bye of the first rank is read before the first step of the second is taken in: its attempt is not over yet."""
+    run, ears = SyntheticRun(run_dir, dp=3, attempt=None), Ears(run_dir)
+    run.write(4)
+    run.end()
+
+    ears.listen(final=True)
+
+    assert steps(ears) == [(0, step) for step in range(4)]
+    assert all(decision.missing == {} for decision in ears.decisions)
