@@ -94,6 +94,11 @@ class Judge:
         """Return whether a tick of these facts would bring anything; changes nothing."""
         return self._engine.has_news(ranks, now)
 
+    @property
+    def stale_ranks(self) -> frozenset[int]:
+        """Ranks that are silent, hung or gone, by the rules."""
+        return self._engine.stale_ranks
+
     def judge_tick(self, tick: Tick) -> Verdict:
         """Return the verdict on one moment: who is stale, and who no longer is."""
         found = sorted(self._engine.judge_tick(tick), key=sort_key)

@@ -480,7 +480,10 @@ class ServedRun:
             "expected": places[-1].world_size if places else 0,
             "live": num_live,
             "late": len(self._gauges.late),
+            "stale": len(self._court.stale_ranks),
         }
+        heard_at = self._tracker.heard_at()
+        metrics.quietest_heard_time = None if heard_at is None else now - (self._tracker.now - heard_at)
         metrics.num_frames = sum(life.num_frames for life in follower.lives.values())
         metrics.num_frames_duplicate = follower.num_duplicates
         metrics.num_frames_missing = follower.num_lost

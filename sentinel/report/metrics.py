@@ -32,7 +32,7 @@ OTHER = "_other"
 """Label value that sums the counters which found no slot."""
 
 SEVERITIES: tuple[str, ...] = tuple(severity.value for severity in Severity)
-RANK_STATES: tuple[str, ...] = ("expected", "live", "late")
+RANK_STATES: tuple[str, ...] = ("expected", "live", "late", "stale")
 WEIGHT_STATES: tuple[str, ...] = ("compared", "unchecked")
 COMMAND_STATES: tuple[str, ...] = (
     "issued", "armed", "applied", "partial", "ended", "withdrawn", "refused", "expired", "dry_run",
@@ -70,6 +70,8 @@ class RunMetrics(msgspec.Struct, kw_only=True):
     judged_step: int | None = None
     last_record_time: float | None = None
     """Seconds since the epoch of the newest record, by its own clock. A time, not an age: it cannot go stale unseen."""
+    quietest_heard_time: float | None = None
+    """Seconds since the epoch, by the daemon's clock, when the rank that was heard least recently was heard."""
     last_judged_time: float | None = None
     step_time_s: float | None = None
     scalars: Mapping[str, float] = {}
@@ -77,7 +79,7 @@ class RunMetrics(msgspec.Struct, kw_only=True):
     open_incidents: Mapping[str, int] = {}
     """Severity -> number."""
     ranks: Mapping[str, int] = {}
-    """`expected`, `live`, `late` -> number."""
+    """`expected`, `live`, `late`, `stale` (silent, hung or gone, as a rule says) -> number."""
     weights: Mapping[str, int] = {}
     """`compared`: weights of which several ranks hold copies, which must be the same; `unchecked`: those with one copy."""
     is_monitoring: bool = False
@@ -176,6 +178,8 @@ _RUN_GAUGES: tuple[tuple[str, str, str], ...] = (
     ("newest_step", "sentinel_newest_step", "Newest step that any rank spoke for."),
     ("judged_step", "sentinel_judged_step", "Newest step that was judged."),
     ("last_record_time", "sentinel_last_record_timestamp_seconds", "When the newest record was made, its own clock."),
+    ("quietest_heard_time", "sentinel_quietest_rank_heard_timestamp_seconds",
+     "When the living rank that was heard least recently was heard."),
     ("last_judged_time", "sentinel_last_judged_timestamp_seconds", "When the newest verdict was given."),
     ("step_time_s", "sentinel_step_duration_seconds", "Duration of a training step, recent mean."),
     ("is_monitoring", "sentinel_monitoring_enabled", "1 while module monitoring is on, 0 while only the black box is."),
@@ -325,7 +329,7 @@ class MetricsCollector(Collector):
         incidents = GaugeMetricFamily(
             "sentinel_open_incidents", "Incidents that are open, by severity.", labels=["run", "severity"]
         )
-        ranks = GaugeMetricFamily("sentinel_ranks", "Ranks expected, live and late.", labels=["run", "state"])
+        ranks = GaugeMetricFamily("sentinel_ranks", "Ranks expected, live, late and stale.", labels=["run", "state"])
         weights = GaugeMetricFamily(
             "sentinel_weights", "Weights whose copies are compared, and weights that cannot be checked.",
             labels=["run", "state"],

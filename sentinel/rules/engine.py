@@ -115,6 +115,13 @@ class Engine:
         """Return whether any rule would say something of the ranks at `now`: then, and only then, a tick is due."""
         return any(isinstance(watch, LivenessWatch) and watch.has_news(ranks, now) for watch in self._watches)
 
+    @property
+    def stale_ranks(self) -> frozenset[int]:
+        """Ranks that a liveness rule blames just now."""
+        return frozenset(
+            rank for watch in self._watches if isinstance(watch, LivenessWatch) for rank in watch.blamed_ranks
+        )
+
     def judge_tick(self, tick: Tick) -> list[Anomaly]:
         """Return the anomalies of one moment: onsets and ends of what depends on time."""
         return [one for watch in self._watches if isinstance(watch, LivenessWatch) for one in watch.judge(tick)]

@@ -76,6 +76,11 @@ class LivenessWatch(Watch):
             for one in super().stop(view)
         ]
 
+    @property
+    def blamed_ranks(self) -> tuple[int, ...]:
+        """Who is blamed just now."""
+        return tuple(one.rank for one in self._open)
+
     # -- what it says ------------------------------------------------------------------------------------------------
 
     def has_news(self, ranks: Sequence[RankFacts], now: float) -> bool:

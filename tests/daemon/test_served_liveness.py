@@ -343,3 +343,34 @@ def test_clocks_that_disagree_or_jump_do_not_matter(watched: Callable[..., Watch
     run.wait(40)
 
     assert [one.ranks for one in run.found] == [(3,)], "the control"
+
+
+def test_gauges_show_who_is_stale_and_when_the_quietest_was_heard(watched: Callable[..., Watched]) -> None:
+    run = watched()
+    run.train(5)
+    run.wait(5)
+    assert run.daemon is not None
+    before = run.daemon.metrics()
+    run.silent = {2}
+    heard = run.clock.time()
+    run.wait(60)
+    after = run.daemon.metrics()
+
+    assert before.ranks["stale"] == 0
+    assert after.ranks["stale"] == 1
+    assert before.quietest_heard_time is not None and heard - before.quietest_heard_time <= 2.0
+    assert after.quietest_heard_time is not None and 0.0 <= heard - after.quietest_heard_time <= 2.0
+
+
+def test_deciding_anew_finds_no_stale_rank(watched: Callable[..., Watched], tmp_path: Path) -> None:
+    run = watched()
+    run.train(10)
+    run.wait(5)
+    run.silent = {2}
+    run.wait(60)
+    run.stop()
+    assert len(run.found) == 1
+
+    replayed = replay(RunPaths.of(run.directory), tmp_path / "anew", recompute=True)
+
+    assert (replayed.num_steps, replayed.num_anomalies) == (10, 0)
