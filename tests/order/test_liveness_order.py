@@ -1,0 +1,102 @@
+"""Where stale and slow ranks and differing copies stand: between steps in order, inside a step beside the arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from sentinel.anomaly import Anomaly, Severity
+from sentinel.order.causal import happens_before, sort_key
+from sentinel.order.causes import first_causes
+from sentinel.order.incidents import IncidentTracker
+
+
+def anomaly(kind: str, name: str, step: int = 41, **fields: object) -> Anomaly:
+    usual = {
+        "id": f"{kind}/{name}/{step}/{fields.get('rank')}", "run": "r", "attempt": 0, "rank": 1, "micro_step": None,
+        "pp_stage": 0, "vpp_stage": 0, "call_id": None, "statistic": "norm", "rule": "x", "detector": "X",
+        "severity": Severity.CRITICAL, "value": 1.0, "dp_size": 2, "time": float(step),
+    }  # fmt: skip
+    return Anomaly(tag_name=name, kind=kind, step=step, **{**usual, **fields})
+
+
+def stale(step: int = 41, rank: int = 1, **fields: object) -> Anomaly:
+    return anomaly(
+        "health", "blocks.1.mlp", step, rank=rank, ranks=(rank,), call_id=17, statistic="silent_s", rule="stale-rank",
+        detector="StaleRank", message=f"rank {rank} is silent", **fields,
+    )  # fmt: skip
+
+
+def slow(step: int = 41) -> Anomaly:
+    return anomaly(
+        "health", "step", step, statistic="busy_s", rule="slow-rank", detector="SlowRank", severity=Severity.WARNING,
+        message="rank 1 arrives last",
+    )  # fmt: skip
+
+
+def diverged(kind: str = "param", step: int = 41) -> Anomaly:
+    return anomaly(
+        kind, "blocks.1.mlp.weight", step, statistic="checksum", rule="replica-divergence", detector="ReplicaDivergence",
+        message="param blocks.1.mlp.weight on rank 1 differs from its 3 copies: 1 against 2",
+    )  # fmt: skip
+
+
+def some(step: int) -> list[Anomaly]:
+    nan = {"statistic": "nans", "value": None, "value_text": "nan", "micro_step": 0, "call_id": 9}
+    return [
+        stale(step), stale(step, rank=0), slow(step), diverged("param", step), diverged("wgrad", step),
+        diverged("exp_avg", step), anomaly("activation", "blocks.1.mlp", step, site_pos=3, **nan),
+        anomaly("dgrad", "blocks.1.mlp", step, site_pos=3, **nan), anomaly("scalar", "loss", step, statistic="value"),
+        anomaly("scalar", "grad_norm", step, statistic="value"),
+    ]  # fmt: skip
+
+
+def test_order_is_a_partial_order_with_ranks_that_are_stale_and_copies_that_differ() -> None:
+    them = [*some(41), *some(42)]
+
+    for a, b in itertools.product(them, them):
+        assert not (happens_before(a, b) and happens_before(b, a))
+        if happens_before(a, b):
+            assert sort_key(a) < sort_key(b)
+            assert all(happens_before(a, c) for c in them if happens_before(b, c))
+
+
+@pytest.mark.parametrize("of_rank", [stale(), slow()], ids=["stale", "slow"])
+def test_a_rank_that_is_stale_or_slow_explains_nothing_inside_its_step(of_rank: Anomaly) -> None:
+    others = [one for one in some(41) if one.kind != "health"]
+
+    assert not any(happens_before(of_rank, one) or happens_before(one, of_rank) for one in others)
+    assert happens_before(of_rank, some(42)[3]) and happens_before(some(40)[3], of_rank), "the control"
+
+
+def test_weights_that_differ_come_before_what_is_computed_from_them() -> None:
+    nan = anomaly("activation", "blocks.1.mlp", statistic="nans", value=None, value_text="nan", micro_step=0, call_id=9)
+
+    assert happens_before(diverged("param"), nan)
+    assert happens_before(nan, diverged("wgrad"))
+    assert happens_before(diverged("wgrad"), diverged("exp_avg"))
+    assert [one.statistic for one in map([diverged("param"), nan].__getitem__, first_causes([diverged("param"), nan]))] == [
+        "checksum"
+    ]
+
+
+def test_a_stale_rank_is_an_incident_beside_that_of_the_numbers() -> None:
+    tracker = IncidentTracker()
+    nan = anomaly("activation", "blocks.1.mlp", statistic="nans", value=None, value_text="nan", micro_step=0, call_id=9)
+    (of_numbers,) = tracker.update(41, [nan])
+    (of_rank,) = tracker.update(41, [stale()])
+    (of_speed,) = tracker.update(41, [slow()])
+
+    assert (of_rank.title, of_rank.ranks, of_rank.paged) == ("rank 1 is silent", (1,), True)
+    assert (of_speed.title, of_speed.paged) == ("rank 1 arrives last", False)
+    assert len({of_numbers.id, of_rank.id, of_speed.id}) == 3
+
+
+def test_what_differs_in_many_weights_is_one_incident() -> None:
+    tracker = IncidentTracker()
+    many = [anomaly("param", f"blocks.{n}.weight", statistic="checksum", message="differs") for n in range(50)]
+
+    (incident,) = tracker.update(41, many)
+
+    assert (incident.num_members, incident.severity, incident.paged) == (50, Severity.CRITICAL, True)
