@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -512,6 +514,45 @@ def test_second_callback_on_one_trainer_counts_nothing_twice(run: Path, tmp_path
     said = Said(run)
     assert [end.step for end in said.ends] == [1, 2, 3] and steps(run) == [[1, 2, 3]]
     assert scalar(said, "loss") == logged(trainer)
+
+
+def test_callback_is_copied_without_what_it_measures(run: Path, tmp_path: Path) -> None:
+    callback = sentinel.HuggingFaceCallback(EVERYTHING)
+    copies: list[Any] = []
+
+    class Copy(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            copies.extend([pickle.loads(pickle.dumps(callback)), copy.deepcopy(callback)])
+
+    trainer = make(tmp_path, callback, Copy(), max_steps=1, gradient_accumulation_steps=2)
+
+    trainer.train()
+
+    assert [one.monitor for one in copies] == [None, None] and copies[0].config == callback.config
+    assert scalar(Said(run), "loss") == logged(trainer)
+
+
+def test_each_model_that_a_trainer_makes_anew_is_an_attempt(run: Path, tmp_path: Path) -> None:
+    trainer = make(tmp_path, sentinel.HuggingFaceCallback(), max_steps=2)
+    trainer.model_init = hf_models.gpt2  # as a search over hyperparameters has it
+
+    for _ in range(2):
+        trainer.train()
+
+    assert steps(run) == [[1, 2], [1, 2]]
+    for life in lives(run):
+        assert scalar(life, "loss") == logged(trainer)
+        assert set(life.names(2, "wgrad")) == {name for name, _ in trainer.model.named_parameters()}
+
+
+def test_trainer_that_is_not_known_is_followed_by_its_log(run: Path, tmp_path: Path) -> None:
+    trainer = make(tmp_path, sentinel.HuggingFaceCallback(), max_steps=3)
+
+    Trainer.train.__wrapped__(trainer)  # as a subclass with a `train` of its own
+
+    said = Said(run)
+    assert [end.step for end in said.ends] == [1, 2, 3]
+    assert scalar(said, "loss") == logged(trainer) and said.byes[0].reason == "detached"
 
 
 # -- trainings that end badly ------------------------------------------------------------------------------------------
