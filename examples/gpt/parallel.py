@@ -94,10 +94,13 @@ class Layout:
         """Return the norm of the whole model's gradient, the same on every rank: NaN or inf on all when bad on one."""
         sharded, whole = torch.zeros(()), torch.zeros(())
         for parameter in parameters:
-            if isinstance(parameter.grad, DTensor):
-                sharded = sharded + parameter.grad.to_local().square().sum()
-            elif parameter.grad is not None:
-                whole = whole + parameter.grad.square().sum()
+            if parameter.grad is None:
+                continue
+            square = local(parameter.grad).square().sum()
+            if isinstance(parameter.grad, DTensor) and any(one.is_shard() for one in parameter.grad.placements):
+                sharded = sharded + square
+            else:
+                whole = whole + square
         # Whole ones are the same on each tensor-parallel rank unless one went bad: then all must learn of it.
         total = sharded + whole / self.tp
         if self.tp > 1:
