@@ -1,6 +1,6 @@
-"""A tiny OLMo-core run: built for the tests in their own process, and run as ranks over gloo.
+"""A tiny OLMo-core run: built for the tests in their own process, and run as ranks over gloo, without and with Sentinel.
 
-usage: olmo_core_run.py FOLDER RANK WORLD PORT LAYOUT [--off]
+usage: olmo_core_run.py FOLDER RANK WORLD PORT LAYOUT
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import olmo_core.distributed.parallel as meshes
 import torch
 from olmo_core.data import NumpyDataLoaderConfig, NumpyFSLDatasetConfig, TokenizerConfig
 from olmo_core.nn.transformer import TransformerConfig
@@ -105,17 +106,17 @@ def main() -> None:
         import torch.distributed as dist
 
         dist.init_process_group("gloo", rank=rank, world_size=world)
-    callbacks: list[Callback] = []
-    if "--off" not in sys.argv:
-        callbacks.append(sentinel.OlmoCoreCallback(EVERYTHING))
-    trainer = build(folder, *callbacks, module=parallel(layout))
-    trainer.fit()
-    weights = {
-        name: getattr(param, "_local_tensor", param).detach().double().flatten().tolist()
-        for name, param in trainer.train_module.model.named_parameters()
-    }
-    result = {"seen": printed(trainer), "weights": weights}
-    (folder / f"result-{rank}.json").write_text(json.dumps(result))
+    for name, callbacks in (("plain", []), ("watched", [sentinel.OlmoCoreCallback(EVERYTHING)])):
+        meshes._WORLD_MESH = None  # A process has one, and trains twice here.
+        trainer = build(folder / name, *callbacks, module=parallel(layout))
+        trainer.fit()
+        weights = {
+            param_name: getattr(param, "_local_tensor", param).detach().double().flatten().tolist()
+            for param_name, param in trainer.train_module.model.named_parameters()
+        }
+        result = {"seen": {step: seen["train/CE loss"] for step, seen in printed(trainer).items()}, "weights": weights}
+        result["norms"] = {step: seen["optim/total grad norm"] for step, seen in printed(trainer).items()}
+        (folder / name / f"result-{rank}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import copy
 import csv
+import functools
+import json
+import math
+import os
+import pickle
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import sentinel
+from sentinel.ingest.merge import StepView
 
 from ..collect.conftest import ALL_KINDS, Said, norm, run  # noqa: F401
+from ..end_to_end.ranks import ROOT, Spoken, run_command
+from ..ingest.daemon import Ears
 
 pl = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
@@ -629,3 +640,196 @@ def test_a_hook_of_ours_that_fails_is_said_and_costs_the_trainer_nothing(
     assert len(logged(tmp_path)) == 3
     assert "RuntimeError: planted" in {one.message for one in said.health}
     assert [(end.step, end.num_micro_steps) for end in said.ends] == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_arguments_of_training_step_are_found_behind_us(tmp_path: Path, run: Path) -> None:  # noqa: F811
+    def wrapped(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return call
+
+    class Bare(Lit):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return self.loss_of(batch)
+
+    class Decorated(Lit):
+        @wrapped
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return self.loss_of(batch)
+
+    class Iterates(Lit):
+        def training_step(self, dataloader_iter: Any) -> torch.Tensor:
+            batch, _, _ = next(dataloader_iter)
+            return self.loss_of(batch)
+
+    for model in (Bare, Decorated, Iterates):
+        trainer(tmp_path, sentinel.LightningCallback(EVERYTHING)).fit(model(), data(3))
+
+    ends = Said(run).ends
+    assert [(end.step, end.num_micro_steps) for end in ends] == [(0, 1), (1, 1), (2, 1)] * 3
+    assert all("loss" in end.scalars and not end.is_skipped for end in ends)
+
+
+def test_an_optimizer_that_is_exchanged_between_epochs_is_followed(tmp_path: Path, run: Path) -> None:  # noqa: F811
+    class Exchanges(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == 1:
+                trainer.optimizers = [torch.optim.Adam(pl_module.parameters(), 0.5)]
+
+    trainer(tmp_path, sentinel.LightningCallback(), Exchanges(), max_epochs=2).fit(Lit(), data(3))
+
+    ends = Said(run).ends
+    assert [end.scalars["lr"] for end in ends] == [0.1] * 3 + [0.5] * 3
+    assert not any(end.is_skipped for end in ends)
+
+
+def test_a_compiled_module_trains_as_without_us(tmp_path: Path, run: Path) -> None:  # noqa: F811
+    class Silent(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.loss_of(batch)  # Lightning's own self.log does not compile with every torch.
+
+    def train(folder: Path, *callbacks: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        model = Silent()
+        trainer(folder, *callbacks).fit(torch.compile(model, backend="eager"), data(4))
+        return list(model.parameters())
+
+    weights = train(tmp_path / "plain")
+    ours = train(tmp_path / "watched", sentinel.LightningCallback())
+
+    assert all(torch.equal(one, other) for one, other in zip(ours, weights, strict=True))
+    said = Said(run)
+    assert [(end.step, end.num_micro_steps) for end in said.ends] == [(step, 1) for step in range(4)]
+    assert [len(said.of(step, "wgrad")) for step in range(4)] == [6] * 4
+    assert [len(said.of(step, "activation", "")) for step in range(4)] == [1] * 4
+
+
+# -- both packages, ranks, the example -------------------------------------------------------------------------------
+
+FLAVOUR = """
+import sys
+{first}
+import sentinel
+{second}
+import pytorch_lightning as pl, torch
+from torch.utils.data import DataLoader
+
+class Lit(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).pow(2).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+trainer = pl.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                     enable_model_summary=False, callbacks={callbacks})
+trainer.fit(Lit(), DataLoader(torch.randn(6, 4), batch_size=2))
+assert isinstance(sentinel.LightningCallback(), pl.Callback) == {is_own}
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "callbacks", "is_own"),
+    [
+        ("", "", "sentinel.LightningCallback()", True),
+        ("import lightning.pytorch", "sentinel.LightningCallback", "[sentinel.LightningCallback()]", False),
+    ],
+    ids=["pytorch_lightning alone", "bound to the other package first"],
+)
+def test_it_works_for_pytorch_lightning_too(
+    tmp_path: Path, first: str, second: str, callbacks: str, is_own: bool
+) -> None:
+    script = FLAVOUR.format(first=first, second=second, callbacks=callbacks, is_own=is_own)
+
+    run_command(tmp_path, [sys.executable, "-W", "ignore", "-c", script], None, 120)
+
+    assert list(Spoken(tmp_path / "run", 0).ends) == [0, 1, 2]
+
+
+def test_the_callback_travels_to_spawned_processes() -> None:
+    made = pickle.loads(pickle.dumps(sentinel.LightningCallback(EVERYTHING)))
+
+    assert type(made) is sentinel.LightningCallback and list(made.config.config.kinds) == ALL_KINDS
+
+
+def ranks(folder: Path, world: int) -> list[dict[str, dict[str, Any]]]:
+    """Train under DDP as torchrun would start it, plain and watched; return what each rank can tell of both."""
+    folder.mkdir(mode=0o700)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SENTINEL_")}
+    clean.update(SENTINEL_DIR=str(folder), SENTINEL_RUN="run", PYTHONPATH=str(ROOT))
+    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": "0", "WORLD_SIZE": str(world)}
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/trainers/lightning_ranks.py"), str(folder), str(world)]
+    processes = [
+        subprocess.Popen(
+            command, env={**clean, **({**launched, "LOCAL_RANK": str(rank)} if world > 1 else {})}, text=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    told = [process.communicate(timeout=200)[1] for process in processes]
+    assert all(process.returncode == 0 for process in processes), told[0][-3000:]
+    return [
+        {name: json.loads((folder / name / f"result-{rank}.json").read_text()) for name in ("plain", "watched")}
+        for rank in range(world)
+    ]
+
+
+def heard(folder: Path) -> list[StepView]:
+    """Return the steps as a daemon closes them."""
+    ears = Ears(folder / "run")
+    ears.listen(final=True)
+    ears.finish()
+    assert not ears.problems, ears.problems
+    return ears.views
+
+
+def statistics(view: StepView, kind: str) -> dict[str, dict[str, float]]:
+    """Return key -> statistics of every logical tensor of a kind that the step has."""
+    return {
+        one.key: {name: float(getattr(view.moments, name)()[at]) for name in ("mean", "std", "norm", "min", "max")}
+        for at, one in enumerate(view.tensors)
+        if one.kind == kind and view.present[at]
+    }
+
+
+def test_two_ranks_under_ddp_merge_to_what_one_process_measures(tmp_path: Path) -> None:
+    results = ranks(tmp_path / "two", 2)
+    ranks(tmp_path / "one", 1)
+
+    assert all(one["plain"] == one["watched"] for one in results), "watched, a rank trains the same bits"
+    whole, views = heard(tmp_path / "one"), heard(tmp_path / "two")
+    printed = logged(tmp_path / "two" / "watched")
+    assert [view.step for view in views] == [view.step for view in whole] == list(printed) == [0, 1, 2, 3]
+    for view, alone in zip(views, whole, strict=True):
+        assert view.scalars["loss"].mean == pytest.approx(printed[view.step], rel=1e-6)
+        for kind, num in (("param", 10), ("wgrad", 10), ("activation", 8), ("activation_in", 1)):
+            ours, truth = statistics(view, kind), statistics(alone, kind)
+            assert ours.keys() == truth.keys() and len(ours) == num
+            for name, expected in truth.items():
+                # The loss of a rank is the mean of its own samples: only its mean is that of the batch.
+                known = ("mean",) if name == "model/activation" else tuple(expected)
+                assert [ours[name][one] for one in known] == pytest.approx(
+                    [expected[one] for one in known], rel=2e-4, abs=2e-6
+                ), (view.step, name)
+        total = math.sqrt(sum(one["norm"] ** 2 for one in statistics(view, "wgrad").values()))
+        assert total == pytest.approx(results[0]["watched"]["norms"][view.step], rel=1e-5)
+    assert not any(Spoken(tmp_path / "two" / "run", rank).health for rank in range(2))
+
+
+def test_the_example_runs_under_sentinel(tmp_path: Path) -> None:
+    sentinel_run = [sys.executable, "-m", "sentinel.cli", "run", "--dir", str(tmp_path), "--name", "run", "--"]
+    example = str(ROOT / "examples" / "lightning_module.py")
+
+    ended = run_command(tmp_path, [*sentinel_run, sys.executable, example], None, 120)
+
+    assert "step   99  loss" in ended.stdout
+    spoken = Spoken(tmp_path / "run", 0)
+    assert list(spoken.ends) == list(range(100))
+    assert spoken.of(99, "wgrad") and not spoken.health

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+import os
 import re
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +20,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sentinel
+from sentinel.ingest.merge import StepView
 from sentinel.record import Flag
 
 from ..collect.conftest import Said, norm, run  # noqa: F401
+from ..end_to_end.ranks import ROOT, Spoken, run_command
+from ..ingest.daemon import Ears
 
 pytest.importorskip("olmo_core")
 from olmo_core.config import DType
@@ -361,3 +370,88 @@ def test_without_a_scheduler_the_learning_rate_is_the_optimizers(tmp_path: Path,
     build(tmp_path, sentinel.OlmoCoreCallback(), module={"scheduler": None, "optim": AdamWConfig(lr=0.125)}).fit()
 
     assert [end.scalars["lr"] for end in Said(run).ends] == [0.125] * NUM_STEPS
+
+
+# -- ranks and the example -------------------------------------------------------------------------------------------
+
+
+def ranks(folder: Path, layout: str) -> list[dict[str, dict[str, Any]]]:
+    """Train as a layout of ranks over gloo, plain and watched; return what each can tell of both."""
+    world = 1 if layout == "one" else 2
+    folder.mkdir(mode=0o700)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SENTINEL_")}
+    command = [sys.executable, "-m", "tests.trainers.olmo_core_run", str(folder)]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(world), str(port), layout], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+            stdout=subprocess.DEVNULL, env={**clean, "SENTINEL_DIR": str(folder), "SENTINEL_RUN": "run"},
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    told = [process.communicate(timeout=200)[1] for process in processes]
+    assert all(process.returncode == 0 for process in processes), told[0][-3000:]
+    return [
+        {name: json.loads((folder / name / f"result-{rank}.json").read_text()) for name in ("plain", "watched")}
+        for rank in range(world)
+    ]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    ranks(folder / "one", "one")
+    return folder / "one"
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp"])
+def test_ranks_merge_to_what_one_process_measures(tmp_path: Path, one_process: Path, layout: str) -> None:
+    results = ranks(tmp_path / layout, layout)
+
+    assert all(one["plain"] == one["watched"] for one in results), "watched, a rank trains the same bits"
+    told = results[0]["watched"]
+    views, whole = heard(tmp_path / layout), heard(one_process)
+    assert list(views) == list(whole) == list(range(1, NUM_STEPS + 1))
+    for step, view in views.items():
+        for kind in ("param", "wgrad"):
+            ours, truth = statistics(view, kind), statistics(whole[step], kind)
+            assert ours.keys() == truth.keys() and len(ours) == 21
+            for name, expected in truth.items():
+                assert ours[name] == pytest.approx(expected, rel=2e-4, abs=2e-6), (step, name)
+        total = math.sqrt(sum(one["norm"] ** 2 for one in statistics(view, "wgrad").values()))
+        assert total == pytest.approx(told["norms"][str(step)], rel=1e-5)
+        assert view.scalars["loss"].mean == pytest.approx(told["seen"][str(step)], rel=1e-5)
+    assert len(statistics(views[2], "activation")) >= 33
+    assert not any(Spoken(tmp_path / layout / "run", rank).health for rank in range(2))
+
+
+def heard(folder: Path) -> dict[int, StepView]:
+    """Return the steps as a daemon closes them."""
+    ears = Ears(folder / "run")
+    ears.listen(final=True)
+    ears.finish()
+    assert not ears.problems, ears.problems
+    return {view.step: view for view in ears.views}
+
+
+def statistics(view: StepView, kind: str) -> dict[str, dict[str, float]]:
+    """Return key -> statistics of every logical tensor of a kind that the step has."""
+    return {
+        one.key: {name: float(getattr(view.moments, name)()[at]) for name in ("mean", "std", "norm", "min", "max")}
+        for at, one in enumerate(view.tensors)
+        if one.kind == kind and view.present[at]
+    }
+
+
+def test_the_example_runs_under_sentinel(tmp_path: Path) -> None:
+    sentinel_run = [sys.executable, "-m", "sentinel.cli", "run", "--dir", str(tmp_path), "--name", "run", "--"]
+    example = str(ROOT / "examples" / "olmo_core_train.py")
+
+    ended = run_command(tmp_path, [*sentinel_run, sys.executable, example], None, 120)
+
+    assert "Training complete" in ended.stderr + ended.stdout
+    spoken = Spoken(tmp_path / "run", 0)
+    assert list(spoken.ends) == list(range(1, 31))
+    assert spoken.of(30, "wgrad") and not spoken.health

@@ -83,12 +83,13 @@ class LightningCallback(_Callback):
         self._undo: list[Callable[[], None]] = []
         self._run = ""
         self._saved: dict[str, Any] = {}
+        self._optimizers: list[Any] = []
         self._losses: list[torch.Tensor] = []
         self._had_backward = self._was_zeroed = self._accumulates = False
 
     def __getstate__(self) -> dict[str, Any]:
         # A spawned process gets the callback by pickle; what it measures is its own.
-        return {**self.__dict__, "monitor": None, "_undo": []}
+        return {**self.__dict__, "monitor": None, "_undo": [], "_optimizers": [], "_losses": []}
 
     # -- life of a fit -----------------------------------------------------------------------------------------------
 
@@ -109,9 +110,13 @@ class LightningCallback(_Callback):
             monitor.load_state_dict(self._saved)
         monitor.boundary.is_explicit = True
         self._undo.append(step.put_in())
+        self._watch_optimizers(trainer, monitor)
+        self._begin()
+
+    def _watch_optimizers(self, trainer: Any, monitor: Monitor) -> None:
+        self._optimizers = list(trainer.optimizers)
         for optimizer in trainer.strategy._lightning_optimizers:
             self._undo.append(_before_zero_grad(optimizer, functools.partial(self._zeroed, monitor)))
-        self._begin()
 
     @_guarded
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -146,8 +151,13 @@ class LightningCallback(_Callback):
     @_guarded
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Give the step its number: the one that loggers print beside this batch's values."""
-        if self.monitor is not None:
-            self.monitor.set_step(_number(trainer))
+        monitor = self.monitor
+        if not isinstance(monitor, Monitor) or not monitor.is_alive:
+            return
+        monitor.set_step(_number(trainer))
+        if [id(one) for one in trainer.optimizers] != [id(one) for one in self._optimizers]:
+            monitor.boundary.watch(trainer.optimizers, [])  # Callbacks may exchange them between epochs.
+            self._watch_optimizers(trainer, monitor)
 
     @_guarded
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
@@ -283,6 +293,8 @@ class _Routed(InstanceWrap):
 
     def __init__(self, owner: Any, step: TrainingStep) -> None:
         super().__init__(owner, "training_step", _nothing)
+        # Lightning looks one layer deep for the arguments that the user's function takes.
+        self.__wrapped__ = getattr(self.__wrapped__, "__wrapped__", self.__wrapped__)
         self._through = step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from sentinel.collect import attach
 from sentinel.collect.environment import read_environment
 from sentinel.collect.monitor import Monitor
 from sentinel.collect.unmeasured import Unmeasured
-from sentinel.monitor_config import load_config
+from sentinel.monitor_config import read_source
 
 log = logging.getLogger("sentinel")
 
@@ -57,12 +57,13 @@ class OlmoCoreCallback(Callback):
     # Not fields: what a run leaves here is none of the configuration that OLMo-core copies, compares and saves.
     _monitor = None
     _saved = None
+    _run = ""
     _has_trained = False
 
     def __post_init__(self) -> None:
         """Raise ConfigError for an unknown key, before anything is built."""
         if not read_environment().is_disabled:
-            load_config(self.config)
+            read_source(self.config)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OlmoCoreCallback:
         return type(self)(self.config)
@@ -83,9 +84,13 @@ class OlmoCoreCallback(Callback):
         optimizers = [one for one in (getattr(module, "optimizers", None) or [module.optim]) if one is not None]
         if not optimizers:
             return  # Built for evaluation only.
-        monitor = attach(models if len(models) > 1 else models[0], optimizers, self.config, first_step=self.step + 1)
+        config = self.config
+        if self._run:
+            config = read_source(config).with_run(self._run)  # A further fit goes on in the run of the first.
+        monitor = attach(models if len(models) > 1 else models[0], optimizers, config, first_step=self.step + 1)
         self._monitor = monitor
         if isinstance(monitor, Monitor):
+            self._run = monitor.run
             if self._saved:
                 monitor.load_state_dict(self._saved)
             monitor.boundary.is_explicit = True
