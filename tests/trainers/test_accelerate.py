@@ -216,6 +216,21 @@ def test_number_that_the_loop_logs_is_taken_over_by_a_single_process(run: Path, 
         assert scalar(said, "loss") == {1: 7.0, 2: 8.0, 3: 9.0}
 
 
+def test_of_several_processes_none_takes_a_number_over_and_one_says_so(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop()
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+
+    with caplog.at_level("WARNING", logger="sentinel"):
+        loop.train(3, log=lambda step, loss: loop.accelerator.log({"loss": float(loss)}, step=step + 1))
+    monkeypatch.undo()
+    loop.end()
+
+    assert [end.step for end in Said(run).ends] == [0, 1, 2]
+    assert len([record for record in caplog.records if "first_step=1" in record.getMessage()]) == 1
+
+
 def test_epoch_numbers_and_averages_do_not_pass_for_steps_and_losses(run: Path) -> None:
     loop = Loop()
 

@@ -8,6 +8,8 @@ import math
 import pickle
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +258,41 @@ def test_disabled_is_a_no_op(run: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert logged(trainer) == logged(plain) and same(weights(trainer), weights(plain))
     assert not run.exists() and not callback.monitor.is_alive
     assert "training_step" not in trainer.__dict__
+
+
+def test_nothing_more_waits_for_a_device(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for callbacks in ([], [sentinel.HuggingFaceCallback(EVERYTHING)], [Waiting()]):
+        with monkeypatch.context() as patch:
+            count = count_waits(patch)
+            make(tmp_path, *callbacks, max_steps=3, logging_steps=2).train()
+            counts.append(count())
+
+    assert counts[0] == counts[1] > 0
+    assert counts[2] == counts[0] + 3  # the positive control
+    assert len(Said(run).ends) == 3
+
+
+class Waiting(TrainerCallback):
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        next(kwargs["model"].parameters()).detach().sum().item()
+
+
+def count_waits(patch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Count what makes a number of a tensor in this thread: on a GPU each waits for it."""
+    here, waits = threading.get_ident(), []
+
+    def counting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: torch.Tensor, *args: Any) -> Any:
+            if threading.get_ident() == here:
+                waits.append(original.__name__)
+            return original(tensor, *args)
+
+        return call
+
+    for name in ("item", "tolist", "__float__", "__int__", "__bool__", "__index__", "numpy"):
+        patch.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
+    return lambda: len(waits)
 
 
 def test_unknown_key_is_told_when_the_callback_is_made(run: Path) -> None:
