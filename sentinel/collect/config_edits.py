@@ -76,13 +76,15 @@ class ConfigEdits:
         except ConfigError as error:
             self._say("config_broken", f"the former config stays in force: {error}")
             return
+        for answer in self._orders.forget_own():
+            self._monitor.acknowledge(answer)
         plan, at_step = self._monitor.plan, reading.config.at_step
         if reading.text_hash in (plan.text_hash, self._orders.told_hash):
             return
         if at_step is None:
             self._unread_since = mono
             return
-        answer = self._orders.receive(
+        armed = self._orders.receive(
             ChangeConfig(
                 id=FROM_FILE + reading.text_hash,
                 seq=0,
@@ -93,10 +95,10 @@ class ConfigEdits:
                 reason="read in the file itself",
             )
         )
-        assert answer is not None
-        self._monitor.acknowledge(answer)
-        if answer.state == "missed":
-            self._missed(answer)
+        assert armed is not None
+        self._monitor.acknowledge(armed)
+        if armed.state == "missed":
+            self._missed(armed)
 
     def _missed(self, answer: Ack) -> None:
         self._tell(

@@ -75,6 +75,13 @@ class Orders:
             return Ack(command=command.id, state="missed", step=step, reason=f"step {command.at_step} has begun")
         return Ack(command=command.id, state="armed", step=step)
 
+    def forget_own(self) -> list[Ack]:
+        """Drop what we read in the file ourselves and have not obeyed yet: the file says something else now."""
+        own = [name for name in list(self._pending) if name.startswith(FROM_FILE)]
+        dropped = [name for name in own if self._pending.pop(name, None) is not None]
+        step = self._monitor.current_step
+        return [Ack(command=name, state="withdrawn", step=step, reason="the file was edited again") for name in dropped]
+
     def apply(self, step: int) -> bool:
         """Obey what is due at the beginning of `step`; True when the plan changed. Runs on the training thread."""
         if not (self._pending or self._withdrawn or self._active):

@@ -340,6 +340,21 @@ def test_an_edit_that_was_read_too_late_is_said(run: Path, tmp_path: Path) -> No
     assert steps_of(said, "wgrad") == []
 
 
+def test_an_edit_taken_back_before_its_step_is_forgotten(run: Path, tmp_path: Path) -> None:
+    one = Alone(run, tmp_path, "kinds: [param]\nblack_box: false\n")
+    one.training.train(2)
+    one.edit(kinds=["wgrad"], black_box=False, at_step=4)
+    one.edit(kindz=[])  # Broken: what was asked before stands.
+    one.edit(kinds=["wgrad"], black_box=False, at_step=6)
+    one.training.train(3)
+    one.file.write_text("kinds: [param]\nblack_box: false\n")  # As it was at the start.
+    one.look(3)
+    one.training.train(3)
+    said = one.training.end()
+
+    assert (steps_of(said, "param"), steps_of(said, "wgrad")) == (list(range(8)), [])
+
+
 def test_what_the_daemon_asks_goes_before_what_the_rank_reads(run: Path, tmp_path: Path) -> None:
     one = Alone(run, tmp_path, "kinds: [param]\nblack_box: false\n")
     one.training.train(2)
