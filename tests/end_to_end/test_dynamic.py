@@ -65,7 +65,7 @@ def train(rank: int, port: int, folder: str, config: str, first_step: int) -> No
     os._exit(0)  # Ranks that stop at different steps would wait for each other in the group's end.
 
 
-def wait_for(what: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+def wait_for(what: Callable[[], Any], timeout_s: float = 150.0) -> Any:
     until = time.monotonic() + timeout_s
     while not (found := what()):
         assert time.monotonic() < until, "waited too long"
@@ -99,19 +99,20 @@ class Trainer:
         new.rename(self.config)
 
     def changes(self) -> list[ChangeConfig]:
-        found = []
+        """What was ordered, for each text that of the last order: one that came too late is given again."""
+        found: dict[str, ChangeConfig] = {}
         for path in sorted((self.folder / "run" / "control").glob("*.json")):
             content = json.loads(path.read_bytes())
             if content["type"] == "ChangeConfig":
-                found.append(msgspec.convert(content, ChangeConfig))
-        return found
+                change = msgspec.convert(content, ChangeConfig)
+                found[change.text_hash] = change
+        return list(found.values())
 
     def obeyed(self, num_changes: int, num_steps: int) -> ChangeConfig:
         """Wait until the last of so many changes is `num_steps` in force."""
         wait_for(lambda: len(self.changes()) == num_changes)
-        last = self.changes()[-1]
-        wait_for(lambda: self.step() >= last.at_step + num_steps)
-        return last
+        wait_for(lambda: self.step() >= self.changes()[-1].at_step + num_steps)
+        return self.changes()[-1]
 
     def end(self) -> None:
         (self.folder / "stop").write_text(str(self.step() + 10))
@@ -150,7 +151,7 @@ def daemon(folder: Path) -> Iterator[Callable[[], dict[str, Any]]]:
         yield status
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
 
 
 class Measured:
