@@ -17,7 +17,7 @@ Facts = dict[str, np.ndarray]
   or its activity changed last. is_live: bool, it was heard while it was watched, and not only from a recording.
 - step, call_id: where it stands. num_calls: calls of its last whole step, 0: not known. has_stepped: bool, it has ended a
   step. activity: `init`, `train`, `eval`, `checkpoint`. pp_stage. left: why it said bye, empty while it has not.
-- is_waiting: int, 1 inside a collective or at the border of its pipeline stage, 0 elsewhere, -1 not known.
+- is_waiting: int, 1 inside a collective, 2 at the border of its pipeline stage, 0 elsewhere, -1 not known.
 """
 
 RECENT_STEPS = 15
@@ -46,7 +46,8 @@ class LivenessDetector(Protocol):
     def score_at(self, facts: Facts, now: float, state: State) -> Scores:
         """Return the score of each rank at `now`, [ranks]; changes nothing. A rank that only waits for another scores 0.
 
-        Baseline: the limit in seconds. Evidence: `reason` (text), `seconds`, `is_sure` and `is_waiting` (bool).
+        Baseline: the limit in seconds. Evidence: `reason` (text), `seconds`, and bools: `is_sure`; `is_waiting`; `is_idle`:
+        nobody waits inside a step for the rank, so that it may be quiet on purpose.
         """
         ...
 
@@ -132,6 +133,7 @@ class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         waiting = ~has_left & ~blamed & ~is_silent & (idle >= 0.5 * self.hang_after_s) & blamed.any()
         return Scores.of(
             score, limit, seconds=seconds, reason=np.where(blamed, reason, ""), is_waiting=waiting,
+            is_idle=blamed & (reason == "hung") & ~(is_stuck & is_inside).any(),
             is_sure=blamed & (reason != "hung" or int(blamed.sum()) == 1),
         )  # fmt: skip
 
@@ -145,6 +147,7 @@ class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         calls, usual_calls = facts["call_id"], facts["num_calls"]
         has_stepped, is_training = facts["has_stepped"], facts["activity"] == "train"
         is_inside = is_training & (calls > 0) & ((usual_calls == 0) | (calls < usual_calls))
+        is_inside |= is_training & (facts["is_waiting"] == 1)
         is_waited_for = bool((is_inside & has_stepped & (idle >= inside_s) & (facts["left"] == "")).any())
         between_s = np.maximum(inside_s if is_waited_for else max(inside_s, self.between_after_s), pause_s)
         limit = np.where(is_inside, inside_s, between_s)
@@ -172,8 +175,9 @@ def _behind(facts: Facts, is_here: np.ndarray, is_inside: np.ndarray) -> np.ndar
             lagging.append(own)
     if lagging:
         pool = np.concatenate(lagging)
-    if len(pool) > 1 and (facts["is_waiting"][pool] == 1).any() and (facts["is_waiting"][pool] != 1).any():
-        pool = pool[facts["is_waiting"][pool] != 1]
+    is_waiting = facts["is_waiting"][pool] > 0
+    if is_waiting.any() and not is_waiting.all():
+        pool = pool[~is_waiting]
     if len(np.unique(stage[pool])) > 1 and is_inside[pool].any():
         pool = pool[is_inside[pool]]
         share = call[pool] / np.maximum(facts["num_calls"][pool], 1)

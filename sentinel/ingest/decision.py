@@ -75,7 +75,7 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     module: str = ""
     phase: str = ""
     is_waiting: int = -1
-    """1: inside a collective, or at the border of its pipeline stage; 0: elsewhere; -1: not known."""
+    """1: inside a collective, 2: at the border of its pipeline stage; 0: elsewhere; -1: not known."""
     has_stepped: bool = True
     left: str = ""
     """Why it said bye; empty: it has not."""

@@ -132,7 +132,7 @@ class LivenessTracker:
         one.module, one.phase, one.micro_step = beat.module, beat.phase, beat.micro_step
         one.is_waiting = beat.is_waiting
         if beat.is_waiting < 0 and (beat.phase, beat.module) in self._borders(one):
-            one.is_waiting = 1
+            one.is_waiting = 2
 
     def _move(self, one: _Standing, step: int, call_id: int, activity: str) -> None:
         if (step, call_id, activity) != (one.step, one.call_id, one.activity):

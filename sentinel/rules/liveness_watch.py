@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from sentinel.anomaly import Anomaly, anomaly_id
+from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.detect import LivenessDetector, Scores
 from sentinel.rules import wording
 from sentinel.rules.schema import Rule
@@ -187,7 +187,7 @@ class LivenessWatch(Watch):
             statistic=statistic,
             rule=self.rule.name,
             detector=self.rule.detector,
-            severity=self.rule.severity,
+            severity=self._severity(bool(evidence["is_idle"][blamed].all())),
             value=seconds,
             baseline=limit,
             score=float(scores.score[worst]),
@@ -195,6 +195,10 @@ class LivenessWatch(Watch):
             group_mates=tuple(one.rank for one in tick.ranks),
             time=max(one.time for one in facts),
         )
+
+    def _severity(self, is_idle: bool) -> Severity:
+        # A run that is over, or paused by hand in a notebook, looks like one that hangs between two steps.
+        return min(self.rule.severity, Severity.WARNING, key=lambda s: s.level) if is_idle else self.rule.severity
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 

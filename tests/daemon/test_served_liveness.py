@@ -345,6 +345,15 @@ def test_clocks_that_disagree_or_jump_do_not_matter(watched: Callable[..., Watch
     assert [one.ranks for one in run.found] == [(3,)], "the control"
 
 
+def test_a_run_that_is_over_and_still_there_pages_nobody(watched: Callable[..., Watched]) -> None:
+    run = watched()
+    run.train(20)
+    run.at = dict.fromkeys(range(4), (0, 0, "train"))
+    run.wait(650)
+
+    assert [(one.ranks, one.severity) for one in run.found] == [((0, 1, 2, 3), Severity.WARNING)]
+
+
 def test_gauges_show_who_is_stale_and_when_the_quietest_was_heard(watched: Callable[..., Watched]) -> None:
     run = watched()
     run.train(5)

@@ -144,6 +144,10 @@ NOBODY = ([], "", False, [])
         ),
         pytest.param([{"idle": 31.0}], ([0], "hung", True, []), id="a single rank"),
         pytest.param(
+            [{"idle": 40.0, "call_id": 100, "is_waiting": 1}, {"idle": 50.0, "call_id": 0, "is_waiting": 0}],
+            ([1], "hung", True, [0]), id="the last collective of the step is waited in",
+        ),
+        pytest.param(
             [WAITS, {"idle": 40.0, "activity": "checkpoint", "call_id": 100}], NOBODY, id="they wait for a checkpoint"
         ),
         pytest.param(
@@ -205,6 +209,15 @@ def test_the_limit_follows_the_step_time_and_the_pauses_of_the_run() -> None:
     assert blamed(*hangs, step_s=25.0)[0] == []
     assert blamed(*pauses, pause_s=5.0)[0] == [1]
     assert blamed(*pauses, pause_s=150.0)[0] == []
+
+
+def test_what_stands_still_between_steps_may_be_quiet_on_purpose() -> None:
+    detector = StaleRank()
+    idle = detector.score_at(facts_of({"idle": 700.0, "call_id": 0}), NOW, learned(detector, 1))
+    hung = detector.score_at(facts_of({"idle": 700.0}), NOW, learned(detector, 1))
+
+    assert idle.score[0] >= 1 and idle.evidence["is_idle"].all()
+    assert hung.score[0] >= 1 and not hung.evidence["is_idle"].any()
 
 
 def test_one_long_step_does_not_raise_the_limit() -> None:
