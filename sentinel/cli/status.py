@@ -84,7 +84,8 @@ def run_status(run_dir: Path) -> dict[str, Any]:
         state["config"] = json.loads(journal.recall("config") or "null")
         for _, _, body in journal.decisions(after=journal.judged - 1, until=journal.judged):
             newest = msgspec.msgpack.decode(body, type=_Where)
-            state["attempt"], state["step"] = newest.attempt, newest.step
+            # A rank may be found stale before any step is closed.
+            state["attempt"], state["step"] = newest.attempt, newest.step if newest.step >= 0 else None
         incidents = [msgspec.json.decode(body, type=Incident) for body in journal.newest_incidents(100)]
         state["incidents"] = [
             {name: value for name, value in msgspec.to_builtins(one).items() if name not in ("members", "first_causes")}

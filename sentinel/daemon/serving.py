@@ -248,7 +248,8 @@ class ServedRun:
         self._offer_pack()
         for _, kind, body in self.journal.decisions(after=self._judged - 1, until=self._judged):
             newest = decode_decision(kind, body)
-            self._gauges.metrics.attempt, self._gauges.metrics.judged_step = newest.attempt, newest.step
+            self._gauges.metrics.attempt = newest.attempt
+            self._gauges.metrics.judged_step = newest.step if newest.step >= 0 else None
         decisions = [decode_decision(kind, body) for _, kind, body in self.journal.decisions(after=self._snapshot_seq)]
         self._assembler.replay_decisions(decisions)
         if decisions:

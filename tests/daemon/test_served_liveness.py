@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from sentinel.anomaly import Anomaly, Incident, Severity
+from sentinel.cli.status import run_status
 from sentinel.daemon import serving
 from sentinel.daemon.replay import replay
 from sentinel.daemon.serving import ServedRun
@@ -369,6 +370,19 @@ def test_gauges_show_who_is_stale_and_when_the_quietest_was_heard(watched: Calla
     assert after.ranks["stale"] == 1
     assert before.quietest_heard_time is not None and heard - before.quietest_heard_time <= 2.0
     assert after.quietest_heard_time is not None and 0.0 <= heard - after.quietest_heard_time <= 2.0
+
+
+def test_a_rank_that_dies_before_the_first_step_is_named(watched: Callable[..., Watched]) -> None:
+    run = watched()
+    run.at = dict.fromkeys(range(4), (0, 0, "init"))
+    run.wait(5)
+    run.silent = {1}
+    run.wait(150)
+
+    assert [(one.rank, one.step) for one in run.found] == [(1, 0)]
+    assert run_status(run.directory)["step"] is None
+    run.restart()
+    assert run.daemon is not None and run.daemon.describe()["judged_step"] is None
 
 
 def test_deciding_anew_finds_no_stale_rank(watched: Callable[..., Watched], tmp_path: Path) -> None:
