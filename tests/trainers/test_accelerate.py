@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -25,7 +26,7 @@ from sentinel.record import Flag
 
 from ..collect import conftest
 from ..collect.conftest import ALL_KINDS, Said, TinyModel, norm
-from .test_huggingface import lives, scalar, steps
+from .hf_training import lives, scalar, steps
 
 pytestmark = pytest.mark.trainer
 
