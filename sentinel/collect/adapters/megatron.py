@@ -29,6 +29,7 @@ from sentinel.collect.adapters.megatron_holding import (
     unwrap_chunk,
 )
 from sentinel.collect.adapters.megatron_placements import SitePlaces
+from sentinel.collect.boundary import InstanceWrap
 from sentinel.collect.monitor import Monitor
 from sentinel.collect.scalars import on_its_way
 from sentinel.collect.taps import Chunk
@@ -56,7 +57,7 @@ def attach_megatron(
     plain = [one for one in given if not hasattr(one, "prepare_grads")]
     stand_in = [Iterations()] if own else []
     monitor = attach(chunks, [*plain, *stand_in] or None, config, place=place, first_step=first_step)
-    if isinstance(monitor, Monitor):
+    if isinstance(monitor, Monitor) and not isinstance(monitor.parameters.holding, MegatronHolding):
         try:
             Following(monitor, chunks, own, [model] if isinstance(model, nn.Module) else list(model), stand_in)
         except Exception as error:
@@ -76,6 +77,17 @@ class Iterations:
 
     def zero_grad(self) -> None:
         """Nothing."""
+
+
+class Wrapped(InstanceWrap):
+    """A method of one instance with something around it."""
+
+    def __init__(self, owner: Any, name: str, around: Callable[[Any, Callable[..., Any]], Callable[..., Any]]) -> None:
+        super().__init__(owner, name, lambda: None)
+        self._call = around(owner, self.__wrapped__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
 
 
 class Following:
@@ -116,9 +128,7 @@ class Following:
         monitor.on_end.append(lambda: _leave(self))
 
     def _wrap(self, owner: Any, name: str, around: Callable[[Any, Callable[..., Any]], Callable[..., Any]]) -> None:
-        ours = around(owner, getattr(owner, name))
-        functools.update_wrapper(ours, getattr(owner, name))
-        owner.__dict__[name] = ours
+        ours = owner.__dict__[name] = Wrapped(owner, name, around)
         reference = weakref.ref(owner)
 
         def undo() -> None:
@@ -257,22 +267,28 @@ class Following:
                 total, count = self._sums.get(name, (0.0, 0.0))
                 self._sums[name] = total, count = (total + pair[0], count + pair[1])
                 self.monitor.noticed(**{name: total / count})
+                if at == 0 and pair[1] is not ONE:
+                    self.monitor.noticed(tokens=count)
 
     def raised(self) -> None:
         """The trainer is about to end with an exception, most likely: what there is goes to the disk."""
         self.monitor.flush()
 
 
+ONE = 1.0
+"""The count of what is reported without one."""
+
+
 def _sum_and_count(value: Any) -> tuple[Any, Any] | None:
     if isinstance(value, torch.Tensor):
         flat = value.detach().reshape(-1)
         if flat.numel() == 1:
-            return flat[0].clone(), 1.0
+            return flat[0].clone(), ONE
         return (flat[0].clone(), flat[1].clone()) if flat.numel() == 2 else None
     if isinstance(value, (tuple, list)) and len(value) == 2:
         total, count = (one.detach().clone() if isinstance(one, torch.Tensor) else one for one in value)
         return total, count
-    return (float(value), 1.0) if isinstance(value, (int, float)) else None
+    return (float(value), ONE) if isinstance(value, (int, float)) else None
 
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
