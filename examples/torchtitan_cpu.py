@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch._utils
 import torch.distributed
+from torch.distributed.fsdp import FSDPModule
 
 KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 """The one module that needs triton as soon as it is imported; its kernels move experts' tokens between GPUs."""
@@ -57,10 +58,20 @@ class _CPU(types.ModuleType):
         pass
 
 
+_set_factor = FSDPModule.set_gradient_divide_factor
+
+
+def _sum_without_factor(module: FSDPModule, factor: float) -> None:
+    """Divide beside the sum: gloo cannot multiply while it sums."""
+    _set_factor(module, factor)
+    module.set_force_sum_reduction_for_comms(True)
+
+
 if not hasattr(torch.distributed, "set_timeout"):  # A torch older than torchtitan 0.3 wants: time-outs stay as they are.
     torch.distributed.set_timeout = lambda timeout, group=None: None
 if not torch.accelerator.is_available():
     os.environ.setdefault("LOCAL_RANK", "0")
+    FSDPModule.set_gradient_divide_factor = _sum_without_factor
     torch._utils._get_available_device_type = lambda: "cpu"
     torch._utils._get_device_module = lambda device_type: _CPU("torch.cpu")
     if importlib.util.find_spec("triton") is None:

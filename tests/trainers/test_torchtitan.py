@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sentinel.ingest.merge import StepView
+
 from ..end_to_end.ranks import Spoken
-from ..layouts.layout import differences, heard, statistics
+from ..ingest.daemon import Ears
+from ..layouts.layout import differences, gradient_norm, statistics
 
 pytest.importorskip("torchtitan")
 pytestmark = pytest.mark.trainer
@@ -53,6 +56,16 @@ def train(folder: Path, runs: list[dict[str, Any]], world: int = 1) -> Results:
             process.kill()
     assert codes == [0] * world, (folder / "log.0").read_text()[-6000:]
     return [json.loads((folder / f"results.{rank}").read_text()) for rank in range(world)]
+
+
+def heard(run_dir: Path) -> list[StepView]:
+    """Return the steps as a daemon closes them; at least two."""
+    ears = Ears(run_dir)
+    ears.listen(final=True)
+    ears.finish()
+    assert not ears.problems, ears.problems
+    assert len(ears.views) > 1
+    return ears.views
 
 
 def norm(row: Any) -> float:
@@ -175,7 +188,8 @@ def test_recomputed_forwards_are_counted_once(alone: tuple[Path, dict[str, dict[
 
     for run in ("full", "selective"):
         for ours, truth in zip(heard(folder / run), plain, strict=True):
-            for kind in ("param", "wgrad", "activation"):
+            for kind in EVERYTHING["kinds"]:
+                assert len(statistics(truth, kind)) > 5
                 assert not differences(statistics(ours, kind), statistics(truth, kind))
 
 
@@ -262,3 +276,87 @@ def test_detach_restores_the_trainer(alone: tuple[Path, dict[str, dict[str, Any]
 
     assert results["seen"]["left"] == []
     assert results["seen"]["hooks"] == results["bare"]["hooks"]
+
+
+SPLIT = ["--steps", "3", "--max-norm", "0.05", "--spmd", "partial_dtensor"]
+LAYOUTS: dict[str, tuple[list[str], int]] = {
+    "fsdp2": ([], 8),
+    "replicated": (["--replicas", "2"], 8),
+    "tensor": (["--tp", "2", "--no-sp"], 4),
+    "sequence": (["--tp", "2"], 4),
+}
+"""Options, and the batch of one process that trains alike."""
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
+    """The same trainings on one process (whole batch, in micro-steps) and on two."""
+    folder = tmp_path_factory.mktemp("together")
+    train(
+        folder,
+        [
+            {"name": f"one{batch}", "options": [*SPLIT, "--global-batch", str(batch)], "config": EVERYTHING}
+            for batch in (4, 8)
+        ],
+    )
+    runs: list[dict[str, Any]] = []
+    for name, (options, _) in LAYOUTS.items():
+        runs.append({"name": name, "options": [*SPLIT, *options], "config": EVERYTHING})
+        runs.append({"name": f"{name}_bare", "options": [*SPLIT, *options]})
+    return folder, train(folder, runs, 2)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_statistics_mean_what_they_mean_on_one_process(name: str, together: tuple[Path, Results]) -> None:
+    folder, results = together
+    views, alone = heard(folder / name), heard(folder / f"one{LAYOUTS[name][1]}")
+    descriptor = Spoken(folder / name, 0).descriptor
+    assert descriptor is not None
+    assert not [t.name for t in descriptor.tensors if "unknown" in t.placements.values()]
+    partial = {f"{t.name}/{t.kind}" for t in descriptor.tensors if "partial" in t.placements.values()}
+    assert bool(partial) == (name in ("tensor", "sequence"))
+
+    for step, (ours, truth) in enumerate(zip(views, alone, strict=True), 1):
+        for kind in EVERYTHING["kinds"]:
+            expected, got = statistics(truth, kind), statistics(ours, kind)
+            assert len(expected) > 5
+            # FSDP hands a block its input as a new tensor; under tensor parallelism that is seen to be the same one.
+            also = {key for key in expected if key.startswith(("layers.", "norm/")) and key.endswith("_in")}
+            missing = {word.removeprefix("missing: ") for word in differences(got, expected) if word.startswith("missing: ")}
+            assert missing <= (partial | also if partial else set())
+            assert not [word for word in differences(got, expected) if not word.startswith("missing: ")]
+        printed = results[0][name]["printed"][str(step)]
+        assert ours.scalars["loss"].mean == pytest.approx(float(printed[0]), abs=1e-5)
+        assert gradient_norm(ours) == pytest.approx(float(printed[1]), rel=1e-2)
+        reference = results[0][name]["references"][str(step)]
+        whole = float(np.sqrt(sum(value**2 for value in reference.values())))
+        assert gradient_norm(ours) == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_training_on_two_ranks_is_bit_identical_without_a_further_collective(
+    name: str, together: tuple[Path, Results]
+) -> None:
+    _, results = together
+
+    for rank in (0, 1):
+        seen, bare = results[rank][name], results[rank][f"{name}_bare"]
+        assert seen["weights"] == bare["weights"]
+        assert seen["shares"] == bare["shares"]
+        assert seen["collectives"] == bare["collectives"] > 10
+
+
+def test_the_example_runs_beside_a_daemon(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "sentinel.cli", "run", "--dir", str(tmp_path), "--name", "run", "--drain-s", "60", "--",
+            sys.executable, str(ROOT / "examples" / "torchtitan_train.py"), "--steps", "5", "--output", str(tmp_path),
+        ],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL,
+        env={key: value for key, value in os.environ.items() if not key.startswith("SENTINEL_")},
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    ends = Spoken(tmp_path / "run", 0).ends
+    assert sorted(ends) == [1, 2, 3, 4, 5]
+    assert ends[5].scalars["loss"] < ends[1].scalars["loss"]

@@ -97,8 +97,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sequence_numbers() -> int:
-    """Collectives so far, in all process groups."""
-    groups = dist.distributed_c10d._world.pg_map
+    """Collectives so far, in all process groups that do anything (torchtitan has fake ones for axes that are not split)."""
+    groups = [group for group, (backend, _) in dist.distributed_c10d._world.pg_map.items() if backend == "gloo"]
     return sum(int(group._get_sequence_number_for_group()) for group in groups if group.size() > 1)
 
 
@@ -120,7 +120,7 @@ def train(run: Run) -> dict[str, Any]:
     shares: dict[int, float] = {}
     rates: dict[int, float] = {}
     _observe(trainer, run, references, shares, rates)
-    before = sequence_numbers() if dist.get_world_size() > 1 else 0
+    before = sequence_numbers()
     counter = CountSynchronising()
     error = ""
     try:
@@ -139,8 +139,8 @@ def train(run: Run) -> dict[str, Any]:
     own = {name for name in plain if name in trainer.__dict__}
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
     return {
-        "printed": printed.steps, "shares": shares, "references": references, "rates": rates, "weights": digest, "error": error,
-        "flushed": rows_before_close, "collectives": (sequence_numbers() - before) if dist.get_world_size() > 1 else 0,
+        "printed": printed.steps, "shares": shares, "references": references, "rates": rates, "weights": digest,
+        "error": error, "flushed": rows_before_close, "collectives": sequence_numbers() - before,
         "syncs": counter.count, "left": sorted(own - {"forward_backward_step"}), "hooks": hooks, "step": trainer.step,
         "seen_by": type(monitor).__name__,
     }  # fmt: skip
@@ -156,7 +156,7 @@ def _observe(
     shares: dict[int, float],
     rates: dict[int, float],
 ) -> None:
-    """Note gradients and rates before the gradients are clipped, and this rank's share of the loss; plant the run's fault."""
+    """Note gradients and rates before clipping, and this rank's share of the loss; plant the run's fault."""
     (model,) = trainer.model_parts
     step_of, calls = trainer.forward_backward_step, [0, 0]
 
@@ -211,7 +211,8 @@ def main() -> None:
     import torchtitan.trainer
 
     torch.set_num_threads(1)
-    torchtitan.trainer.time = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda s: None)  # It waits 2 s at the end of training.
+    # It waits 2 s at the end of each training.
+    torchtitan.trainer.time = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
     init_logger()
     runs = [Run(**one) for one in json.loads(Path(sys.argv[1]).read_text())]
     results = {run.name: train(run) for run in runs}
