@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from sentinel.ingest.decision import Decision
 from sentinel.ingest.naming import Names, make_names, segment_of
-from sentinel.ingest.replicas import CopySet, Differing, Holder, Replicas, Shard, added_copies, differing
+from sentinel.ingest.replicas import CopySet, Differing, Holder, Replicas, Shard, added_copies, differing, is_empty
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, Health, TensorInfo
 from sentinel.moments import Moments
 from sentinel.native import merge_rows
@@ -135,7 +135,7 @@ class Layout:
             Replicas(at, shard, tuple(holders), number)
             for (at, shard), (_, number) in copies.items()
             for _, holders in sorted(dtypes.get(number, {}).items())
-            if len(holders) > 1
+            if len(holders) > 1 and not is_empty(shard)
         ]
         self.is_replicated = np.zeros(self.num_copies + 1, np.bool_)
         """[num_copies + 1] whether there are several of it."""

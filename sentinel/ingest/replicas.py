@@ -65,6 +65,12 @@ def shard_words(shard: Shard) -> str:
     return ",".join(str(at) if axis == "part" else f"{axis}={at}" for axis, at in shard)
 
 
+def is_empty(shard: Shard) -> bool:
+    """Whether a shard has no elements, as it says itself: two of those are no copies of anything."""
+    stretch = _stretch(shard, 1)
+    return stretch is not None and stretch[0] == stretch[1]
+
+
 def added_copies(index: int, num_elements: int, pieces: Mapping[Shard, Sequence[Holder]]) -> CopySet | None:
     """Return the whole copies of a tensor that is cut in more than one way, by holders of each piece; None: one way only.
 

@@ -236,5 +236,6 @@ def test_tilings_find_all_whole_copies() -> None:
 
 def test_weights_that_nobody_has_a_copy_of_are_counted() -> None:
     assert view_of([flat(0, 8), flat(8, 16)]).layout.num_weights_compared == (0, 1)
+    assert view_of([flat(0, 16), flat(0, 0), flat(0, 0)]).layout.num_weights_compared == (0, 1)
     assert view_of([Piece(), Piece()]).layout.num_weights_compared == (1, 1)
     assert view_of([flat(0, 8), flat(8, 16), Piece()]).layout.num_weights_compared == (1, 1)
