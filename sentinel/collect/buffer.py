@@ -47,6 +47,8 @@ class StepRows:
         """What every gradient of the step is multiplied by, 0-dim on the host where it is a tensor: `finish` divides."""
         self.wgrads_are_scaled = True
         """The weight gradients carried that scale when they were read; false: only those of activations do."""
+        self.is_read_early = False
+        """An adapter reads the weight gradients before its trainer's scaler divides them."""
         self._bytes = memoryview(b"")
         self._words = torch.empty(0)
         self._devices: dict[torch.device, DeviceStats] = {}
@@ -110,7 +112,7 @@ class StepRows:
     def take_scale(self, scale: torch.Tensor | None, *, wgrads_are_scaled: bool) -> None:
         """Note what the loss was multiplied by; None: nothing, or an adapter said it already."""
         if scale is not None:
-            self.grad_scale, self.wgrads_are_scaled = scale, wgrads_are_scaled
+            self.grad_scale, self.wgrads_are_scaled = scale, wgrads_are_scaled or self.is_read_early
 
     def begin_copy(self) -> None:
         """Send rows on accelerators towards the host, behind the work that fills them. Does not wait."""
@@ -136,7 +138,7 @@ class StepRows:
         """Make the buffer empty again."""
         self.array[: self.num_rows] = _EMPTY_ROW
         self.num_rows = 0
-        self.grad_scale = 1.0
+        self.grad_scale, self.is_read_early = 1.0, False
         for device in self._devices.values():
             device.reset()
 

@@ -106,6 +106,100 @@ def overflowing(rank: int, world: int, folder: Path, stage: int, precision: str)
     return said
 
 
+def autocast(rank: int, world: int, folder: Path, stage: int) -> dict[str, Any]:
+    """torch's own autocast and GradScaler under DeepSpeed; one step's loss is not a number."""
+    import sentinel
+
+    amp = {"torch_autocast": {"enabled": True, "dtype": "float16", "lower_precision_safe_modules": ["torch.nn.Linear"]}}
+    job = Job(stage=stage, more=amp, num_steps=3)
+    engine = make_engine(job)
+    monitor = sentinel.attach_deepspeed(engine, EVERYTHING)
+    for step in range(job.num_steps):
+        batch = tokens(step).view(world, -1, tokens(0).shape[1])[rank]
+        loss = loss_of(engine(batch), batch)
+        engine.backward(loss * float("nan") if step == POISONED and rank == 1 else loss)
+        engine.step()
+    monitor.detach()
+    return {}
+
+
+def compiled(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """The engine is compiled after attach: no hook on a module fires."""
+    import sentinel
+
+    job = Job(stage=2)
+    engine = make_engine(job)
+    monitor = sentinel.attach_deepspeed(engine, EVERYTHING)
+    engine.compile(backend="eager")
+    for step in range(job.num_steps):
+        _step(engine, job, step, rank, world)
+    monitor.detach()
+    return {}
+
+
+def anew(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """One model, two engines after each other."""
+    import deepspeed
+
+    import sentinel
+
+    job = Job(stage=0)
+    engine = make_engine(job)
+    former = sentinel.attach_deepspeed(engine, EVERYTHING)
+    _step(engine, job, 0, rank, world)
+    optimizer = torch.optim.SGD(engine.module.parameters(), job.lr)
+    engine, *_ = deepspeed.initialize(model=engine.module, optimizer=optimizer, config=job.config())
+    os.environ["SENTINEL_RUN"] = "second"
+    monitor = sentinel.attach_deepspeed(engine, EVERYTHING)
+    _step(engine, job, 1, rank, world)
+    monitor.detach()
+    os.environ["SENTINEL_RUN"] = "run"
+    return {"is_alive": former.is_alive, "is_new": monitor is not former}
+
+
+class Residual(nn.Module):
+    """One layer of the pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.fc(x))
+
+
+def _token_loss(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch.flatten())
+
+
+def pipeline(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """DeepSpeed's own pipeline: two stages of one rank each, four micro-batches, without and with Sentinel."""
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    import sentinel
+
+    said: dict[str, Any] = {}
+    for phase in ("bare", "watched"):
+        torch.manual_seed(0)
+        layers = [LayerSpec(nn.Embedding, 11, 12), *[LayerSpec(Residual)] * 3, LayerSpec(nn.Linear, 12, 11)]
+        model = PipelineModule(layers, num_stages=world, loss_fn=_token_loss, partition_method="uniform")
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.5)
+        job = Job(stage=1, accumulate=4)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=job.config())
+        first = num_collectives()
+        monitor = sentinel.attach_deepspeed(engine, EVERYTHING) if phase == "watched" else None
+        batches = iter([(tokens(n)[:1], tokens(n)[:1]) for n in range(4 * job.num_steps)])
+        losses, norms = [], []
+        for _ in range(job.num_steps):
+            losses.append(float(engine.train_batch(data_iter=batches)))
+            norms.append(float(engine.get_global_grad_norm()))
+        said[phase] = (losses, norms, weights(engine).double().sum().item(), num_collectives() - first)
+        if monitor is not None:
+            monitor.detach()
+    return said
+
+
 def evaluated(rank: int, world: int, folder: Path) -> dict[str, Any]:
     """Evaluation between micro-steps and between steps, with and without no_grad."""
     import sentinel
@@ -237,11 +331,15 @@ STORIES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "disabled": (disabled, ()),
     "twice": (twice, ()),
     **{f"overflow-{stage}-fp16": (overflowing, (stage, "fp16")) for stage in range(4)},
+    "compiled": (compiled, ()),
+    "anew": (anew, ()),
     "overflow-2-fp32": (overflowing, (2, "fp32")),
     **{f"resumed-{stage}": (resumed, (stage,)) for stage in (0, 2, 3)},
-    # Last: what broke leaves DeepSpeed's own state as it was then.
     "breaking-backward": (breaking, ("backward",)),
     "breaking-step": (breaking, ("step",)),
+    # Last: DeepSpeed keeps what it was told of autocast for ever, and the groups of a pipeline.
+    **{f"autocast-{stage}": (autocast, (stage,)) for stage in (0, 2)},
+    "pipeline": (pipeline, ()),
 }
 
 

@@ -21,7 +21,7 @@ from ..layouts.net import loss_of, tokens
 pytest.importorskip("deepspeed")
 
 from .deepspeed_ranks import EVERYTHING, JOBS, many, plain, run
-from .deepspeed_stories import POISONED, tell
+from .deepspeed_stories import POISONED, STORIES, tell
 
 pytestmark = pytest.mark.trainer
 
@@ -52,7 +52,7 @@ def truth_of(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, dict[str,
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every job of JOBS, trained bare, watched and for the truth, in one pair of processes: a folder each."""
     folder = tmp_path_factory.mktemp("jobs")
-    run(folder, WORLD, many, JOBS, ("bare", "watched", "truth"), timeout_s=280)
+    run(folder, WORLD, many, JOBS, ("bare", "watched", "truth"), timeout_s=400)
     return folder
 
 
@@ -60,7 +60,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every story, lived through in one pair of processes: a folder each."""
     folder = tmp_path_factory.mktemp("stories")
-    run(folder, WORLD, tell, timeout_s=280)
+    run(folder, WORLD, tell, tuple(STORIES)[:-1], timeout_s=400)
+    run(folder, WORLD, tell, tuple(STORIES)[-1:])
     return folder
 
 
@@ -103,7 +104,8 @@ def is_true(folder: Path, views: list[Any]) -> None:
 
 def are_like(views: list[Any], alone: list[Any], kinds: tuple[str, ...]) -> None:
     """Whether names and statistics are those of one plain process."""
-    for view, whole in zip(views, alone, strict=True):
+    assert views
+    for view, whole in zip(views, alone, strict=False):
         for kind in kinds:
             wrong = differences(statistics(view, kind), statistics(whole, kind))
             assert not wrong, "\n".join([f"{kind} of step {view.step}:", *wrong[:20], f"{len(wrong)} in all"])
@@ -135,7 +137,7 @@ def test_nothing_is_changed_and_no_collective_is_added(name: str, jobs: Path) ->
 def test_gradients_are_whole_reduced_unscaled_and_unclipped(name: str, jobs: Path) -> None:
     job, views = JOBS[name], heard(jobs / name)
 
-    assert [view.step for view in views] == [1, 2, 3]  # As DeepSpeed prints them: see the golden test.
+    assert [view.step for view in views] == list(range(1, job.num_steps + 1))  # As DeepSpeed prints them.
     if job.has_truth:
         is_true(jobs / name, views)
     for view, norm in zip(views, said_by(jobs / name, "watched")[0]["norms"], strict=True):
@@ -172,13 +174,13 @@ def test_the_black_box_has_its_borders_under_zero_3(jobs: Path, alone: list[Any]
     view = heard(jobs / "zero3-fp32")[0]
 
     assert {t.key: t.border for t in view.tensors} == {t.key: t.border for t in alone[0].tensors}
-    assert {t.border for t in view.tensors} == {"", "chunk_input", "block_input", "block_output", "chunk_output"}
+    assert {t.border for t in view.tensors} == {"", "block_input", "block_output", "chunk_output"}
 
 
 def test_micro_steps_are_counted(jobs: Path) -> None:
     for rank in range(WORLD):
         ends = Spoken(jobs / "zero2-accumulate-groups" / "run", rank).ends
-        assert [end.num_micro_steps for end in ends.values()] == [2, 2, 2]
+        assert [end.num_micro_steps for end in ends.values()] == [2, 2]
         assert Spoken(jobs / "zero2-fp32" / "run", rank).ends[1].num_micro_steps == 1
 
 
@@ -233,6 +235,55 @@ def test_a_skipped_step_is_a_step_and_keeps_its_bad_gradients(name: str, stories
         # The gradients of two scales are of one size.
         norms = [gradient_norm(view) for at, view in enumerate(views) if at != POISONED]
         assert max(norms) < 3 * min(norms)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_under_torchs_own_scaler_are_unscaled(stage: int, stories: Path, alone: list[Any]) -> None:
+    views = heard(stories / f"autocast-{stage}")
+
+    assert [(view.step, view.is_skipped) for view in views] == [(1, False), (2, True), (3, False)]
+    assert views[0].scalars["loss_scale"].mean == 65536.0
+    assert gradient_norm(views[0]) == pytest.approx(gradient_norm(alone[0]), rel=1e-2)
+    assert np.isnan(gradient_norm(views[1])) or gradient_norm(views[1]) > 0
+    for view in views:
+        assert bool(flags_of(view, "wgrad") & Flag.SKIPPED) == view.is_skipped
+        assert not flags_of(view, "wgrad") & Flag.POST_CLIP
+
+
+def test_a_pipeline_of_deepspeed_is_one_model(stories: Path) -> None:
+    views = heard(stories / "pipeline")
+    linear = ["4.weight", "4.bias", *[f"{n}.fc.{kind}" for n in (1, 2, 3) for kind in ("weight", "bias")]]
+
+    for said in said_by(stories / "pipeline", "said"):
+        assert said["watched"] == said["bare"]
+        losses, norms, _, collectives = said["watched"]
+        assert collectives > 0
+        for at, view in enumerate(views):
+            assert view.step == at + 1
+            assert view.scalars["loss"].mean == pytest.approx(losses[at], rel=1e-6)
+            assert gradient_norm(view) == pytest.approx(norms[at], rel=1e-5)
+            assert {t.name for t in view.tensors if t.kind == "wgrad"} == {"0.weight", *linear}
+            assert {t.depth for t in view.tensors} == {0, 1}
+    assert {end.num_micro_steps for end in Spoken(stories / "pipeline" / "run", 1).ends.values()} == {4}
+    assert len(views) == 3
+
+
+def test_a_model_compiled_after_attach_is_measured_without_its_modules(stories: Path, alone: list[Any]) -> None:
+    views = heard(stories / "compiled")
+
+    are_like(views, alone, ("wgrad", "param"))
+    assert [view.step for view in views] == [1, 2, 3]
+    for rank in range(WORLD):
+        assert {one.code for one in Spoken(stories / "compiled" / "run", rank).health} == {"blind_forward"}
+
+
+def test_a_new_engine_on_the_same_model_is_followed(stories: Path) -> None:
+    for rank, said in enumerate(said_by(stories / "anew", "said")):
+        assert said == {"is_alive": False, "is_new": True}
+        assert list(Spoken(stories / "anew" / "run", rank).ends) == [1]
+        second = Spoken(stories / "anew" / "second", rank)
+        assert list(second.ends) == [1]
+        assert second.of(1, "wgrad")
 
 
 def test_evaluation_in_the_loop_is_not_measured(stories: Path, alone: list[Any]) -> None:

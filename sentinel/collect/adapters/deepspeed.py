@@ -1,4 +1,4 @@
-"""DeepSpeed: `sentinel.attach_deepspeed(engine)` after `deepspeed.initialize`, ZeRO stages 0 to 3.
+"""DeepSpeed: `sentinel.attach_deepspeed(engine)` after `deepspeed.initialize`, ZeRO stages 0 to 3 and its pipelines.
 
 One method of the engine updates the model, whoever calls it (`engine.step` at an accumulation boundary, or a pipeline's
 schedule): before it gradients are reduced, and neither unscaled nor clipped; in it the step is counted. So it is wrapped, on
@@ -51,9 +51,13 @@ def attach_deepspeed(
         raise ConfigError(
             f"attach_deepspeed: expected the engine that deepspeed.initialize returns first, got {type(engine).__name__}"
         )
-    optimizer = engine.optimizer if isinstance(engine.optimizer, torch.optim.Optimizer) else None  # DeepSpeed's own are none
-    monitor = attach(engine.module, optimizer, config, place=_place(engine), first_step=int(engine.global_steps) + 1)
-    if isinstance(monitor, Monitor) and not isinstance(monitor.parameters.holding, DeepSpeedHolding):
+    monitor = _attach(engine, config)
+    holding = monitor.parameters.holding if isinstance(monitor, Monitor) else None
+    if isinstance(holding, DeepSpeedHolding) and not holding.is_of(engine.optimizer):
+        monitor.detach()  # The model has a new engine: the former monitor follows one that nobody steps.
+        monitor = _attach(engine, config)
+        holding = None
+    if isinstance(monitor, Monitor) and not isinstance(holding, DeepSpeedHolding):
         try:
             Followed(engine, monitor)
         except Exception as error:  # The trainer never dies for Sentinel: an engine that nobody foresaw trains unmeasured.
@@ -61,6 +65,16 @@ def attach_deepspeed(
             monitor.detach()
             return Unmeasured(f"{type(error).__name__}: {error}")
     return monitor
+
+
+def _attach(engine: Any, config: Any) -> Monitor | Unmeasured:
+    optimizer = engine.optimizer if isinstance(engine.optimizer, torch.optim.Optimizer) else None  # DeepSpeed's own are none
+    try:
+        place = _place(engine)
+    except Exception:  # Of another version, say: then torch is asked.
+        log.warning("sentinel: where DeepSpeed placed this rank is not known", exc_info=True)
+        place = None
+    return attach(engine.module, optimizer, config, place=place, first_step=int(engine.global_steps) + 1)
 
 
 class Followed:
@@ -144,8 +158,9 @@ class Followed:
         return loss
 
     def _before_backward(self) -> None:
-        self._monitor.noticed(loss_scale=self._engine.optimizer.loss_scale if self._engine.fp16_enabled() else None)
         self._note_scale()
+        if self._engine.fp16_enabled():
+            self._monitor.noticed(loss_scale=getattr(self._engine.optimizer, "loss_scale", None))
 
     def _note_scale(self) -> None:
         """Note what DeepSpeed multiplied the step's losses by; torch's own scalers are watched elsewhere."""
@@ -169,29 +184,39 @@ class Followed:
     def _around_update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._safely("before_update", self._before_update)
         result = original(*args, **kwargs)
+        self._safely("scalars", self._note_scalars)
         self._safely("after_update", self._after_update)
         return result
 
     def _before_update(self) -> None:
         monitor = self._monitor
-        self._note_scale()
-        if monitor.current_step != self._engine.global_steps + 1:
-            monitor.set_step(self._engine.global_steps + 1)  # Somebody counts for the engine.
         self._note_loss()
         try:
             self._holding.open()
+            # A model whose forward was never seen (compiled after attach) has its step begin here, which is said.
+            monitor.boundary.is_explicit = False
             monitor.gradients_ready()
         finally:
+            monitor.boundary.is_explicit = True
             self._holding.close()
+        self._note_scale()
+        monitor.recording.rows.is_read_early = True
+        if monitor.current_step != self._engine.global_steps + 1:
+            monitor.set_step(self._engine.global_steps + 1)  # Somebody counts for the engine.
+
+    def _note_scalars(self) -> None:
+        lrs = self._engine.get_lr()
+        self._monitor.noticed(lr=lrs[0] if lrs else None, grad_norm=self._engine.get_global_grad_norm())
 
     def _after_update(self) -> None:
         engine, monitor = self._engine, self._monitor
-        scaler = engine.torch_autocast_z0_gradscaler
-        lrs = engine.get_lr()
-        monitor.noticed(lr=lrs[0] if lrs else None, grad_norm=engine.get_global_grad_norm())
         # torch's own scaler leaves the optimizer alone without a word to DeepSpeed.
+        scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)
         is_skipped = None if scaler is not None else bool(getattr(engine.optimizer, "overflow", False))
-        monitor.boundary.finish(is_skipped=is_skipped)
+        if any(chunk.num_forwards for chunk in monitor.chunks):
+            monitor.boundary.finish(is_skipped=is_skipped)
+        else:
+            monitor.step(is_skipped=is_skipped)  # No forward will tell where the next one begins.
 
     def _note_loss(self) -> None:
         loss, self._loss = self._loss, None
@@ -211,9 +236,10 @@ class Followed:
             args, kwargs = bound.args, bound.kwargs
         except Exception as error:
             self._monitor.guard("save_checkpoint", error)
-        result = original(*args, **kwargs)
-        self._monitor.activity("train")
-        return result
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._monitor.activity("train")
 
     def _around_load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._monitor.activity("checkpoint")
@@ -242,7 +268,7 @@ def _place(engine: Any) -> Place | None:
         grid = engine.grid
         fields.update(pp_rank=int(grid.get_stage_id()), pp_size=int(grid.pipe_parallel_size))
         fields.update(dp_rank=int(grid.get_data_parallel_id()), dp_size=int(grid.data_parallel_size))
-        fields.update(tp_rank=int(grid.get_slice_parallel_rank()), tp_size=int(grid.slice_parallel_size))
+        fields.update(tp_rank=int(grid.get_slice_parallel_rank()), tp_size=int(grid.slice_parallel_size), schedule="1f1b")
     else:
         dp, tp, cp = int(engine.dp_world_size), int(engine.mp_world_size), int(engine.sequence_parallel_size)
         if tp * cp <= 1 or dp * tp * cp != world:
