@@ -193,6 +193,17 @@ def test_recomputed_forwards_are_counted_once(alone: tuple[Path, dict[str, dict[
                 assert not differences(statistics(ours, kind), statistics(truth, kind))
 
 
+def test_a_head_inside_the_loss_is_measured(alone: tuple[Path, dict[str, dict[str, Any]]]) -> None:
+    folder, _ = alone
+
+    for ours, truth in zip(heard(folder / "chunked"), heard(folder / "seen"), strict=True):
+        for kind in ("activation", "dgrad", "wgrad"):
+            expected = statistics(truth, kind)
+            assert any(key.startswith("lm_head") for key in expected)
+            assert not differences(statistics(ours, kind), expected)
+    assert Spoken(folder / "chunked", 0).of(3, "activation")["lm_head"]["count"] == 2 * 4 * 16 * 64
+
+
 def test_resume_goes_on_with_the_trainers_numbers(alone: tuple[Path, dict[str, dict[str, Any]]]) -> None:
     folder, results = alone
     resumed = Spoken(folder / "resumed", 0)

@@ -19,6 +19,7 @@ import msgspec
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchtitan.components.dataloader import DataloaderExhaustedError
+from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.trainer import Trainer
 
 from sentinel.collect import attach
@@ -89,6 +90,8 @@ class Following:
         self._wrap(trainer, "train_step", self._train_step)
         self._wrap(trainer, "forward_backward_step", self._forward_backward_step)
         self._wrap(trainer, "close", self._close)
+        if isinstance(getattr(trainer, "loss_fn", None), ChunkedLossWrapper):
+            self._wrap(trainer, "loss_fn", self._chunked_loss)
         checkpointer = getattr(trainer, "checkpointer", None)
         if getattr(checkpointer, "enable", False):
             self._keep_state(checkpointer)
@@ -152,6 +155,20 @@ class Following:
         except Exception as error:
             self._monitor.guard("forward_backward_step", error)
         return loss
+
+    def _chunked_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Measure the head: it runs inside this loss, chunk by chunk, when the model's own forward is over."""
+        monitor, chunk = self._monitor, self._monitor.chunks[-1]
+        chunk.in_forward = monitor.is_alive and chunk.root.training and torch.is_grad_enabled()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            try:
+                if chunk.in_forward:
+                    chunk.settle("")
+            except Exception as error:
+                monitor.guard("loss_fn", error)
+            chunk.in_forward = False
 
     def _begin(self) -> None:
         """Begin the step, as a forward would: in a CUDA graph no hook sees it, and nothing of ours may be captured."""
