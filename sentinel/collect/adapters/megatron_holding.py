@@ -124,8 +124,8 @@ class MegatronHolding:
         return self._held(param, tensor, stretch)
 
     def _stretch(self, param: torch.Tensor) -> tuple[int, int]:
-        # The last stage's copy of a tied embedding is cut elsewhere than the first stage's, which speaks for both.
-        return (0, 0) if getattr(param, "shared", False) else self._ranges.get(id(param), (0, 0))
+        # Megatron gives a tied embedding a bucket of its own: its copy on the last stage is cut at the same places.
+        return self._ranges.get(id(param), (0, 0))
 
     def _held(self, param: torch.Tensor, tensor: torch.Tensor, stretch: tuple[int, int] | None) -> Held:
         placements, cuts, shape = self._placed(param)
