@@ -24,7 +24,7 @@ def counting(num: int) -> list[dict[str, torch.Tensor]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps; default 60")
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps; default 40")
     parser.add_argument("--output", default="hf_trainer_output", help="folder of the Trainer's checkpoints")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
     arguments = parser.parse_args()
@@ -35,7 +35,7 @@ def main() -> None:
     )  # fmt: skip
     settings = TrainingArguments(
         output_dir=arguments.output, max_steps=arguments.steps, per_device_train_batch_size=4, learning_rate=3e-3,
-        gradient_accumulation_steps=2, logging_steps=5, save_steps=30, eval_strategy="steps", eval_steps=30, report_to=[],
+        gradient_accumulation_steps=2, logging_steps=5, save_steps=20, eval_strategy="steps", eval_steps=20, report_to=[],
         use_cpu=not torch.cuda.is_available(), disable_tqdm=True,
     )  # fmt: skip
     data = counting(512)

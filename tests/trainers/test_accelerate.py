@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -522,13 +523,13 @@ def test_step_in_which_the_loop_raises_is_on_disk_as_partial(tmp_path: Path) -> 
 
 
 def test_example_runs_under_sentinel_run(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
+    root, environment = Path(__file__).parents[2], {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "sentinel.cli", "run", "--dir", str(tmp_path), "--name", "example", "--"]
     example = str(root / "examples" / "accelerate_loop.py")
     command += [sys.executable, example, "--steps", "6", "--state", str(tmp_path / "s")]
 
     for _ in range(2):
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=environment)
         assert ended.returncode == 0, ended.stderr[-3000:]
 
     assert steps(tmp_path / "example") == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -386,11 +387,11 @@ def test_compiled_model_is_measured_at_its_outer_borders(run: Path, tmp_path: Pa
 
 
 def test_example_runs_under_sentinel_run(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
+    root, environment = Path(__file__).parents[2], {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "sentinel.cli", "run", "--dir", str(tmp_path), "--name", "example", "--"]
     command += [sys.executable, str(root / "examples" / "hf_trainer.py"), "--steps", "12", "--output", str(tmp_path / "out")]
 
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=environment)
 
     assert ended.returncode == 0, ended.stderr[-3000:]
     said = Said(tmp_path / "example")

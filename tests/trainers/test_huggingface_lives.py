@@ -258,6 +258,21 @@ def test_loop_begun_anew_with_a_smaller_batch_is_a_new_attempt(run: Path, tmp_pa
     assert first.byes[0].reason == "exception" and second.byes[0].reason == "detached"
 
 
+@pytest.mark.parametrize("broken", ["_config", "_end"])
+def test_failing_attach_or_detach_does_not_reach_the_trainer(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    callback = sentinel.HuggingFaceCallback()
+    monkeypatch.setattr(callback, broken, lambda *args: 1 / 0)
+    trainer = make(tmp_path, callback, max_steps=2)
+
+    with caplog.at_level("WARNING", logger="sentinel"):
+        trainer.train()
+
+    assert len(logged(trainer)) == 2 and callback.monitor is None
+    assert "attach failed" in caplog.text
+
+
 def test_failing_hook_of_ours_does_not_reach_the_trainer(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,14 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach: model and optimizer are prepared, wrapped and loaded by now."""
+        try:
+            self._attach(args, state, **kwargs)
+        except ConfigError:
+            raise
+        except Exception:  # The trainer never dies for Sentinel.
+            log.warning("sentinel: attach failed", exc_info=True)
+
+    def _attach(self, args: Any, state: Any, **kwargs: Any) -> None:
         self._end("exception")  # `auto_find_batch_size` begins anew after a loop that raised.
         trainer = self._trainer()
         if trainer is not None and self._is_second(trainer):
@@ -168,7 +176,7 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Detach."""
-        self._end("detached")
+        self.train_left("detached")
 
     # -- the Trainer's checkpoint ------------------------------------------------------------------------------------
 
@@ -231,8 +239,11 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         self._finish(monitor)
 
     def train_left(self, reason: str) -> None:
-        """`train()` returned or raised: end what `on_train_end` has not."""
-        self._end(reason)
+        """`train()` is over, returned or raised: end what is not ended yet."""
+        try:
+            self._end(reason)
+        except Exception:  # Nothing of ours may stand before what the Trainer itself raised.
+            log.warning("sentinel: detach failed", exc_info=True)
 
     def _end(self, reason: str) -> None:
         """End this life; a step that was not over is sent as partial."""
@@ -265,10 +276,10 @@ def _watch_train() -> None:
             reason = "detached"
             return result
         finally:
+            _training.remove(trainer)
             for callback in trainer.callback_handler.callbacks:
                 if isinstance(callback, HuggingFaceCallback):
                     callback.train_left(reason)
-            _training.remove(trainer)
 
     train.is_watched_by_sentinel = True  # type: ignore[attr-defined]
     Trainer.train = train
