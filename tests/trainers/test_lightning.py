@@ -20,7 +20,8 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import sentinel
 from sentinel.ingest.merge import StepView
@@ -488,9 +489,9 @@ def test_lbfgs_takes_the_gradient_of_its_first_evaluation(tmp_path: Path, run: P
 
 
 def test_resume_goes_on_counting_from_lightnings_own_checkpoint(tmp_path: Path, run: Path) -> None:  # noqa: F811
-    checkpoint = pl.callbacks.ModelCheckpoint(tmp_path / "kept", save_top_k=-1, every_n_train_steps=2)
+    keeps = pl.callbacks.ModelCheckpoint(tmp_path / "kept", save_top_k=-1, every_n_train_steps=2)
     settings: dict[str, Any] = {"enable_checkpointing": True, "accumulate_grad_batches": 2}
-    trainer(tmp_path / "a", sentinel.LightningCallback(), checkpoint, **settings).fit(Lit(), data(8))
+    trainer(tmp_path / "a", sentinel.LightningCallback(), keeps, **settings).fit(Lit(), data(8))
     path = next(one for one in (tmp_path / "kept").iterdir() if "step=2" in one.name)
     again = trainer(tmp_path / "b", sentinel.LightningCallback(), **{**settings, "enable_checkpointing": False})
     again.fit(Lit(), data(8), ckpt_path=path, weights_only=False)
@@ -704,6 +705,88 @@ def test_a_compiled_module_trains_as_without_us(tmp_path: Path, run: Path) -> No
     assert [(end.step, end.num_micro_steps) for end in said.ends] == [(step, 1) for step in range(4)]
     assert [len(said.of(step, "wgrad")) for step in range(4)] == [6] * 4
     assert [len(said.of(step, "activation", "")) for step in range(4)] == [1] * 4
+
+
+class Endless(IterableDataset):
+    """11 batches of 2, and nobody knows."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        made = torch.Generator().manual_seed(3)
+        for _ in range(22):
+            inputs = torch.randn(8, generator=made)
+            yield inputs, inputs.sum(0, keepdim=True)
+
+
+class EndsItsEpoch(Lit):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 else None
+
+
+class StepsEverySecondBatch(Lit):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+class ClosesByHand(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = self.loss_of(batch)
+            self.manual_backward(loss)
+            self.log("train_loss", loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+class Recomputes(Lit):
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        inner = checkpoint(self.encoder, batch[0], use_reentrant=False)
+        return nn.functional.mse_loss(self.head(inner), batch[1])
+
+
+UNUSUAL: dict[str, tuple[Any, Any, dict[str, Any], list[int], list[int]]] = {
+    "no length, accumulated": (
+        Lit, DataLoader(Endless(), batch_size=2), {"accumulate_grad_batches": 4, "max_epochs": 2}, [4, 4, 3] * 2, [],
+    ),
+    "max_steps": (Lit, data(10), {"accumulate_grad_batches": 2, "max_steps": 3, "max_epochs": -1}, [2] * 3, []),
+    "limits": (
+        Lit, data(10), {"limit_train_batches": 7, "val_check_interval": 3, "check_val_every_n_epoch": None, "max_epochs": 2},
+        [1] * 14, [],
+    ),
+    "an epoch ended by the user": (EndsItsEpoch, data(5), {"max_epochs": 2}, [1] * 4, []),
+    "own optimizer_step": (StepsEverySecondBatch, data(6), {}, [1] * 6, [1, 3, 5]),
+    "manual closure": (ClosesByHand, data(4), {}, [1] * 4, []),
+    "recomputed": (Recomputes, data(3), {"detect_anomaly": True}, [1] * 3, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_unusual_settings_are_counted_as_loggers_count(tmp_path: Path, run: Path, case: str) -> None:  # noqa: F811
+    model, batches, settings, micro_steps, skipped = UNUSUAL[case]
+
+    trainer(tmp_path, sentinel.LightningCallback(EVERYTHING), **settings).fit(model(), batches, data(2))
+
+    said = Said(run)
+    assert [end.step for end in said.ends] == list(range(len(micro_steps))) == list(logged(tmp_path))
+    assert [end.num_micro_steps for end in said.ends] == micro_steps
+    assert [end.step for end in said.ends if end.is_skipped] == skipped
+    assert all(len(said.of(end.step, "wgrad")) == 6 for end in said.ends)
+    assert not said.health
+
+
+def test_weights_averaged_at_the_end_are_nobodys_step(tmp_path: Path, run: Path) -> None:  # noqa: F811
+    averaging = pl.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)
+    trainer(tmp_path, sentinel.LightningCallback(), averaging, max_epochs=3).fit(Lit(), data(4))
+
+    said = Said(run)
+    assert [end.step for end in said.ends] == list(range(12)) == list(logged(tmp_path))
+    assert not any(end.is_skipped for end in said.ends)
 
 
 # -- both packages, ranks, the example -------------------------------------------------------------------------------
