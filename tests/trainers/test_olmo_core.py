@@ -30,6 +30,7 @@ from ..ingest.daemon import Ears
 pytest.importorskip("olmo_core")
 from olmo_core.config import DType
 from olmo_core.optim import AdamWConfig, SkipStepAdamWConfig
+from olmo_core.train import Duration
 from olmo_core.train.callbacks import Callback, CheckpointerCallback, ConfigSaverCallback
 from olmo_core.train.common import LoadStrategy, StepSkipRange
 from olmo_core.train.train_module.transformer.config import (
@@ -370,6 +371,17 @@ def test_without_a_scheduler_the_learning_rate_is_the_optimizers(tmp_path: Path,
     build(tmp_path, sentinel.OlmoCoreCallback(), module={"scheduler": None, "optim": AdamWConfig(lr=0.125)}).fit()
 
     assert [end.scalars["lr"] for end in Said(run).ends] == [0.125] * NUM_STEPS
+
+
+def test_a_further_fit_goes_on_in_the_same_run(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.delenv("SENTINEL_RUN")
+    trainer = build(tmp_path / "trained", sentinel.OlmoCoreCallback(), steps=2)
+    trainer.fit()
+    trainer.max_duration = Duration.steps(4)
+    trainer.fit()
+
+    (directory,) = (one for one in tmp_path.iterdir() if (one / "spool").is_dir())
+    assert sorted(end.step for end in Said(directory).ends) == [1, 2, 3, 4]
 
 
 # -- ranks and the example -------------------------------------------------------------------------------------------
