@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import multiprocessing.util
 import os
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -33,7 +29,8 @@ from sentinel.collect.orders import Orders
 from sentinel.collect.pipelining import PipelineWatch
 from sentinel.collect.plan import Plan, parse_kinds
 from sentinel.collect.recording import Recording, describe_error
-from sentinel.collect.scalars import Scalars, on_its_way, resolver
+from sentinel.collect.running_step import RunningStep
+from sentinel.collect.scalars import Scalars
 from sentinel.collect.sites import Sites
 from sentinel.collect.structure import read_structure, unwrap
 from sentinel.collect.taps import Chunk
@@ -41,12 +38,12 @@ from sentinel.collect.tensors import TensorTable
 from sentinel.collect.topology import Topology
 from sentinel.collect.waiting import WaitClock
 from sentinel.command import ANY_ATTEMPT
-from sentinel.messages import Ack, Descriptor, EndStep, Heartbeat
+from sentinel.messages import Ack, Descriptor, Heartbeat
 from sentinel.monitor_config import ConfigSource
 from sentinel.place import Place
 from sentinel.record import Flag, Kind
 from sentinel.version import VERSION
-from sentinel.wire.handover import Handover, StepBatch
+from sentinel.wire.handover import Handover
 
 log = logging.getLogger("sentinel")
 
@@ -79,17 +76,12 @@ class Monitor:
         self._first_step = first_step
         self._pid = os.getpid()
         self._activity = "init"
-        self._activities: list[str] = []
         """Told since the last step ended, train left out."""
-        self._begun = False
         self._begun_steps = 0
         self.ended_steps = 0
         self._is_seen = False
         self._scalars = Scalars()
-        self._due: dict[str, int] = {}
-        self._leaf_handles: list[RemovableHandle] = []
         self._graph_task = -1
-        self._begun_at = time.perf_counter()
         self._mark = (0, 0)
         self._epoch = 0
         self._problems: set[str] = set()
@@ -114,6 +106,7 @@ class Monitor:
         self.boundary = Boundary(self._gradients.ready, self._gradients.doomed, self.guard, self._optimizer_stepped)
         self._pipeline_watch = PipelineWatch(self._stage_seen, self._gradients.rewritten)
         self._loss_scale = LossScale(self._gradients.rewritten, self.guard)
+        self._running = RunningStep(self.recording, self._scalars, self._loss_scale, self._waits)
         self.chunks: list[Chunk] = []
         self.on_end: list[Callable[[], None]] = []
         """Called once when this life ends: an adapter takes off what it put on its trainer."""
@@ -242,7 +235,7 @@ class Monitor:
         For a trainer that is about to end with an exception.
         """
         try:
-            if self.is_alive and self._begun:
+            if self.is_alive and self._running.is_begun:
                 self._end_step(is_partial=not self.boundary.is_over)
             return self._handover.flush(timeout_s)
         except Exception as error:
@@ -281,8 +274,7 @@ class Monitor:
             self.recording.tell("unknown_activity", f"activity {name!r} is none of {', '.join(ACTIVITIES)}", name)
             return
         self._activity = name
-        if name != "train" and name not in self._activities:
-            self._activities.append(name)
+        self._running.note_activity(name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed trainer needs: the number of the next step."""
@@ -307,7 +299,7 @@ class Monitor:
             self.boundary.skip()
         if self.boundary.is_over:
             self._end_step()
-        if not self._begun:
+        if not self._running.is_begun:
             self._begin_step()
         self._is_seen = True
         share = self._grad_acc_steps is not None and chunk.num_forwards and not chunk.had_backward
@@ -336,7 +328,7 @@ class Monitor:
 
     def keep_until_step_ends(self, handle: RemovableHandle) -> None:
         """A hook on a leaf that must not outlive the step, whether it fires or not."""
-        self._leaf_handles.append(handle)
+        self._running.keep(handle)
 
     def guard(self, site: str, error: Exception) -> None:
         """The one place where an exception of a hook ends: counted, logged once per site, shipped."""
@@ -345,20 +337,19 @@ class Monitor:
             self.recording.at.flags |= Flag.DEGRADED
 
     def _wants_gradients(self) -> bool:
-        return self.is_alive and self._begun and self.sites.is_due and self.plan.takes(Kind.WGRAD)
+        return self.is_alive and self._running.is_begun and self.sites.is_due and self.plan.takes(Kind.WGRAD)
 
     def _optimizer_stepped(self, optimizer: Any) -> None:
-        if self.is_alive and self._begun and self.sites.is_due:
-            for kind, count in self._state.read(optimizer).items():
-                self._due[kind] = self._due.get(kind, 0) + count
+        if self.is_alive and self._running.is_begun and self.sites.is_due:
+            self._running.count(self._state.read(optimizer))
 
     def _step_without_forward(self) -> None:
         """An optimizer steps although no forward was seen: the hooks are compiled away, or on another copy."""
         if self._is_seen or self.is_paused or not self.is_alive:
             return
-        if self._begun and self.boundary.is_over:
+        if self._running.is_begun and self.boundary.is_over:
             self._end_step()
-        if not self._begun:
+        if not self._running.is_begun:
             self._begin_step()
             self.recording.tell(
                 "blind_forward",
@@ -382,9 +373,8 @@ class Monitor:
         if self._begun_steps == 0:
             # Pipelines, schedules and meshes exist by the first forward, if ever.
             self._locate()
-        self._begun = True
+        self._running.begin()
         self._activity = "train"
-        self._begun_at = time.perf_counter()
         has_changed = self._apply_orders()
         self.parameters.begin_step()
         self._state.begin_step()
@@ -394,7 +384,7 @@ class Monitor:
             if self.plan.takes(Kind.PARAM):
                 entries, tensors = self.parameters.measurable(self.parameters.all)
                 self.recording.observe_all(entries, tensors, [0] * len(entries))
-                self._due["param"] = len(entries)
+                self._running.count({"param": len(entries)})
         self._begun_steps += 1
 
     def _apply_orders(self) -> bool:
@@ -409,69 +399,23 @@ class Monitor:
 
     def _end_step(self, *, is_partial: bool = False, is_skipped: bool | torch.Tensor | None = None) -> None:
         """Hand the step over to the writer and begin counting the next."""
-        if not self._begun and not self._scalars:
+        if self._running.is_empty:
             return
-        recording = self.recording
-        for handle in self._leaf_handles:
-            handle.remove()
-        self._leaf_handles = []
-        was_skipped = None
-        if isinstance(is_skipped, torch.Tensor):
-            was_skipped = on_its_way("is_skipped", is_skipped.detach())
-            is_skipped = False
-        elif is_skipped is None:
+        was_skipped = is_skipped if isinstance(is_skipped, torch.Tensor) else None
+        if is_skipped is None:
             is_skipped = self.boundary.was_skipped and any(chunk.num_forwards for chunk in self.chunks)
-            if self.boundary.found_inf is not None:
-                was_skipped = on_its_way("is_skipped", self.boundary.found_inf)
-        is_skipped &= not is_partial
-        rows = recording.rows
-        if is_skipped:
-            rows.array["flags"][: rows.num_rows] |= np.uint16(Flag.SKIPPED)
-        self._due["wgrad"] = len(self.parameters.read)
-        scale, is_scaled = self._loss_scale.take()
-        if scale is not None:
-            self._scalars.note_default("loss_scale", scale)
-        scalars = self._scalars.take()
-        num_calls, num_folded = recording.call_id, recording.num_folded
-        now = time.perf_counter()
-        end = EndStep(
-            step=self.current_step,
-            num_rows=rows.num_rows,
-            num_calls=num_calls,
-            num_micro_steps=max((chunk.num_forwards for chunk in self.chunks), default=0),
-            is_skipped=is_skipped,
-            is_partial=is_partial,
-            num_folded_rows=num_folded,
-            step_time_s=now - self._begun_at,
-            due=dict(self._due),
-            wait_s=self._waits.take(),
-            activities=tuple(self._activities),
-        )
-        self._activities.clear()
+            was_skipped = self.boundary.found_inf
+        self._running.due["wgrad"] = len(self.parameters.read)
         descriptor = self._descriptor() if self._table.is_changed else None
         self._table.is_changed = False
-        full = recording.swap()
-        if full is None:
-            self._handover.count_dropped(end.num_rows)
-            if descriptor is not None:
-                self._handover.post(descriptor)
-            self._handover.post(msgspec.structs.replace(end, num_rows=0))  # The rank has spoken: nobody waits for it.
-            recording.tell("rows_dropped", f"step {end.step}: every row buffer is still on its way to the spool")
-        else:
-            full.take_scale(scale, wgrads_are_scaled=is_scaled)
-            full.begin_copy()
-            self._handover.submit(
-                StepBatch(
-                    step=end.step, rows=full.array, num_rows=full.num_rows, end_step=end,
-                    per_micro_step=self.plan.per_micro_step, descriptor=descriptor, prepare=resolver(full, scalars),
-                    health=recording.take_health(), release=functools.partial(recording.give_back, full),
-                    was_skipped=was_skipped,
-                )
-            )  # fmt: skip
+        self._running.hand_over(
+            self._handover, self.current_step,
+            is_skipped=isinstance(is_skipped, bool) and is_skipped and not is_partial, was_skipped=was_skipped,
+            is_partial=is_partial, num_micro_steps=max((chunk.num_forwards for chunk in self.chunks), default=0),
+            per_micro_step=self.plan.per_micro_step, descriptor=descriptor,
+        )  # fmt: skip
         for chunk in self.chunks:
             chunk.num_forwards, chunk.had_backward = 0, False
-        self._due = {}
-        self._begun = False
         self.boundary.close()
         self.current_step += 1
         self.ended_steps += 1
@@ -527,7 +471,7 @@ class Monitor:
         if not self.is_alive:
             return
         try:
-            if self._begun:
+            if self._running.is_begun:
                 self._end_step(is_partial=not self.boundary.is_over)
         except Exception as error:
             self.guard("close", error)

@@ -9,18 +9,19 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from sentinel.collect.aliases import Aliases
+from sentinel.collect.gradient_taps import BackwardMark, GradientTap, SummandTap
 from sentinel.collect.inert import Inert
 from sentinel.collect.nesting import tensors_in
 from sentinel.collect.pipelining import in_inference
 from sentinel.collect.placements import arrived, is_async, local_of
-from sentinel.collect.sites import Sites
+from sentinel.collect.recorder import Recorder
 from sentinel.collect.structure import Border, Structure
 from sentinel.collect.tensor_parallel import LocalTensors
 from sentinel.collect.tensors import Entry
@@ -39,30 +40,6 @@ def in_backward() -> bool:
 
 SITE_GAP = 64
 """Distance of two neighbouring sites in `site_pos`: room for sites that are seen first in a later forward."""
-
-
-class Recorder(Protocol):
-    """What taps need of the monitor."""
-
-    is_alive: bool
-    is_paused: bool
-    ended_steps: int
-    sites: Sites
-
-    def before_forward(self, chunk: Chunk) -> None:
-        """A training forward of a chunk begins: the one place where a step may end."""
-
-    def after_forward(self, chunk: Chunk) -> None: ...
-
-    def forward_failed(self, chunk: Chunk) -> None: ...
-
-    def after_backward_hook(self, chunk: Chunk) -> None:
-        """A gradient arrived: a backward runs."""
-
-    def keep_until_step_ends(self, handle: RemovableHandle) -> None: ...
-
-    def guard(self, site: str, error: Exception) -> None:
-        """Count and tell an exception that stops here."""
 
 
 class Chunk:
@@ -510,83 +487,3 @@ class ModuleTap:
         if grad is not None and grad.border_index < border.index:
             grad.border, grad.border_index = border.label, border.index
             grad.flags |= Flag.BORDER
-
-
-class GradientTap:
-    """A tensor hook that measures one gradient, once, under the micro-step of its own forward."""
-
-    __slots__ = ("chunk", "entry", "handle", "is_done", "micro_step", "step")
-
-    def __init__(self, chunk: Chunk, entry: Entry, micro_step: int) -> None:
-        self.chunk = chunk
-        self.entry = entry
-        self.micro_step = micro_step
-        self.step = chunk.recorder.ended_steps  # Its number may be changed while it runs.
-        self.handle: RemovableHandle | None = None
-        self.is_done = False
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        recorder = self.chunk.recorder
-        if self.is_done or not recorder.is_alive:
-            return
-        self.is_done = True  # Zero-bubble schedules walk the graph twice.
-        try:
-            if self.handle is not None:
-                self.handle.remove()
-            is_due = self.step == recorder.ended_steps and not in_inference()
-            if is_due and not self.chunk.is_answered(self.entry, self.micro_step):
-                self.chunk.backward_micro_step = self.micro_step
-                if hasattr(gradient, "placements"):  # A gradient may be partial where its tensor was not.
-                    recorder.sites.describe(self.entry, gradient)
-                recorder.sites.observe(self.entry, arrived(gradient), self.micro_step)
-                recorder.after_backward_hook(self.chunk)
-        except Exception as error:
-            recorder.guard(self.entry.name, error)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GradientTap:
-        return self
-
-
-class SummandTap(GradientTap):
-    """A tensor hook that measures a gradient only while it is still one rank's summand.
-
-    On the way back through a DTensor made of a tensor that all ranks hold alike, the gradient is a sum over the ranks that
-    is formed only then: behind it a NaN is everybody's, here it is its maker's.
-    """
-
-    __slots__ = ("name", "source")
-
-    def __init__(self, chunk: Chunk, source: Entry, name: str) -> None:
-        super().__init__(chunk, source, chunk.micro_step)
-        self.source = source
-        self.name = name
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        if self.is_done or not any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
-            return
-        try:
-            self.entry = self.chunk.recorder.sites.entry(self.chunk.vpp_stage, self.name, Kind.DGRAD_IN, gradient)
-            self.entry.site_pos = self.source.site_pos
-        except Exception as error:
-            self.chunk.recorder.guard(self.name, error)
-            return
-        super().__call__(gradient)
-
-
-class BackwardMark:
-    """A tensor hook on a chunk's output that only tells that a backward runs, and of which micro-step."""
-
-    __slots__ = ("chunk", "micro_step")
-
-    def __init__(self, chunk: Chunk, micro_step: int) -> None:
-        self.chunk = chunk
-        self.micro_step = micro_step
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        recorder = self.chunk.recorder
-        try:
-            if recorder.is_alive and not in_inference():
-                self.chunk.backward_micro_step = self.micro_step
-                recorder.after_backward_hook(self.chunk)
-        except Exception as error:
-            recorder.guard("", error)

@@ -1,0 +1,96 @@
+"""Hooks on tensors: a gradient on its way back becomes a row, under the micro-step of its own forward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from sentinel.collect.pipelining import in_inference
+from sentinel.collect.placements import arrived
+from sentinel.collect.tensors import Entry
+from sentinel.record import Kind
+
+if TYPE_CHECKING:
+    from sentinel.collect.taps import Chunk
+
+
+class GradientTap:
+    """A tensor hook that measures one gradient, once, under the micro-step of its own forward."""
+
+    __slots__ = ("chunk", "entry", "handle", "is_done", "micro_step", "step")
+
+    def __init__(self, chunk: Chunk, entry: Entry, micro_step: int) -> None:
+        self.chunk = chunk
+        self.entry = entry
+        self.micro_step = micro_step
+        self.step = chunk.recorder.ended_steps  # Its number may be changed while it runs.
+        self.handle: RemovableHandle | None = None
+        self.is_done = False
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        recorder = self.chunk.recorder
+        if self.is_done or not recorder.is_alive:
+            return
+        self.is_done = True  # Zero-bubble schedules walk the graph twice.
+        try:
+            if self.handle is not None:
+                self.handle.remove()
+            is_due = self.step == recorder.ended_steps and not in_inference()
+            if is_due and not self.chunk.is_answered(self.entry, self.micro_step):
+                self.chunk.backward_micro_step = self.micro_step
+                if hasattr(gradient, "placements"):  # A gradient may be partial where its tensor was not.
+                    recorder.sites.describe(self.entry, gradient)
+                recorder.sites.observe(self.entry, arrived(gradient), self.micro_step)
+                recorder.after_backward_hook(self.chunk)
+        except Exception as error:
+            recorder.guard(self.entry.name, error)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientTap:
+        return self
+
+
+class SummandTap(GradientTap):
+    """A tensor hook that measures a gradient only while it is still one rank's summand.
+
+    On the way back through a DTensor made of a tensor that all ranks hold alike, the gradient is a sum over the ranks that
+    is formed only then: behind it a NaN is everybody's, here it is its maker's.
+    """
+
+    __slots__ = ("name", "source")
+
+    def __init__(self, chunk: Chunk, source: Entry, name: str) -> None:
+        super().__init__(chunk, source, chunk.micro_step)
+        self.source = source
+        self.name = name
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        if self.is_done or not any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
+            return
+        try:
+            self.entry = self.chunk.recorder.sites.entry(self.chunk.vpp_stage, self.name, Kind.DGRAD_IN, gradient)
+            self.entry.site_pos = self.source.site_pos
+        except Exception as error:
+            self.chunk.recorder.guard(self.name, error)
+            return
+        super().__call__(gradient)
+
+
+class BackwardMark:
+    """A tensor hook on a chunk's output that only tells that a backward runs, and of which micro-step."""
+
+    __slots__ = ("chunk", "micro_step")
+
+    def __init__(self, chunk: Chunk, micro_step: int) -> None:
+        self.chunk = chunk
+        self.micro_step = micro_step
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        recorder = self.chunk.recorder
+        try:
+            if recorder.is_alive and not in_inference():
+                self.chunk.backward_micro_step = self.micro_step
+                recorder.after_backward_hook(self.chunk)
+        except Exception as error:
+            recorder.guard("", error)

@@ -1,0 +1,119 @@
+"""The step that runs: what is due in it, and how it is handed over to the writer when it ends."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import msgspec
+import numpy as np
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from sentinel.collect.loss_scale import LossScale
+from sentinel.collect.recording import Recording
+from sentinel.collect.scalars import Scalars, on_its_way, resolver
+from sentinel.collect.waiting import WaitClock
+from sentinel.messages import Descriptor, EndStep
+from sentinel.record import Flag
+from sentinel.wire.handover import Handover, StepBatch
+
+
+class RunningStep:
+    """Begun by the first training forward, or an optimizer that steps without one; ended by the boundary."""
+
+    def __init__(self, recording: Recording, scalars: Scalars, loss_scale: LossScale, waits: WaitClock) -> None:
+        self.is_begun = False
+        self.due: dict[str, int] = {}
+        """Kind to the number of tensors measured."""
+        self._recording = recording
+        self._scalars = scalars
+        self._loss_scale = loss_scale
+        self._waits = waits
+        self._began_at = time.perf_counter()
+        self._leaf_handles: list[RemovableHandle] = []
+        self._activities: list[str] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to hand over: no forward, and nothing logged."""
+        return not self.is_begun and not self._scalars
+
+    def begin(self) -> None:
+        """The step's first forward begins."""
+        self.is_begun = True
+        self._began_at = time.perf_counter()
+
+    def count(self, due: dict[str, int]) -> None:
+        """Take note of tensors measured: kind to number."""
+        for kind, number in due.items():
+            self.due[kind] = self.due.get(kind, 0) + number
+
+    def keep(self, handle: RemovableHandle) -> None:
+        """A hook on a leaf that must not outlive the step, whether it fires or not."""
+        self._leaf_handles.append(handle)
+
+    def note_activity(self, name: str) -> None:
+        """The trainer did something else than train within this step."""
+        if name != "train" and name not in self._activities:
+            self._activities.append(name)
+
+    def hand_over(
+        self,
+        handover: Handover,
+        step: int,
+        *,
+        is_skipped: bool,
+        was_skipped: torch.Tensor | None,
+        is_partial: bool,
+        num_micro_steps: int,
+        per_micro_step: bool,
+        descriptor: Descriptor | None,
+    ) -> None:
+        """Give rows, scalars and the end of the step to the writer, and begin with nothing. Does not wait.
+
+        was_skipped: 0-dim, on any device: above 0, the optimizer skipped the step by itself; the writer looks.
+        """
+        recording = self._recording
+        for handle in self._leaf_handles:
+            handle.remove()
+        self._leaf_handles = []
+        rows = recording.rows
+        if is_skipped:
+            rows.array["flags"][: rows.num_rows] |= np.uint16(Flag.SKIPPED)
+        scale, is_scaled = self._loss_scale.take()
+        if scale is not None:
+            self._scalars.note_default("loss_scale", scale)
+        scalars = self._scalars.take()
+        end = EndStep(
+            step=step,
+            num_rows=rows.num_rows,
+            num_calls=recording.call_id,
+            num_micro_steps=num_micro_steps,
+            is_skipped=is_skipped,
+            is_partial=is_partial,
+            num_folded_rows=recording.num_folded,
+            step_time_s=time.perf_counter() - self._began_at,
+            due=self.due,
+            wait_s=self._waits.take(),
+            activities=tuple(self._activities),
+        )
+        self.is_begun, self.due, self._activities = False, {}, []
+        full = recording.swap()
+        if full is None:
+            handover.count_dropped(end.num_rows)
+            if descriptor is not None:
+                handover.post(descriptor)
+            handover.post(msgspec.structs.replace(end, num_rows=0))  # The rank has spoken: nobody waits for it.
+            recording.tell("rows_dropped", f"step {end.step}: every row buffer is still on its way to the spool")
+            return
+        full.take_scale(scale, wgrads_are_scaled=is_scaled)
+        full.begin_copy()
+        handover.submit(
+            StepBatch(
+                step=step, rows=full.array, num_rows=full.num_rows, end_step=end, per_micro_step=per_micro_step,
+                descriptor=descriptor, prepare=resolver(full, scalars), health=recording.take_health(),
+                release=functools.partial(recording.give_back, full),
+                was_skipped=None if was_skipped is None else on_its_way("is_skipped", was_skipped.detach()),
+            )
+        )  # fmt: skip
