@@ -157,6 +157,14 @@ class Commanding:
             self.keep()
             return {"command": msgspec.to_builtins(command)}
 
+    def describe(self) -> dict[str, Any]:
+        """Return the config in use and the newest commands, for the API."""
+        commands = [
+            {"state": one.state, "source": one.source, "reason": one.reason, "command": msgspec.to_builtins(one.command)}
+            for one in self.statuses()[-20:]
+        ]
+        return {"config": self.config(), "commands": commands}
+
     def statuses(self) -> list[CommandStatus]:
         """Return all commands that are remembered, in order of their numbers."""
         with self._mutex:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,7 +13,9 @@ from sentinel.anomaly import Anomaly, Incident
 from sentinel.report.metrics import NormAggregate, RunMetrics
 
 if TYPE_CHECKING:
+    from sentinel.ingest.follow import RunFollower
     from sentinel.ingest.merge import Layout, StepView
+    from sentinel.ingest.steps import StepAssembler
 
 RECENT_POINTS = 2000
 """Newest values kept of each scalar, for the page and the API (chosen)."""
@@ -146,6 +148,39 @@ class RunGauges:
         """Show which incidents are open."""
         self.metrics.open_incidents = dict(Counter(one.severity.value for one in incidents))
 
+    def hear(self, follower: RunFollower, assembler: StepAssembler) -> None:
+        """Take note of what the spool brought: frames, ranks, the newest step."""
+        metrics = self.metrics
+        metrics.newest_step = assembler.newest_step if assembler.newest_step >= 0 else None
+        newest = max((life.last_wall_ns for life in follower.lives.values()), default=0)
+        metrics.last_record_time = newest / 1e9 if newest else None
+        places = [life.descriptor.place for life in follower.lives.values() if life.descriptor is not None]
+        metrics.ranks = {"expected": places[-1].world_size if places else 0, "live": 0, "late": len(self.late), "stale": 0}
+        metrics.num_frames = sum(life.num_frames for life in follower.lives.values())
+        metrics.num_frames_duplicate = follower.num_duplicates
+        metrics.num_frames_missing = follower.num_lost
+        metrics.num_rows_late = assembler.num_late_rows_total
+        metrics.frame_faults = {
+            "torn": follower.num_torn, "corrupt": follower.num_corrupt + follower.num_undecodable,
+            "foreign": follower.num_foreign,
+        }  # fmt: skip
+
     def recent(self, name: str | None) -> list[tuple[str, list[tuple[int, int, float]]]]:
         """Return (scalar, [(attempt, step, value)]) oldest first; of all scalars when `name` is None."""
         return [(one, list(points)) for one, points in list(self._recent.items()) if name in (None, one)]
+
+
+def standing_of(metrics: RunMetrics) -> dict[str, Any]:
+    """Return where a run stands, for the API."""
+    return {
+        "attempt": metrics.attempt,
+        "newest_step": metrics.newest_step,
+        "judged_step": metrics.judged_step,
+        "ranks": dict(metrics.ranks),
+        "scalars": dict(metrics.scalars),
+        "step_time_s": metrics.step_time_s,
+        "last_record_time": metrics.last_record_time,
+        "open_incidents": dict(metrics.open_incidents),
+        "num_steps_judged": metrics.num_steps_judged,
+        "is_monitoring": metrics.is_monitoring,
+    }

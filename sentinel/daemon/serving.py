@@ -24,7 +24,7 @@ from sentinel.command import ANY_ATTEMPT
 from sentinel.control.edits import ConfigInUse
 from sentinel.daemon.commanding import Commanding
 from sentinel.daemon.config import DaemonConfig
-from sentinel.daemon.gauges import RunGauges
+from sentinel.daemon.gauges import RunGauges, standing_of
 from sentinel.daemon.judge import Judge, Verdict
 from sentinel.daemon.packs import RulePacks, decode_pack, encode_pack
 from sentinel.daemon.series import RecentSteps
@@ -193,32 +193,13 @@ class ServedRun:
 
     def describe(self) -> dict[str, Any]:
         """Return what `/api/v1/runs` says of the run."""
-        metrics = self._published
         return {
             "run": self.name,
             "directory": str(self.paths.run_dir),
-            "attempt": metrics.attempt,
-            "newest_step": metrics.newest_step,
-            "judged_step": metrics.judged_step,
-            "ranks": dict(metrics.ranks),
-            "scalars": dict(metrics.scalars),
-            "step_time_s": metrics.step_time_s,
-            "last_record_time": metrics.last_record_time,
-            "open_incidents": dict(metrics.open_incidents),
+            **standing_of(self._published),
             "num_anomalies": self._anomaly_log.position.num_lines,
-            "num_steps_judged": metrics.num_steps_judged,
-            "is_monitoring": metrics.is_monitoring,
-            "config": self.commanding.config(),
             "replicas": self._gauges.replica_words,
-            "commands": [
-                {
-                    "state": one.state,
-                    "source": one.source,
-                    "reason": one.reason,
-                    "command": msgspec.to_builtins(one.command),
-                }
-                for one in self.commanding.statuses()[-20:]
-            ],
+            **self.commanding.describe(),
             "problems": self.problems(),
         }
 
@@ -472,27 +453,10 @@ class ServedRun:
 
     def _publish(self, now: float, num_live: int = 0) -> None:
         metrics = self._gauges.metrics
-        follower, assembler = self._follower, self._assembler
-        metrics.newest_step = assembler.newest_step if assembler.newest_step >= 0 else None
-        newest = max((life.last_wall_ns for life in follower.lives.values()), default=0)
-        metrics.last_record_time = newest / 1e9 if newest else None
-        places = [life.descriptor.place for life in follower.lives.values() if life.descriptor is not None]
-        metrics.ranks = {
-            "expected": places[-1].world_size if places else 0,
-            "live": num_live,
-            "late": len(self._gauges.late),
-            "stale": len(self._court.stale_ranks),
-        }
+        self._gauges.hear(self._follower, self._assembler)
+        metrics.ranks = {**metrics.ranks, "live": num_live, "stale": len(self._court.stale_ranks)}
         heard_at = self._tracker.heard_at()
         metrics.quietest_heard_time = None if heard_at is None else now - (self._tracker.now - heard_at)
-        metrics.num_frames = sum(life.num_frames for life in follower.lives.values())
-        metrics.num_frames_duplicate = follower.num_duplicates
-        metrics.num_frames_missing = follower.num_lost
-        metrics.num_rows_late = assembler.num_late_rows_total
-        metrics.frame_faults = {
-            "torn": follower.num_torn, "corrupt": follower.num_corrupt + follower.num_undecodable,
-            "foreign": follower.num_foreign,
-        }  # fmt: skip
         metrics.commands = self.commanding.counts()
         metrics.config_edits = self.commanding.edits()
         metrics.is_monitoring = self.commanding.is_monitoring()
