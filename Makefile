@@ -22,7 +22,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 trainers: $(TRAINERS)
-	$(BIN)/python -m pytest -m trainer tests/trainers $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m trainer -n 2 tests/trainers $(PYTEST_FLAGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -12,9 +12,12 @@ import torch
 import yaml
 from torch import nn
 
+from sentinel import ADAPTERS
 from sentinel.anomaly import Anomaly
 from sentinel.cli.main import VERBS
 from sentinel.rules.loader import load_pack
+
+from .layouts.builds import LAYOUTS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -69,3 +72,31 @@ def test_verbs_and_files_exist() -> None:
     for path in re.findall(r"^ {0,2}([\w./-]+(?: [\w]+\.py)*)  ", tree, re.MULTILINE):
         for word in path.split():
             assert (ROOT / word).exists() or (ROOT / "sentinel" / word).exists(), word
+
+
+def test_each_cell_of_the_trainers_is_a_test() -> None:
+    cells = re.findall(r'\[yes\]\((tests/[\w/.]+) "(\w+)"\)', README)
+    rows = re.findall(r"^\| \[[^\]]+\]\((examples/[\w/.]+)\) \|.*$", README, re.MULTILINE)
+
+    assert len(rows) == 8
+    assert len(cells) >= 9 * len(rows)
+    for path, name in cells:
+        assert f"def {name}(" in (ROOT / path).read_text(), (path, name)
+    for example in rows:
+        assert (ROOT / example).is_file(), example
+
+
+def test_each_layout_of_the_table_is_tested_and_each_tested_one_is_in_it() -> None:
+    table = README[README.index("| layout | how") : README.index("Compared are parameters")]
+    named = set(re.findall(r"`([a-z0-9_]+)`", table)) - {"use_orig_params"}
+
+    assert named == set(LAYOUTS)
+    for path, name in re.findall(r"`(tests/[\w/.]+)::(\w+)`", table):
+        assert f"def {name}(" in (ROOT / path).read_text(), (path, name)
+
+
+def test_docs_name_every_adapter() -> None:
+    text = (ROOT / "docs" / "trainers.md").read_text()
+
+    for name in ADAPTERS:
+        assert f"sentinel.{name}(" in text, name
