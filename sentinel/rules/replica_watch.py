@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from sentinel.anomaly import Anomaly, anomaly_id
+from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.detect import GroupDetector
 from sentinel.rules import wording
 from sentinel.rules.facts import tensor_anomaly
@@ -20,8 +20,17 @@ if TYPE_CHECKING:
     from sentinel.ingest.replicas import Differing
 
 
+MIN_WEIGHTS = 8
+"""With fewer weights that have copies nobody can tell ranks that train models of their own from a broken one (chosen)."""
+NEVER_ALIKE = "never alike"
+"""Key of the episode in which the ranks' models have nothing to do with each other."""
+
+
 class ReplicaWatch(Watch):
     """Copies of weights, optimizer state and reduced gradients: only what differs reaches the detector.
+
+    Where most weights differ when an attempt is first compared, its ranks do not hold copies at all: that is said once, and
+    nobody is accused until most are alike.
 
     One episode for each set of copies, which lasts while the same ranks are accused, or fewer. Another rank is a new onset;
     so is one that turns out to be wrong of several that may have been.
@@ -30,20 +39,27 @@ class ReplicaWatch(Watch):
     def __init__(self, rule: Rule, detector: GroupDetector) -> None:
         super().__init__(rule, detector, "checksum", "copies")
         self._slot_of: dict[str, int] = {}
+        self._attempt = -1
+        """The attempt that was compared last."""
+        self._are_unlike = False
+        """Since this attempt was first compared, most of its weights differ."""
 
     def series_keys(self) -> object:
-        """Return the sets of copies in order of slots."""
-        return list(self._slot_of)
+        """Return the sets of copies in order of slots, and how the attempt began."""
+        return [list(self._slot_of), self._attempt, self._are_unlike]
 
     def take_series_keys(self, keys: Any) -> None:
-        """Take the sets back."""
-        self._slot_of = {key: slot for slot, key in enumerate(keys)}
+        """Take back what `series_keys` gave."""
+        slots, self._attempt, self._are_unlike = keys
+        self._slot_of = {key: slot for slot, key in enumerate(slots)}
 
     def judge(self, view: StepView) -> list[Anomaly]:
         """Return the records of one step."""
         found: list[Anomaly] = []
         sets = [one for one in view.differing if self._takes(view, one)]
-        if sets:
+        if self._have_nothing_in_common(view):
+            found.extend(self._say_unlike(view))
+        elif sets:
             checksum = np.array([word for one in sets for word in one.checksums], dtype=np.uint64)
             group = np.repeat(np.arange(len(sets)), [len(one.members) for one in sets])
             scores = self.detector.score({"checksum": checksum}, group, {})
@@ -58,6 +74,38 @@ class ReplicaWatch(Watch):
         if len(self.episodes):
             found.extend(self.quiet(view))
         return found
+
+    def _have_nothing_in_common(self, view: StepView) -> bool:
+        """Tell whether most weights differ, as they did when the attempt was first compared."""
+        if view.attempt == self._attempt and not self._are_unlike:
+            return False
+        params = {one.index for one in view.layout.replicas if view.tensors[one.index].kind == "param"}
+        replicas = [index for index in params if view.present[index]]
+        if len(replicas) < MIN_WEIGHTS:
+            return False  # Or no weights were measured in this step.
+        differ = 2 * len({one.index for one in view.differing} & params) > len(replicas)
+        if view.attempt != self._attempt:
+            self._attempt, self._are_unlike = view.attempt, True
+        self._are_unlike &= differ
+        return self._are_unlike
+
+    def _say_unlike(self, view: StepView) -> list[Anomaly]:
+        slot = np.array([self._slot_of.setdefault(NEVER_ALIKE, len(self._slot_of))])
+        at = self.episodes.locate(slot)
+        if at[0] >= 0:
+            self.episodes.continue_at(at, view.step)
+            return []
+        one = view.differing[0]
+        text = (
+            f"most weights were never the same on the ranks of attempt {view.attempt}: they train models of their own, or "
+            "began differently; no copies are compared until they are alike"
+        )
+        anomaly = tensor_anomaly(
+            view, self.rule, view.tensors[one.index], "checksum", Severity.WARNING, None, None, None,
+            float(len(view.differing)), 0.0, math.nan, text, NEVER_ALIKE,
+        )  # fmt: skip
+        self.episodes.open(slot, view.step, np.array([True]), [anomaly])
+        return [anomaly]
 
     def _takes(self, view: StepView, one: Differing) -> bool:
         tensor, match = view.tensors[one.index], self.rule.match

@@ -140,3 +140,44 @@ def test_anomalies_are_strict_json(paper_run, engine):
     (onset,) = judge(engine, paper_run(TENSORS, num_ranks=3), [0], {1: 7})
 
     assert msgspec.json.decode(msgspec.json.encode(onset), type=type(onset)) == onset
+
+
+MANY = [(f"w{n}", "param") for n in range(12)]
+
+
+def own_models(rank, rows):
+    """Every rank trains a model of its own."""
+    rows["checksum"] = 1000 * (rank + 1) + rows["tensor"]
+
+
+def same_models(rank, rows):
+    rows["checksum"] = 1000 + rows["tensor"]
+
+
+def test_ranks_that_train_models_of_their_own_are_told_once_and_not_accused(paper_run, engine):
+    run = paper_run(MANY, num_ranks=4)
+
+    found = [one for step in range(30) for one in engine.judge(run.view(step, change=own_models))]
+
+    (told,) = [one for one in found if one.rule == "replica-divergence"]
+    assert (told.severity, told.step, told.rank) == (Severity.WARNING, 0, None)
+    assert "never the same" in told.message
+
+
+def test_once_alike_they_are_compared_like_others(paper_run, engine):
+    run = paper_run(MANY, num_ranks=4)
+
+    found = [one for step in range(3) for one in engine.judge(run.view(step, change=own_models))]
+    found += [one for step in range(3, 6) for one in engine.judge(run.view(step, change=same_models))]
+    found += judge(engine, run, range(6, 8), {2: 7})
+
+    accused = [one for one in found if one.severity is Severity.CRITICAL]
+    assert [(one.step, one.ranks, one.tag_name) for one in accused] == [(6, (2,), "w0")]
+
+
+def test_one_wrong_copy_at_the_very_first_step_is_accused(paper_run, engine):
+    run = paper_run(MANY, num_ranks=4)
+
+    (onset,) = judge(engine, run, range(5), {2: 7})
+
+    assert (onset.step, onset.ranks, onset.severity) == (0, (2,), Severity.CRITICAL)
