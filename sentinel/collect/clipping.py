@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
+
+from sentinel.collect.interception import Interception
 
 OnClip = Callable[[list[torch.Tensor], "torch.Tensor | None"], None]
 """(parameters about to be clipped, their total norm if known); without parameters: the norm of those clipped last."""
@@ -22,9 +23,6 @@ OnGrads = Callable[[list[torch.Tensor]], None]
 
 METHODS = (("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "clip_grad_norm_"),)
 """(module, class, method) of wrappers around a model that clip its gradients themselves."""
-
-_users: list[ClipWatch] = []
-_restore: list[tuple[Any, str, Any, Any]] = []
 
 
 class ClipWatch:
@@ -36,46 +34,39 @@ class ClipWatch:
 
     def install(self) -> None:
         """Wrap the inner functions of torch.nn.utils.clip_grad."""
-        _users.append(self)
-        if _restore:
-            return
-        inner = sys.modules["torch.nn.utils.clip_grad"]
-        public = sys.modules["torch.nn.utils"]
-        scale = getattr(inner, "_clip_grads_with_norm_", None)
-        if scale is not None:
-            wrapped = _before_scaling(scale)
-            _replace(inner, "_clip_grads_with_norm_", wrapped)
-            for module in (inner, public):
-                if hasattr(module, "clip_grads_with_norm_"):
-                    _replace(module, "clip_grads_with_norm_", wrapped)
-            # Trainers import the alias by name; those references are found by identity.
-            for module in list(sys.modules.values()):
-                names = getattr(module, "__dict__", None)
-                if isinstance(names, dict) and module not in (inner, public):
-                    for name in [n for n, value in list(names.items()) if value is scale]:
-                        _replace(module, name, wrapped)
-        for name, owner, method in METHODS:
-            kind = getattr(sys.modules.get(name), owner, None)
-            if kind is not None:
-                _replace(kind, method, _before_method(getattr(kind, method)))
-        group = getattr(inner, "_group_tensors_by_device_and_dtype", None)
-        if group is not None:
-            _replace(inner, "_group_tensors_by_device_and_dtype", _before_grouping(group))
+        _clips.join(self)
 
     def remove(self) -> None:
         """Undo `install`; torch is as before when the last monitor is gone."""
-        if self in _users:
-            _users.remove(self)
-        if not _users:
-            while _restore:
-                module, name, original, ours = _restore.pop()
-                if getattr(module, name, None) is ours:
-                    setattr(module, name, original)
+        _clips.leave(self)
 
 
-def _replace(module: ModuleType | type, name: str, ours: Any) -> None:
-    _restore.append((module, name, getattr(module, name), ours))
-    setattr(module, name, ours)
+def _replace_all(clips: Interception[ClipWatch]) -> None:
+    inner = sys.modules["torch.nn.utils.clip_grad"]
+    public = sys.modules["torch.nn.utils"]
+    scale = getattr(inner, "_clip_grads_with_norm_", None)
+    if scale is not None:
+        wrapped = _before_scaling(scale)
+        clips.replace(inner, "_clip_grads_with_norm_", wrapped)
+        for module in (inner, public):
+            if hasattr(module, "clip_grads_with_norm_"):
+                clips.replace(module, "clip_grads_with_norm_", wrapped)
+        # Trainers import the alias by name; those references are found by identity.
+        for module in list(sys.modules.values()):
+            names = getattr(module, "__dict__", None)
+            if isinstance(names, dict) and module not in (inner, public):
+                for name in [n for n, value in list(names.items()) if value is scale]:
+                    clips.replace(module, name, wrapped)
+    for name, owner, method in METHODS:
+        kind = getattr(sys.modules.get(name), owner, None)
+        if kind is not None:
+            clips.replace(kind, method, _before_method(getattr(kind, method)))
+    group = getattr(inner, "_group_tensors_by_device_and_dtype", None)
+    if group is not None:
+        clips.replace(inner, "_group_tensors_by_device_and_dtype", _before_grouping(group))
+
+
+_clips: Interception[ClipWatch] = Interception(_replace_all)
 
 
 def _before_scaling(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +74,7 @@ def _before_scaling(original: Callable[..., Any]) -> Callable[..., Any]:
     def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         norm = total_norm if isinstance(total_norm, torch.Tensor) else None
-        for user in list(_users):
+        for user in list(_clips.users):
             user.on_clip(parameters, norm)
         return original(parameters, max_norm, total_norm, *args, **kwargs)
 
@@ -94,11 +85,11 @@ def _before_method(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def clip_grad_norm_(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         parameters: list[torch.Tensor] = list(model.parameters())
-        for user in list(_users):
+        for user in list(_clips.users):
             user.on_clip(parameters, None)
         norm = original(model, *args, **kwargs)
         if isinstance(norm, torch.Tensor):
-            for user in list(_users):
+            for user in list(_clips.users):
                 user.on_clip([], norm)
         return norm
 
@@ -110,7 +101,7 @@ def _before_grouping(original: Callable[..., Any]) -> Callable[..., Any]:
     def group_tensors(tensorlists: Any, *args: Any, **kwargs: Any) -> Any:
         # Total norms are taken through here too, also in the middle of an accumulation.
         if sys._getframe(1).f_code.co_name == "clip_grad_value_":
-            for user in list(_users):
+            for user in list(_clips.users):
                 user.on_grads(tensorlists[0])
         return original(tensorlists, *args, **kwargs)
 

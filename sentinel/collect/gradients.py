@@ -51,6 +51,7 @@ class Parameters:
 
     def refresh(self, chunks: Sequence[Any]) -> None:
         """Look for parameters that are not known yet."""
+        known = {one.entry.id: one for one in self.all}
         for chunk in chunks:
             positions = {name: at for at, name in enumerate(chunk.structure.modules)}
             for name, param in chunk.root.named_parameters():
@@ -58,7 +59,7 @@ class Parameters:
                     continue  # FSDP1 shows a view of what it gathered under this name while it runs.
                 local = strip_wrappers(name)
                 entry = self._table.entry(chunk.vpp_stage, local, Kind.PARAM)
-                former = next((one for one in self.all if one.entry is entry), None)
+                former = known.get(entry.id)
                 if former is not None:
                     if hasattr(former.param, "_local_tensor") and not hasattr(param, "_local_tensor"):
                         continue  # FSDP2 shows the gathered parameter under this name while it runs.

@@ -70,7 +70,9 @@ class TorchHolding:
 
     def look(self, params: Iterable[torch.Tensor]) -> None:
         """Find out what FSDP1 cut, and over which axes the model is made of DTensors."""
-        self._pieces = fsdp1_pieces()
+        params = list(params)
+        if any(getattr(param, "_fsdp_flattened", False) and id(param) not in self._pieces for param in params):
+            self._pieces = fsdp1_pieces()  # Looks through all living objects: only where FSDP1 marked a parameter.
         self._replicated = frozenset(
             axis for param in params if is_dtensor(param) for axis in placements_of(param, Kind.PARAM, self.place)
         )

@@ -17,6 +17,11 @@ class Interception(Generic[User]):
         self._replace_all = replace_all
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the attributes replaced now."""
+        return frozenset(name for _, name, _, _ in self._replaced)
+
     def join(self, user: User) -> None:
         """Have `user` told from now on."""
         if user not in self.users:

@@ -8,6 +8,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from sentinel.collect.interception import Interception
+
+STAGE_MODULE = "torch.distributed.pipelining.stage"
+
 INFERENCE = (
     "_shape_inference",  # torch 2.5 to 2.11
     "_forward_metadata_inference",  # torch 2.12 on
@@ -20,8 +24,6 @@ SCALING = ("scale_grads", "perform_reduce_grad")
 """Methods of a stage that change gradients after the backward, as part of it."""
 
 _guard = threading.local()
-_users: list[PipelineWatch] = []
-_restore: list[tuple[type, str, Any]] = []
 
 
 def in_inference() -> bool:
@@ -38,43 +40,34 @@ class PipelineWatch:
         self.problem = ""
 
     def install(self) -> bool:
-        """Wrap the classes if torch.distributed.pipelining is loaded; True when it is and a guard was found."""
-        module = sys.modules.get("torch.distributed.pipelining.stage")
-        if module is None or self in _users:
-            return self in _users
-        _users.append(self)
-        if not _restore:
-            for name in ("_PipelineStageBase", "_PipelineStage", "PipelineStage"):
-                owner = getattr(module, name, None)
-                if owner is not None:
-                    _wrap(owner)
-        if not any(name in INFERENCE for _, name, _ in _restore):
+        """Wrap the classes if torch.distributed.pipelining is loaded; True when it is. May be called again and again."""
+        _stages.join(self)
+        is_loaded = STAGE_MODULE in sys.modules
+        if is_loaded and not _stages.names.intersection(INFERENCE):
             self.problem = "this torch has no known shape inference methods: pipeline warm-up may be counted as training"
-        return True
+        return is_loaded
 
     def remove(self) -> None:
         """Undo `install`; the classes are as before when the last monitor is gone."""
-        if self in _users:
-            _users.remove(self)
-        if not _users:
-            while _restore:
-                owner, name, original = _restore.pop()
-                setattr(owner, name, original)
+        _stages.leave(self)
 
 
-def _wrap(owner: type) -> None:
-    for name in INFERENCE + SCALING:
-        original = owner.__dict__.get(name)
-        if original is None:
-            continue
-        _restore.append((owner, name, original))
-        setattr(owner, name, _guarded(original) if name in INFERENCE else _announced(original))
+def _replace_all(stages: Interception[PipelineWatch]) -> None:
+    for class_name in ("_PipelineStageBase", "_PipelineStage", "PipelineStage"):
+        owner = getattr(sys.modules.get(STAGE_MODULE), class_name, None)
+        for name in INFERENCE + SCALING:
+            original = vars(owner).get(name) if owner is not None else None
+            if original is not None:
+                stages.replace(owner, name, _guarded(original) if name in INFERENCE else _announced(original))
+
+
+_stages: Interception[PipelineWatch] = Interception(_replace_all)
 
 
 def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def inference(stage: Any, *args: Any, **kwargs: Any) -> Any:
-        for user in list(_users):
+        for user in list(_stages.users):
             user.on_stage(stage)
         _guard.depth = getattr(_guard, "depth", 0) + 1
         try:
@@ -89,7 +82,7 @@ def _announced(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def scaling(stage: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(stage, *args, **kwargs)
-        for user in list(_users):
+        for user in list(_stages.users):
             user.on_scaled(stage)
         return result
 
