@@ -47,3 +47,12 @@ def launched() -> Iterator[Launcher]:
     yield one
     one.process.stdin.close()  # type: ignore[union-attr]
     one.process.wait(20)
+
+
+def truth_of(ranks: list[dict[str, Any]], step: int) -> dict[str, list[float]]:
+    """Canonical name -> [sum of squares, sum, count] in float64, the pieces of all ranks added up."""
+    found: dict[str, list[float]] = {}
+    for rank in ranks:
+        for name, numbers in rank["watched"]["truth"][step].items():
+            found[name] = [a + b for a, b in zip(found.get(name, [0.0] * 3), numbers, strict=True)]
+    return found

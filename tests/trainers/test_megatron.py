@@ -14,11 +14,12 @@ import pytest
 from sentinel.ingest.merge import StepView
 
 from ..layouts.layout import differences, gradient_norm, heard, statistics
-from .megatron_launch import Launcher, launched
+from .megatron_launch import Launcher, launched, truth_of
 
 pytestmark = pytest.mark.trainer
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
+
 
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[Launcher]:
@@ -64,15 +65,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "per-token": (2, {}, {"per_token": True}),
 }
 """Name -> (ranks, how they are laid out, what is trained)."""
-
-
-def truth_of(ranks: list[dict[str, Any]], step: int) -> dict[str, list[float]]:
-    """Canonical name -> [sum of squares, sum, count] in float64, the pieces of all ranks added up."""
-    found: dict[str, list[float]] = {}
-    for rank in ranks:
-        for name, numbers in rank["watched"]["truth"][step].items():
-            found[name] = [a + b for a, b in zip(found.get(name, [0.0] * 3), numbers, strict=True)]
-    return found
 
 
 def of_modules(view: StepView, kind: str, factor: float = 1.0) -> dict[str, dict[str, float]]:

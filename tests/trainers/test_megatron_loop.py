@@ -18,8 +18,7 @@ from sentinel.ingest.merge import StepView
 
 from ..end_to_end.ranks import Spoken
 from ..layouts.layout import differences, gradient_norm, heard, statistics
-from .megatron_launch import EVERYTHING, ROOT, Launcher, launched
-from .test_megatron import truth_of
+from .megatron_launch import EVERYTHING, ROOT, Launcher, launched, truth_of
 
 pytestmark = pytest.mark.trainer
 if importlib.util.find_spec("megatron") is None:
