@@ -129,7 +129,7 @@ def wait_for_moment(run_dir: Path, num_steps: int, kills_left: int, rng: random.
         return
     made = progress(run_dir)[0]
     target = made + rng.randint(1, max(1, 2 * (num_steps - made) // kills_left))
-    deadline = time.monotonic() + 3.0
+    deadline = time.monotonic() + 10.0
     while progress(run_dir)[0] < min(target, num_steps) and time.monotonic() < deadline:
         time.sleep(0.002)
     time.sleep(rng.uniform(0.0, 0.01))
