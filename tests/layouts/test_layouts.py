@@ -18,6 +18,13 @@ LOCAL_ACTIVATIONS = ("tp", "tp_x_dp", "tp_x_fsdp2", "tp_x_pp")
 """Inside a tensor-parallel group some activations are not known to be whole or cut: collect/test_tensor_parallel.py."""
 
 
+COPIES = {
+    "ddp", "ddp_tied", "zero_redundancy", "fsdp1_no_shard", "fsdp1_hybrid", "hsdp", "tp", "tp_x_dp", "tp_x_fsdp2", "cp",
+    "cp_x_dp", "ep", "ep_x_dp", "ep_x_cp", "pp_x_dp", "tp_x_pp",
+}  # fmt: skip
+"""Layouts in which some weights are held by several ranks: their checksums agree; elsewhere nothing can be compared."""
+
+
 @functools.cache
 def alone(build: Build) -> list[StepView]:
     """The steps of one process, as heard."""
@@ -39,6 +46,7 @@ def test_statistics_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     assert [r.weights for r in watched] == [r.weights for r in bare]
     assert [r.num_collectives for r in watched] == [r.num_collectives for r in bare]
     assert len(views) == NUM_STEPS
+    assert bool(views[0].layout.replicas) is (name in COPIES)
     for view, whole in zip(views, expected, strict=True):
         for kind in ("param", "wgrad", "exp_avg", "exp_avg_sq"):
             wrong = differences(statistics(view, kind), statistics(whole, kind))
@@ -46,6 +54,7 @@ def test_statistics_are_those_of_one_process(name: str, tmp_path: Path) -> None:
         if name not in LOCAL_ACTIVATIONS:
             wrong = differences(statistics(view, "activation"), statistics(whole, "activation"))
             assert not wrong, "\n".join([f"activation of step {view.step}", *wrong[:20], f"{len(wrong)} in all"])
+        assert view.differing == []
         assert gradient_norm(view) == pytest.approx(gradient_norm(whole), rel=1e-5)
         assert gradient_norm(view) == pytest.approx(watched[0].grad_norms[view.step], rel=1e-2)
         assert watched[0].grad_norms[view.step] > 0.5  # The positive control: clipping changed the gradients.
