@@ -162,7 +162,7 @@ def differences(ours: dict[str, dict[str, float]], truth: dict[str, dict[str, fl
         for statistic, expected in truth[name].items():
             got = ours[name][statistic]
             scale = max(abs(expected), truth[name]["std"] if statistic in ("mean", "min", "max") else 0.0, 1e-7)
-            slack = rel * scale + (1e-3 if statistic == "skew" else 0.0)
+            slack = rel * scale + (max(1e-3, rel) if statistic == "skew" else 0.0)
             if np.isnan(expected) != np.isnan(got) or abs(got - expected) > slack:
                 said.append(f"{name} {statistic}: {got!r}, expected {expected!r}")
     return said
