@@ -227,18 +227,20 @@ def main() -> None:
     parser.add_argument("--layout", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--write", action="store_true", help="write the results into benchmarks/results")
     options = parser.parse_args()
-    results = [measure(layout, options.rounds, options.steps) for layout in options.layout]
-    report = {
-        "date": datetime.date.today().isoformat(), "torch": str(torch.__version__), "machine": platform.machine(),
-        "cores": os.cpu_count(), "ranks": WORLD, "parameters": NUM_BLOCKS * 8 * WIDTH * WIDTH, "results": results,
-    }  # fmt: skip
+    print(f"{'layout':<18}{'bare ms':>9}{'default':>10}{'everything':>12}   range of default, of everything", flush=True)
+    results = []
+    for layout in options.layout:
+        one = measure(layout, options.rounds, options.steps)
+        ranges = f"{one['default_range']} {one['everything_range']}"
+        print(f"{layout:<18}{one['bare_ms']:>9}{one['default']:>10}{one['everything']:>12}   {ranges}", flush=True)
+        results.append(one)
     if options.write:
+        report = {
+            "date": datetime.date.today().isoformat(), "torch": str(torch.__version__), "machine": platform.machine(),
+            "cores": os.cpu_count(), "ranks": WORLD, "parameters": NUM_BLOCKS * 8 * WIDTH * WIDTH, "results": results,
+        }  # fmt: skip
         path = Path(__file__).parent / "results" / f"{report['date']}-layouts.json"
         path.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"{'layout':<18}{'bare ms':>9}{'default':>10}{'everything':>12}   range of default, of everything")
-    for one in results:
-        ranges = f"{one['default_range']} {one['everything_range']}"
-        print(f"{one['layout']:<18}{one['bare_ms']:>9}{one['default']:>10}{one['everything']:>12}   {ranges}")
 
 
 if __name__ == "__main__":
