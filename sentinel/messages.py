@@ -120,6 +120,32 @@ class EndStep(msgspec.Struct, frozen=True, kw_only=True):
     """Activities other than train that the trainer told of since the last end_step: its times say little then."""
 
 
+class Vector(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of one tensor and is no row: a value for each head, expert, channel or bin."""
+
+    tensor: int
+    """Index of the descriptor's table, as in a row."""
+    statistic: str
+    """What the values are: `histogram`, `entropy`, `max_logit`, `load`, ..."""
+    axis: str
+    """What is counted off: `bin`, `head`, `expert`, `channel`; several dimensions joined by `,`."""
+    micro_step: int = -1
+    call_id: int = 0
+    dtype: str = "<f4"
+    """numpy's name of a little-endian dtype."""
+    shape: tuple[int, ...] = ()
+    values: bytes = b""
+    """Of `shape`, row by row."""
+    edges: tuple[float, ...] = ()
+    """Edges of a histogram's bins, one more than there are bins; empty where there are none."""
+
+
+class Vectors(msgspec.Struct, frozen=True, kw_only=True):
+    """The vectors of one rank and step, before its end_step."""
+
+    items: tuple[Vector, ...]
+
+
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     """Something that blinds Sentinel here; a record that rules can see."""
 

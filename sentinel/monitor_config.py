@@ -15,13 +15,17 @@ from sentinel.document import BrokenDocument, Located, parse
 from sentinel.errors import ConfigError
 from sentinel.place import AXES
 from sentinel.record import Kind
+from sentinel.target import Target
 
-MEASURED = (
-    Kind.PARAM, Kind.WGRAD, Kind.ACTIVATION_IN, Kind.ACTIVATION, Kind.DGRAD, Kind.DGRAD_IN, Kind.EXP_AVG, Kind.EXP_AVG_SQ,
-)  # fmt: skip
+MEASURED = tuple(kind for kind in Kind if kind not in (Kind.SCALAR, Kind.HEALTH))
 """Kinds that the monitor can measure."""
 MODULE_KINDS = (Kind.ACTIVATION_IN, Kind.ACTIVATION, Kind.DGRAD, Kind.DGRAD_IN)
-"""Kinds that need hooks on modules."""
+"""Kinds that are tensors passing a module: they need its hooks."""
+PARAMETER_KINDS = (
+    Kind.PARAM, Kind.WGRAD_UNREDUCED, Kind.WGRAD, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.UPDATE, Kind.UPDATE_RATIO,
+    Kind.GRAD_MOMENTUM_ALIGNMENT, Kind.WEIGHT_SPECTRUM,
+)  # fmt: skip
+"""Kinds of which there is one for each parameter: their targets name parameters, or modules that hold some."""
 SITE_PLACEMENTS = ("shard", "replicate", "partial", "unknown")
 """What a user may say of a plain activation."""
 MEASURED_LABELS = tuple(kind.label for kind in MEASURED)
@@ -30,15 +34,67 @@ MAX_CONFIG_BYTES = 2**20
 """A config is small; what is larger is another file."""
 
 
+def near(word: str, known: Collection[str]) -> str:
+    """Return `; did you mean "x"?` for the nearest known word, or nothing."""
+    match = difflib.get_close_matches(word, known, 1, 0.5)
+    return f'; did you mean "{match[0]}"?' if match else ""
+
+
+def _check_kind(where: str, kind: str) -> None:
+    if kind not in MEASURED_LABELS:
+        known = ", ".join(MEASURED_LABELS)
+        raise ConfigError(f"{where}: unknown kind {kind!r}{near(kind, MEASURED_LABELS)}; known: {known}")
+
+
+def _check_schedule(where: str, schedule: Measurement | ProbeSchedule) -> None:
+    for key, least in (("step_interval", 1), ("start_step", 0), ("stagger", 1)):
+        value = getattr(schedule, key)
+        if value is not None and value < least:
+            raise ConfigError(f"{where}{key} must be at least {least}, got {value}")
+    times = schedule.collect_times
+    if times is not None and times < 1:
+        raise ConfigError(f"{where}collect_times must be at least 1, got {times}; to measure nothing: enabled: false")
+    for at, rank in enumerate(schedule.ranks or ()):
+        if rank < 0:
+            raise ConfigError(f"{where}ranks[{at}] must be at least 0, got {rank}")
+    for at, target in enumerate(schedule.targets or ()):
+        try:
+            Target.parse(target)
+        except ValueError as error:
+            raise ConfigError(f"{where}targets[{at}]: {error}") from error
+
+
+class ProbeSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When and where one kind is measured; what is left out is as the measurement as a whole says."""
+
+    targets: tuple[str, ...] | None = None
+    """Modules, or parameters, as in `targets` above; of any kind."""
+    start_step: int | None = None
+    """First step that is measured."""
+    step_interval: int | None = None
+    """Measure every this many steps, counted from start_step."""
+    collect_times: int | None = None
+    """Number of measured steps after which this kind stops."""
+    ranks: tuple[int, ...] | None = None
+    """Ranks that measure it; an empty list: all."""
+    stagger: int | None = None
+    """Measure a different n-th of its tensors in each due step."""
+    histogram: bool = False
+    """Ship a histogram of each tensor too; docs/probes.md has its bins."""
+    log_only: bool = False
+    """comm: note each call and where it was made, without measuring its tensors."""
+
+
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is measured, and when: the keys that may change while the run trains."""
 
     enabled: bool = True
     """Measure what `kinds` names; false: nothing but the black box, which has a switch of its own."""
     kinds: tuple[str, ...] = ("param", "wgrad")
-    """What is measured each due step: param, wgrad, activation_in, activation, dgrad, dgrad_in, exp_avg, exp_avg_sq."""
+    """What is measured each due step: names of kinds (docs/probes.md lists them)."""
     targets: tuple[str, ...] = ()
-    """Globs of module names for activation kinds; empty: every module. `layers.1` is not `layers.10`."""
+    """Modules whose activations and their gradients are measured; empty: every one. An exact name (`layers.1`: it and all
+    inside it, never layers.10), a glob, or `re:` and a regular expression of the whole name; `:1` behind it: output 1."""
     black_box: bool = True
     """Measure activation and gradient at every border of stem, blocks and head."""
     per_micro_step: bool = False
@@ -51,27 +107,26 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Number of measured steps after which `kinds` stop; None: no end. Every edit of the file begins the count anew."""
     ranks: tuple[int, ...] = ()
     """Ranks that measure `kinds`; empty: all. Of a sharded tensor only the shards of these ranks are then measured."""
+    stagger: int = 1
+    """Measure a different n-th of the tensors in each due step, each tensor in every n-th; 1: all of them."""
+    probes: dict[str, ProbeSchedule] = {}
+    """Kinds with a schedule of their own, measured whether or not `kinds` names them."""
 
     def __post_init__(self) -> None:
         for at, kind in enumerate(self.kinds):
-            if kind not in MEASURED_LABELS:
-                known = ", ".join(MEASURED_LABELS)
-                raise ConfigError(f"kinds[{at}]: unknown kind {kind!r}{near(kind, MEASURED_LABELS)}; known: {known}")
-        if self.step_interval < 1:
-            raise ConfigError(f"step_interval must be at least 1, got {self.step_interval}")
-        if self.start_step < 0:
-            raise ConfigError(f"start_step must be at least 0, got {self.start_step}")
-        if self.collect_times is not None and self.collect_times < 1:
-            raise ConfigError(
-                f"collect_times must be at least 1, got {self.collect_times}; to measure nothing: enabled: false"
-            )
-        for at, rank in enumerate(self.ranks):
-            if rank < 0:
-                raise ConfigError(f"ranks[{at}] must be at least 0, got {rank}")
+            _check_kind(f"kinds[{at}]", kind)
+        _check_schedule("", self)
+        for kind, schedule in self.probes.items():
+            _check_kind("probes", kind)
+            _check_schedule(f"probes.{kind}.", schedule)
 
-    def includes(self, rank: int) -> bool:
-        """Whether this rank measures `kinds`."""
-        return self.enabled and (not self.ranks or rank in self.ranks)
+    def schedule_of(self, kind: str) -> ProbeSchedule:
+        """Return the schedule of a kind, nothing left open but `collect_times`, whose None is: no end."""
+        own = self.probes.get(kind, ProbeSchedule())
+        common = ["start_step", "step_interval", "collect_times", "ranks", "stagger"]
+        if Kind.of(kind) not in PARAMETER_KINDS:
+            common.append("targets")
+        return msgspec.structs.replace(own, **{key: getattr(self, key) for key in common if getattr(own, key) is None})
 
 
 class SpoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -253,20 +308,13 @@ def measurement_of(settings: Mapping[str, Any]) -> Measurement:
     return _convert(dict(settings), Measurement, lambda key: "")
 
 
-def near(word: str, known: Collection[str]) -> str:
-    """Return `; did you mean "x"?` for the nearest known word, or nothing."""
-    match = difflib.get_close_matches(word, known, 1, 0.5)
-    return f'; did you mean "{match[0]}"?' if match else ""
-
-
 def _convert(plain: dict[str, Any], kind: type[_StructT], where: Any) -> _StructT:
     known = kind.__struct_fields__
     for key in plain:
         if key not in known:
             raise ConfigError(f"{where(str(key))}unknown key {key!r}{near(str(key), known)}; known: {', '.join(known)}")
-    listed = {key: [value] if isinstance(value, str) and key in _LISTS else value for key, value in plain.items()}
     try:
-        return msgspec.convert(listed, kind)
+        return msgspec.convert(_listed(plain), kind)
     except msgspec.ValidationError as error:
         # msgspec says "Expected `bool`, got `str` - at `$.black_box`".
         said = re.fullmatch(r"(.*) - at `\$\.([^`]*)`", str(error))
@@ -274,6 +322,19 @@ def _convert(plain: dict[str, Any], kind: type[_StructT], where: Any) -> _Struct
         raise ConfigError(f"{where(path)}{problem}") from error
     except ConfigError as error:
         raise ConfigError(f"{where(str(error).split()[0].rstrip(':'))}{error}") from error
+
+
+def _listed(plain: dict[str, Any]) -> dict[str, Any]:
+    """Let one word stand for a list of one, and a probe that says nothing for one with the common schedule."""
+    listed = {key: [value] if isinstance(value, str) and key in _LISTS else value for key, value in plain.items()}
+    probes = listed.get("probes")
+    if isinstance(probes, list):
+        probes = {kind: None for kind in probes if isinstance(kind, str)}
+    if isinstance(probes, dict):
+        listed["probes"] = {
+            kind: {} if one is None else _listed(one) if isinstance(one, dict) else one for kind, one in probes.items()
+        }
+    return listed
 
 
 def _parse(text: bytes, name: str) -> Located | None:

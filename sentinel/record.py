@@ -29,6 +29,9 @@ class Kind(enum.IntEnum):
     COMM = 16
     SCALAR = 17
     HEALTH = 18
+    PRECISION = 19
+    SATURATION = 20
+    CHANNEL = 21
 
     @property
     def label(self) -> str:

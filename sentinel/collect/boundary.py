@@ -47,8 +47,9 @@ class Boundary:
         on_gradients_doomed: Callable[[Params | None], None],
         guard: Callable[[str, Exception], None],
         on_stepped: Callable[[Any], None] = lambda optimizer: None,
+        on_stepping: Callable[[Any], None] = lambda optimizer: None,
     ) -> None:
-        """on_stepped: an optimizer has just written weights and state."""
+        """on_stepped: an optimizer has just written weights and state; on_stepping: it is about to."""
         self.watched: list[Watched] = []
         self.is_explicit = False
         self._is_over = False
@@ -61,6 +62,7 @@ class Boundary:
         self._on_gradients_doomed = on_gradients_doomed
         self._guard = guard
         self._on_stepped = on_stepped
+        self._on_stepping = on_stepping
         self._undo: list[Callable[[], None]] = []
         self._owned: set[int] = set()
         self._adopts = False
@@ -184,6 +186,7 @@ class Boundary:
             if watched.has_stepped and watched.is_dirty:
                 self._is_over = True
             self._on_gradients_ready(watched.params())
+            self._on_stepping(watched.optimizer())
         except Exception as error:
             self._guard("optimizer", error)
 

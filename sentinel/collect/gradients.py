@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sentinel.collect.holding import Held, Holding, TorchHolding
+from sentinel.collect.plan import Plan
 from sentinel.collect.tensors import Entry, TensorTable
 from sentinel.place import Place, strip_wrappers
 from sentinel.record import Kind
@@ -35,9 +36,10 @@ class Parameter:
 class Parameters:
     """All parameters of this rank's chunks, and which gradients were read in this step."""
 
-    def __init__(self, table: TensorTable, health: Callable[[str, str, str], None]) -> None:
+    def __init__(self, table: TensorTable, health: Callable[[str, str, str], None], plan: Plan) -> None:
         self._table = table
         self._health = health
+        self._plan = plan
         self.all: list[Parameter] = []
         self._by_id: dict[int, Parameter] = {}
         self.read: dict[int, int] = {}
@@ -98,7 +100,7 @@ class Parameters:
         """Return entries and local tensors of the parameters themselves."""
         entries, tensors = [], []
         for one in parameters:
-            tensor = self._local(one, one.entry, self.holding.param(one.param))
+            tensor = self._local(one, one.entry, self.holding.param(one.param)) if self._plan.measures(one.entry) else None
             if tensor is not None:
                 entries.append(one.entry)
                 tensors.append(tensor)
@@ -115,7 +117,7 @@ class Parameters:
         for one in parameters:
             key = id(one.param)
             row = self.read.get(key)
-            if row is not None and (is_doomed or key not in self.doomed):
+            if (row is not None and (is_doomed or key not in self.doomed)) or not self._plan.measures(one.wgrad):
                 continue
             held = self.holding.wgrad(one.param)
             if held is None:

@@ -24,10 +24,10 @@ from sentinel.collect.gradients import REFRESH_STEPS, Parameters
 from sentinel.collect.introduction import Introduction
 from sentinel.collect.kernels import choose_kernel
 from sentinel.collect.loss_scale import LossScale
-from sentinel.collect.optimizer_state import OptimizerState
 from sentinel.collect.orders import Orders
 from sentinel.collect.pipelining import PipelineWatch
 from sentinel.collect.plan import Plan, parse_kinds
+from sentinel.collect.probes import PROBES, Events, ProbeContext
 from sentinel.collect.recording import Recording, describe_error
 from sentinel.collect.running_step import RunningStep
 from sentinel.collect.scalars import Scalars
@@ -38,9 +38,10 @@ from sentinel.collect.tensors import TensorTable
 from sentinel.collect.topology import Topology
 from sentinel.collect.waiting import WaitClock
 from sentinel.command import ANY_ATTEMPT
+from sentinel.errors import ConfigError
 from sentinel.messages import Ack, Descriptor, Heartbeat
 from sentinel.monitor_config import ConfigSource
-from sentinel.place import Place
+from sentinel.place import Place, strip_wrappers
 from sentinel.record import Flag, Kind
 from sentinel.version import VERSION
 from sentinel.wire.handover import Handover
@@ -92,9 +93,9 @@ class Monitor:
             max_rows=config.max_rows, zero_eps=config.zero_eps, checksum=config.checksum,
         )  # fmt: skip
         self._introduction = Introduction(models, source, topology, self._table, self.recording.tell)
-        self.sites = Sites(self._table, self.recording, config.site_placements)
-        self.parameters = Parameters(self._table, self.recording.tell)
         self.plan = Plan(config.measurement, source.text_hash, lambda: self.place.rank)
+        self.sites = Sites(self._table, self.recording, self.plan, config.site_placements)
+        self.parameters = Parameters(self._table, self.recording.tell, self.plan)
         self.orders = Orders(config.allow_commands, self, ANY_ATTEMPT if attempt.attempt == NO_ATTEMPT else attempt.attempt)
         self._edits = ConfigEdits(source, self.orders, self, self.recording.tell)
         self._waits = WaitClock(is_blind=device.type != "cpu")
@@ -102,12 +103,15 @@ class Monitor:
             self.parameters, self.recording, self._scalars, self._waits,
             is_wanted=self._wants_gradients, before_reading=self._step_without_forward, guard=self.guard,
         )  # fmt: skip
-        self._state = OptimizerState(self.parameters, self.recording, self._table, self.plan)
-        self.boundary = Boundary(self._gradients.ready, self._gradients.doomed, self.guard, self._optimizer_stepped)
+        self._events = Events(self.guard)
+        self.boundary = Boundary(
+            self._gradients.ready, self._gradients.doomed, self.guard, self._optimizer_stepped, self._optimizer_steps
+        )
         self._pipeline_watch = PipelineWatch(self._stage_seen, self._gradients.rewritten)
         self._loss_scale = LossScale(self._gradients.rewritten, self.guard)
         self._running = RunningStep(self.recording, self._scalars, self._loss_scale, self._waits)
         self.chunks: list[Chunk] = []
+        self._probes = self._make_probes()
         self.on_end: list[Callable[[], None]] = []
         """Called once when this life ends: an adapter takes off what it put on its trainer."""
         try:
@@ -137,6 +141,7 @@ class Monitor:
             self.chunks.append(chunk)
             chunk.install()
         self._introduction.set_depths(self.chunks)
+        self._refuse_unmatched()
         self.plan.foresee(self.current_step)
         self._replan()
         self.parameters.refresh(self.chunks)
@@ -146,6 +151,24 @@ class Monitor:
             self.boundary.adopt(one.param for one in self.parameters.all)
         for watch in self._watches:
             watch.install()
+
+    def _make_probes(self) -> list[object]:
+        context = ProbeContext(
+            self.recording, self._table, self.sites, self.plan, self.parameters, self.chunks, self._events, self.guard,
+            place=lambda: self.place, step=lambda: self.current_step, is_measuring=lambda: self._is_measuring,
+            count=self._running.count,
+        )  # fmt: skip
+        return [probe(context) for probe in PROBES]
+
+    def _refuse_unmatched(self) -> None:
+        """Raise ConfigError for a target that means nothing in the model; of one stage of a pipeline it is only told."""
+        modules = {name for chunk in self.chunks for name in chunk.structure.modules}
+        parameters = {strip_wrappers(name) for chunk in self.chunks for name, _ in chunk.root.named_parameters()}
+        problems = self.plan.unmatched(modules, parameters)
+        if problems and self.place.pp_size == 1:
+            raise ConfigError("; ".join(problems))
+        for problem in problems:
+            self.recording.tell("no_target", f"{problem}; another stage may hold it", problem[:80])
 
     def _begin_life(self, attempt: Attempt, life: bytes) -> Handover:
         spool = self.config.spool
@@ -162,6 +185,7 @@ class Monitor:
 
     def _uninstall(self) -> None:
         self.boundary.remove()
+        self._events.removed()
         for watch in self._watches:
             watch.remove()
         for chunk in self.chunks:
@@ -258,7 +282,12 @@ class Monitor:
         del statistics
         # A step that has begun counts; between steps the wish begins with the next one.
         first = self.current_step + (1 if self.boundary.is_over else 0)
-        self.plan.enable(kinds, targets, per_micro_step=per_micro_step, for_steps=for_steps, first_step=first)
+        request = self.plan.enable(kinds, targets, per_micro_step=per_micro_step, for_steps=for_steps, first_step=first)
+        try:
+            self._refuse_unmatched()
+        except ConfigError:
+            self.plan.withdraw(request)
+            raise
         self._replan()
 
     def disable(self, kinds: Iterable[str] | str | None = None, targets: Iterable[str] | str | None = None) -> None:
@@ -336,12 +365,20 @@ class Monitor:
         if self.recording.at is not None:
             self.recording.at.flags |= Flag.DEGRADED
 
+    @property
+    def _is_measuring(self) -> bool:
+        return self.is_alive and self._running.is_begun
+
     def _wants_gradients(self) -> bool:
-        return self.is_alive and self._running.is_begun and self.sites.is_due and self.plan.takes(Kind.WGRAD)
+        return self._is_measuring and self.plan.takes(Kind.WGRAD)
+
+    def _optimizer_steps(self, optimizer: Any) -> None:
+        if self._is_measuring and self.plan.is_due:
+            self._events.updating(optimizer)
 
     def _optimizer_stepped(self, optimizer: Any) -> None:
-        if self.is_alive and self._running.is_begun and self.sites.is_due:
-            self._running.count(self._state.read(optimizer))
+        if self._is_measuring and self.plan.is_due:
+            self._events.updated(optimizer)
 
     def _step_without_forward(self) -> None:
         """An optimizer steps although no forward was seen: the hooks are compiled away, or on another copy."""
@@ -377,7 +414,6 @@ class Monitor:
         self._activity = "train"
         has_changed = self._apply_orders()
         self.parameters.begin_step()
-        self._state.begin_step()
         if self.plan.is_due:
             if has_changed or self._begun_steps % REFRESH_STEPS == 0 or not self.parameters.all:
                 self.parameters.refresh(self.chunks)
@@ -385,6 +421,7 @@ class Monitor:
                 entries, tensors = self.parameters.measurable(self.parameters.all)
                 self.recording.observe_all(entries, tensors, [0] * len(entries))
                 self._running.count({"param": len(entries)})
+        self._events.begun()
         self._begun_steps += 1
 
     def _apply_orders(self) -> bool:
@@ -392,7 +429,7 @@ class Monitor:
         has_changed = bool(self.plan.expire(self.current_step))
         has_changed |= self.orders.apply(self.current_step)
         has_changed |= self.plan.begin(self.current_step)
-        self.sites.is_due = self.plan.is_due
+        self.sites.begin_step()
         if has_changed:
             self._replan()
         return has_changed
@@ -401,6 +438,7 @@ class Monitor:
         """Hand the step over to the writer and begin counting the next."""
         if self._running.is_empty:
             return
+        self._events.ending()
         was_skipped = is_skipped if isinstance(is_skipped, torch.Tensor) else None
         if is_skipped is None:
             is_skipped = self.boundary.was_skipped and any(chunk.num_forwards for chunk in self.chunks)
@@ -437,8 +475,9 @@ class Monitor:
 
     def _replan(self) -> None:
         for chunk in self.chunks:
-            chunk.plan(self.plan.wanted, self.plan.measurement.black_box)
-        self.sites.is_due = self.plan.is_due
+            chunk.plan(self.plan.wanted, self.plan.measurement.black_box or self.plan.wants(Kind.RESIDUAL))
+        self.sites.begin_step()
+        self._events.planned()
         self._table.is_changed = True  # Sites get new places in the next forward.
 
     def _descriptor(self) -> Descriptor:

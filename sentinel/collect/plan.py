@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
+from sentinel.collect.tensors import Entry
 from sentinel.errors import ConfigError
-from sentinel.monitor_config import MEASURED_LABELS, MODULE_KINDS, Measurement, near
+from sentinel.monitor_config import MEASURED_LABELS, MODULE_KINDS, PARAMETER_KINDS, Measurement, ProbeSchedule, near
 from sentinel.record import Kind
+from sentinel.target import Target, means, nearest
+
+CARRIERS: dict[Kind, frozenset[Kind]] = {
+    Kind.SATURATION: frozenset({Kind.ACTIVATION}),
+    Kind.CHANNEL: frozenset({Kind.ACTIVATION}),
+    Kind.PRECISION: frozenset({Kind.ACTIVATION, Kind.DGRAD}),
+}
+"""Kinds that look at the tensors of others: those must pass by, whether or not they are measured themselves."""
+
+_GOLDEN = 2654435769
+"""2**32 over the golden ratio: neighbours in the forward get turns that lie far apart, and every turn as many."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,7 +28,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     kinds: frozenset[Kind]
     targets: tuple[str, ...] = ()
-    """Globs of module names; empty: all."""
+    """Targets (`target.Target`) of modules and parameters; empty: all."""
     per_micro_step: bool = False
     ends_before: int | None = None
     """First step that no longer belongs to it."""
@@ -25,8 +36,48 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the command it came from; empty: from code."""
 
 
+class Wish:
+    """Kinds that share a schedule: a part of the config, or a request (which has none: it is due at every step)."""
+
+    def __init__(self, kinds: frozenset[Kind], targets: Sequence[str], schedule: ProbeSchedule | None) -> None:
+        self.kinds = kinds
+        self.targets = tuple(Target.parse(text) for text in targets)
+        self.schedule = schedule
+        self.num_collected = 0
+        """Measured steps since this config came in force."""
+        self.is_due = schedule is None
+        self.is_open = schedule is None
+        """It is due now, or will be at a later step by itself: its hooks stay where they are."""
+        self.turn = 0
+        """Of a staggered wish: which n-th of its tensors is measured."""
+        self.stagger = 1 if schedule is None or schedule.stagger is None else schedule.stagger
+
+    def decide(self, step: int, rank: int, is_enabled: bool) -> tuple[bool, bool]:
+        """Return (is open, is due) at `step`."""
+        one = self.schedule
+        if one is None:
+            return True, True
+        since = step - (one.start_step or 0)
+        is_over = one.collect_times is not None and self.num_collected >= one.collect_times
+        if since < 0 or is_over or not is_enabled or (one.ranks and rank not in one.ranks):
+            return False, False
+        return True, since % (one.step_interval or 1) == 0
+
+    def begin(self, step: int, rank: int, is_enabled: bool) -> None:
+        """Decide for `step`, and count it."""
+        self.is_open, self.is_due = self.decide(step, rank, is_enabled)
+        self.num_collected += self.is_due
+        if self.schedule is not None and self.stagger > 1:
+            since = step - (self.schedule.start_step or 0)
+            self.turn = since // (self.schedule.step_interval or 1) % self.stagger
+
+    def measures(self, site_pos: int) -> bool:
+        """Return whether it is this tensor's turn: alike on all ranks that hold a piece of it."""
+        return self.stagger == 1 or ((site_pos * _GOLDEN & 0xFFFFFFFF) * self.stagger >> 32) == self.turn
+
+
 class Plan:
-    """All wishes of now: the config's, due at its own steps, and requests, due at every step while they stand.
+    """All wishes of now: the config's, due at their own steps, and requests, due at every step while they stand.
 
     `begin` decides for one step; hooks are changed only when it says so. rank: who we are, known only later.
     """
@@ -34,10 +85,12 @@ class Plan:
     def __init__(self, measurement: Measurement, text_hash: str = "", rank: Callable[[], int] = lambda: 0) -> None:
         self.requests: list[Request] = []
         self._rank = rank
-        self._is_due = False
-        """The running step is one of the config's."""
-        self._takes_base = False
-        """Hooks of the config's kinds are to be installed."""
+        self._gone: frozenset[Kind] = frozenset()
+        """Kinds of the config that code has switched off."""
+        self._config: list[Wish] = []
+        self._wishes: list[Wish] = []
+        self.generation = 0
+        """Changes with every change of what is wanted; not with the steps."""
         self.change(measurement, text_hash)
 
     def change(self, measurement: Measurement, text_hash: str) -> None:
@@ -47,61 +100,98 @@ class Plan:
         """
         self.measurement = measurement
         self.text_hash = text_hash
-        self.num_collected = 0
-        """Measured steps since this config came in force."""
-        self._base = Request(
-            kinds=frozenset(Kind.of(kind) for kind in measurement.kinds),
-            targets=measurement.targets,
-            per_micro_step=measurement.per_micro_step,
-        )
+        self._gone = frozenset()
+        schedules: dict[tuple[ProbeSchedule, bool], set[Kind]] = {}
+        for label in dict.fromkeys((*measurement.kinds, *measurement.probes)):
+            schedules.setdefault((measurement.schedule_of(label), label in measurement.probes), set()).add(Kind.of(label))
+        self._config = [Wish(frozenset(kinds), one.targets or (), one) for (one, _), kinds in schedules.items()]
+        self._renew()
+
+    def _renew(self) -> None:
+        self._wishes = [*self._config, *(Wish(r.kinds, r.targets, None) for r in self.requests)]
+        self.generation += 1
 
     @property
     def is_due(self) -> bool:
         """Whether the running step is measured, beyond the black box."""
-        return self._is_due or bool(self.requests)
+        return any(wish.is_due for wish in self._wishes)
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the config's `collect_times` are over."""
-        wanted = self.measurement.collect_times
-        return wanted is not None and self.num_collected >= wanted
+        """Whether the `collect_times` of everything that the config names are over."""
+        return bool(self._config) and all(
+            wish.schedule is not None
+            and wish.schedule.collect_times is not None
+            and wish.num_collected >= wish.schedule.collect_times
+            for wish in self._config
+        )
+
+    @property
+    def num_collected(self) -> int:
+        """Measured steps since the config came in force, of the kind that has most."""
+        return max((wish.num_collected for wish in self._config), default=0)
 
     @property
     def per_micro_step(self) -> bool:
         """Whether rows of micro-steps stay apart now."""
-        return self._base.per_micro_step or any(request.per_micro_step for request in self.requests)
+        return self.measurement.per_micro_step or any(request.per_micro_step for request in self.requests)
+
+    def schedule_of(self, kind: Kind) -> ProbeSchedule:
+        """Return what the config says of a kind."""
+        return self.measurement.schedule_of(kind.label)
 
     def foresee(self, step: int) -> None:
         """Decide what hooks the first step will need: a compiled model must have them before it is called."""
-        self._takes_base, self._is_due = self._decide(step)
+        for wish in self._wishes:
+            wish.is_open, wish.is_due = wish.decide(step, self._rank(), self.measurement.enabled)
 
     def begin(self, step: int) -> bool:
         """Decide what `step` measures, and count it; True when hooks must change."""
-        former = self._takes_base
-        self._takes_base, self._is_due = self._decide(step)
-        self.num_collected += self._is_due
-        return former != self._takes_base
-
-    def _decide(self, step: int) -> tuple[bool, bool]:
-        wish = self.measurement
-        since = step - wish.start_step
-        if since < 0 or self.is_exhausted or not wish.includes(self._rank()):
-            return False, False
-        is_due = since % wish.step_interval == 0
-        # Hooks that wait for the config's next step stay where they are, unless a request measures the steps between.
-        return is_due or not self.requests, is_due
+        former = [wish.is_open for wish in self._wishes]
+        for wish in self._wishes:
+            wish.begin(step, self._rank(), self.measurement.enabled)
+        return former != [wish.is_open for wish in self._wishes]
 
     def takes(self, kind: Kind) -> bool:
         """Whether anybody wants this kind anywhere in the running step."""
-        return (self._is_due and kind in self._base.kinds) or any(kind in request.kinds for request in self.requests)
+        return any(wish.is_due and kind in wish.kinds for wish in self._wishes) and not self._is_gone(kind)
+
+    def wants(self, kind: Kind) -> bool:
+        """Whether anybody wants this kind anywhere, in this step or by itself in a later one: its hooks are needed."""
+        return any(wish.is_open and kind in wish.kinds for wish in self._wishes) and not self._is_gone(kind)
+
+    def wants_at(self, kind: Kind, names: Collection[str]) -> bool:
+        """Whether anybody wants this kind at a module or parameter, in this step or by itself in a later one."""
+        return any(wish.is_open and kind in wish.kinds and means(wish.targets, names) for wish in self._of(kind))
+
+    def measures(self, entry: Entry, kind: Kind | None = None) -> bool:
+        """Whether the running step measures this tensor, as what it is, or as `kind`."""
+        if entry.plan_generation != self.generation:
+            entry.plan_generation, entry.wishes = self.generation, {}
+        asked = entry.kind if kind is None else int(kind)
+        wishes: list[Wish] | None = entry.wishes.get(asked)
+        if wishes is None:
+            name, _, path = entry.name.partition(":")
+            wishes = entry.wishes[asked] = [
+                wish for wish in self._of(Kind(asked)) if asked in wish.kinds and means(wish.targets, (name,), path)
+            ]
+        return any(wish.is_due and wish.measures(entry.site_pos) for wish in wishes)
 
     def wanted(self, module: str, names: Sequence[str] = ()) -> frozenset[Kind]:
         """Return the module kinds to take at a module, known by its local name (and canonical ones)."""
         found: set[Kind] = set()
-        for request in (self._base, *self.requests) if self._takes_base else self.requests:
-            if matches((module, *names), request.targets):
-                found |= request.kinds
+        for wish in self._wishes:
+            if wish.is_open and means(wish.targets, (module, *names)):
+                kinds = wish.kinds if wish.schedule is None else wish.kinds - self._gone
+                found |= kinds.union(*(CARRIERS.get(kind, ()) for kind in kinds))
         return frozenset(found.intersection(MODULE_KINDS))
+
+    def _is_gone(self, kind: Kind) -> bool:
+        return kind in self._gone and not any(kind in request.kinds for request in self.requests)
+
+    def _of(self, kind: Kind) -> list[Wish]:
+        """Return the wishes that still count for a kind."""
+        return [wish for wish in self._wishes if wish.schedule is None or kind not in self._gone]
 
     def enable(
         self,
@@ -113,25 +203,27 @@ class Plan:
         first_step: int,
         command: str = "",
     ) -> Request:
-        """Measure more, beginning with `first_step`; ConfigError on unknown kinds and on less than one step."""
+        """Measure more, beginning with `first_step`; ConfigError on unknown kinds, broken targets, less than one step."""
         if for_steps is not None and for_steps < 1:
             raise ConfigError(f"enable: for_steps must be at least 1, got {for_steps}")
         request = Request(
             kinds=parse_kinds(kinds),
-            targets=(targets,) if isinstance(targets, str) else tuple(targets or ()),
+            targets=parse_targets(targets),
             per_micro_step=per_micro_step,
             ends_before=None if for_steps is None else first_step + for_steps,
             command=command,
         )
         self.requests.append(request)
-        self._takes_base &= self._is_due
+        self._renew()
         return request
+
+    def withdraw(self, request: Request) -> None:
+        """Forget one request."""
+        self._keep([one for one in self.requests if one is not request])
 
     def drop(self, command: str) -> bool:
         """Forget what a command asked for; True when there was something."""
-        before = len(self.requests)
-        self.requests = [request for request in self.requests if request.command != command]
-        return len(self.requests) < before
+        return self._keep([request for request in self.requests if request.command != command])
 
     def disable(self, kinds: Iterable[Kind], targets: tuple[str, ...], from_code: bool) -> bool:
         """Switch kinds off (all of them when none is named); True when anything changed.
@@ -139,22 +231,41 @@ class Plan:
         What the config itself asks for is switched off only from code, until its file is edited.
         """
         gone = frozenset(kinds) or frozenset(Kind)
-        before = (self._base, list(self.requests))
-        self.requests = [
+        before = (self._gone, self.requests)
+        left = [
             msgspec.structs.replace(r, kinds=r.kinds - gone) if not targets or targets == r.targets else r
             for r in self.requests
         ]
-        self.requests = [request for request in self.requests if request.kinds]
         if from_code and not targets:
-            self._base = msgspec.structs.replace(self._base, kinds=self._base.kinds - gone)
-        return before != (self._base, self.requests)
+            self._gone |= gone
+        self._keep([request for request in left if request.kinds])
+        self._renew()
+        return before != (self._gone, self.requests)
 
     def expire(self, step: int) -> list[Request]:
         """Drop and return the requests that end before `step`."""
         ended = [r for r in self.requests if r.ends_before is not None and step >= r.ends_before]
-        if ended:
-            self.requests = [request for request in self.requests if request not in ended]
+        self._keep([request for request in self.requests if request not in ended])
         return ended
+
+    def _keep(self, requests: list[Request]) -> bool:
+        if requests == self.requests:
+            return False
+        self.requests = requests
+        self._renew()
+        return True
+
+    def unmatched(self, modules: Collection[str], parameters: Collection[str]) -> list[str]:
+        """Return, for each target that means nothing here, a sentence that says so, with the nearest names."""
+        found = []
+        for wish in self._wishes:
+            names = {*modules, *parameters} if wish.kinds & set(PARAMETER_KINDS) else modules
+            for target in wish.targets:
+                if Kind.COMM not in wish.kinds and not any(target.means((name,)) for name in names):
+                    near_by = nearest(target, [name for name in names if name])
+                    hint = f'; nearest: {", ".join(near_by)}' if near_by else ""
+                    found.append(f'target "{target.text}" matches no module{" or parameter" * (names is not modules)}{hint}')
+        return list(dict.fromkeys(found))
 
 
 def parse_kinds(kinds: Iterable[str] | str) -> frozenset[Kind]:
@@ -166,13 +277,12 @@ def parse_kinds(kinds: Iterable[str] | str) -> frozenset[Kind]:
     return frozenset(Kind.of(label) for label in labels)
 
 
-def matches(names: Sequence[str], targets: Sequence[str]) -> bool:
-    """Whether one of a module's names is meant: by itself, by a glob, or as part of a named module.
-
-    `layers.1` means layers.1 and all inside it, never layers.10.
-    """
-    if not targets:
-        return True
-    return any(
-        fnmatch.fnmatchcase(name, target) or fnmatch.fnmatchcase(name, target + ".*") for name in names for target in targets
-    )
+def parse_targets(targets: Iterable[str] | str | None) -> tuple[str, ...]:
+    """Return targets as a tuple; ConfigError for what is none."""
+    listed = (targets,) if isinstance(targets, str) else tuple(targets or ())
+    for target in listed:
+        try:
+            Target.parse(target)
+        except ValueError as error:
+            raise ConfigError(f"target {target!r}: {error}") from error
+    return listed

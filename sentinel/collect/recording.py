@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,11 +11,15 @@ from sentinel.collect.buffer import StepRows
 from sentinel.collect.gradients import Parameter, Parameters
 from sentinel.collect.kernels import Kernel
 from sentinel.collect.tensors import Entry, TensorTable
-from sentinel.messages import Health
+from sentinel.collect.vectors import StepVectors
+from sentinel.messages import Health, Vector
 from sentinel.native import fold_rows
 from sentinel.record import Flag
 
 log = logging.getLogger("sentinel")
+
+Onlooker = Callable[[Entry, torch.Tensor, int], None]
+"""(tensor's entry, the local tensor, micro_step): may neither change the tensor nor wait for it; asks the plan itself."""
 
 POOL = 6
 """Row buffers in all: one being filled, the others on their way to the spool."""
@@ -33,6 +37,11 @@ class Recording:
         self.call_id = 0
         self.num_folded = 0
         self.rows = self._new_rows()
+        self.vectors = StepVectors()
+        """Beside the rows of this step."""
+        self.onlookers: list[Onlooker] = []
+        """Shown every tensor that is measured, and those that pass a site in a step that measures modules."""
+        self._is_showing = False
         self._free: list[StepRows] = []
         self._made = 1
         self.health: list[Health] = []
@@ -46,6 +55,22 @@ class Recording:
     def observe(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
         """Measure one tensor into one row. Launches one kernel; does not synchronize."""
         self.fill(self.reserve(entry, micro_step), tensor)
+        if self.onlookers:
+            self.show(entry, tensor, micro_step)
+
+    def show(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
+        """Let everybody look at a tensor; not at what onlookers measure themselves."""
+        if self._is_showing:
+            return
+        self._is_showing = True
+        try:
+            for look in self.onlookers:
+                try:
+                    look(entry, tensor, micro_step)
+                except Exception as error:
+                    self.tell("hook_failed", describe_error(error), entry.name)
+        finally:
+            self._is_showing = False
 
     def reserve(self, entry: Entry, micro_step: int) -> int:
         """Begin a row, in the order of calls, whose tensor may be complete only later."""
@@ -74,7 +99,28 @@ class Recording:
             self.call_id += 1
         self.at = entries[-1]
         self.kernel.measure(tensors, rows, first, zero_eps=self.zero_eps, checksum=self.checksum)
+        if self.onlookers:
+            for entry, tensor in zip(entries, tensors, strict=True):
+                self.show(entry, tensor, -1)
         return first
+
+    def vector(
+        self,
+        entry: Entry,
+        statistic: str,
+        values: torch.Tensor,
+        axis: str,
+        micro_step: int = -1,
+        edges: tuple[float, ...] = (),
+    ) -> None:
+        """Ship a small tensor of any shape beside the rows: what there is for each head, expert, channel or bin.
+
+        axis: what its dimensions count, as `messages.Vector`. Nobody may write into `values` afterwards. Does not wait.
+        """
+        head = Vector(
+            tensor=entry.id, statistic=statistic, axis=axis, micro_step=micro_step, call_id=self.call_id, edges=edges
+        )
+        self.vectors.add(head, values)
 
     def read_gradients(self, parameters: Parameters, which: list[Parameter], *, is_doomed: bool) -> None:
         """Measure the gradients that were not read in this step yet."""
@@ -93,6 +139,7 @@ class Recording:
     def rewind(self, num_rows: int, call_id: int) -> None:
         """Forget what was observed since: a forward that failed and may be tried again."""
         self.rows.truncate(num_rows)
+        self.vectors.truncate(call_id)
         self.call_id = call_id
 
     def _make_room(self, needed: int) -> None:
@@ -107,6 +154,14 @@ class Recording:
         if rows.num_rows + needed > rows.capacity:
             # More distinct tensors than the cap: the cap is for micro-steps, not for tensors.
             rows.grow(rows.num_rows + needed + 1024)
+
+    def take_vectors(self) -> StepVectors:
+        """Hand out the vectors of the step that ends, on their way to the host, and begin with none."""
+        full, self.vectors = self.vectors, StepVectors()
+        if full.num_dropped:
+            self.tell("vectors_dropped", f"{full.num_dropped} vectors of a step found no room")
+        full.begin_copy()
+        return full
 
     def swap(self) -> StepRows | None:
         """Hand out the filled buffer and begin an empty one; None when every buffer is still on its way.

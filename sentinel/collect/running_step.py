@@ -99,7 +99,7 @@ class RunningStep:
             activities=tuple(self._activities),
         )
         self.is_begun, self.due, self._activities = False, {}, []
-        full = recording.swap()
+        full, vectors = recording.swap(), recording.take_vectors()
         if full is None:
             handover.count_dropped(end.num_rows)
             if descriptor is not None:
@@ -112,7 +112,8 @@ class RunningStep:
         handover.submit(
             StepBatch(
                 step=step, rows=full.array, num_rows=full.num_rows, end_step=end, per_micro_step=per_micro_step,
-                descriptor=descriptor, prepare=resolver(full, scalars), health=recording.take_health(),
+                descriptor=descriptor, prepare=resolver(full, scalars),
+                vectors=vectors.finish if len(vectors) else None, health=recording.take_health(),
                 release=functools.partial(recording.give_back, full),
                 was_skipped=None if was_skipped is None else on_its_way("is_skipped", was_skipped.detach()),
             )

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 import torch
 
 from sentinel.collect.placements import is_dtensor, part_of, placements_of
+from sentinel.collect.plan import CARRIERS, Plan
 from sentinel.collect.recording import Recording
 from sentinel.collect.tensors import Entry, TensorTable
+from sentinel.monitor_config import MODULE_KINDS
 from sentinel.place import Place
 from sentinel.record import Flag, Kind
 
@@ -21,17 +23,27 @@ class Sites:
     """Turns what taps see into rows of the running step, described in the table."""
 
     def __init__(
-        self, table: TensorTable, recording: Recording, hints: Mapping[str, Mapping[str, str]] | None = None
+        self,
+        table: TensorTable,
+        recording: Recording,
+        plan: Plan,
+        hints: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         """hints: as `MonitorConfig.site_placements`; they go before all others."""
         self.place = Place()
         self.is_due = False
-        """Whether modules are measured in this step; the black box always is."""
+        """Whether anything passing a module is measured in this step, beyond the black box, which always is."""
         self.placements: SitePlacements | None = None
         """An adapter's table for tensors that do not say themselves how they are placed."""
         self._hints = hints or {}
         self._table = table
         self._recording = recording
+        self._plan = plan
+
+    def begin_step(self) -> None:
+        """Note whether the running step measures modules."""
+        plan = self._plan
+        self.is_due = any(plan.takes(kind) for kind in (*MODULE_KINDS, *CARRIERS))
 
     def entry(self, vpp_stage: int, name: str, kind: Kind, tensor: torch.Tensor) -> Entry:
         """Return the table's entry of a site, described."""
@@ -55,20 +67,34 @@ class Sites:
         """Note that a forward has shown how some sites are placed: the table travels again."""
         self._table.is_changed |= is_changed
 
+    def is_looked_at(self, entry: Entry) -> bool:
+        """Whether the running step measures this tensor, or shows it to somebody who may."""
+        return bool(entry.flags & Flag.BORDER) or (self.is_due and (self.has_onlookers or self._plan.measures(entry)))
+
+    @property
+    def has_onlookers(self) -> bool:
+        """Whether somebody looks at tensors that are not measured themselves."""
+        return bool(self._recording.onlookers)
+
     def observe(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
         """Measure one tensor of the black box, or of a due step."""
-        if self.is_due or entry.flags & Flag.BORDER:
+        if entry.flags & Flag.BORDER or (self.is_due and self._plan.measures(entry)):
             self._recording.observe(entry, tensor, micro_step)
+        elif self.is_due and self._recording.onlookers:
+            self._recording.show(entry, tensor, micro_step)
 
     def reserve(self, entry: Entry, micro_step: int) -> int:
-        """Begin a row whose tensor is still on its way; -1 when the step is not due."""
-        if self.is_due or entry.flags & Flag.BORDER:
+        """Begin a row whose tensor is still on its way; -1 when it is not measured."""
+        if entry.flags & Flag.BORDER or (self.is_due and self._plan.measures(entry)):
             return self._recording.reserve(entry, micro_step)
         return -1
 
-    def fill(self, row: int, tensor: torch.Tensor) -> None:
-        """Measure into a reserved row."""
-        self._recording.fill(row, tensor)
+    def fill(self, row: int, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
+        """Measure into a reserved row a tensor that has arrived; -1: it only passes by."""
+        if row >= 0:
+            self._recording.fill(row, tensor)
+        if self.is_due and self._recording.onlookers:
+            self._recording.show(entry, tensor, micro_step)
 
     def add_consumer(self, entry: Entry, module: str) -> None:
         """Name a tensor a second time, by the module that reads it."""

@@ -74,8 +74,8 @@ class Chunk:
         """(id of a gradient's entry, micro_step) hooked in such a forward and again in its recompute -> was measured."""
         self.has_trained = False
         self.taps: dict[str, ModuleTap] = {}
-        self._pending: list[tuple[str, torch.Tensor, int]] = []
-        """Outputs that a collective still writes: (module, tensor, reserved row)."""
+        self._pending: list[tuple[str, torch.Tensor, Entry, int]] = []
+        """Outputs that a collective still writes: (module, tensor, site, reserved row)."""
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, Entry]] = {}
         self.locals = LocalTensors()
         self.aliases: Aliases | None = None
@@ -170,7 +170,11 @@ class Chunk:
             if tap is not None:
                 tap.take_outputs(output)
             self.settle("")
-            self.in_forward, self._seen, self._is_placed = False, {}, True
+            self.in_forward, self._seen = False, {}
+            if not self._is_placed:
+                self._is_placed = True
+                for one in self.taps.values():
+                    one.rest()
             self._mark(output)
             if self.locals.is_split:
                 self.recorder.sites.placed(self.locals.resolve(tensor for _, tensor in tensors_in(output)))
@@ -210,21 +214,21 @@ class Chunk:
         # Of a sum that was not formed yet only the summands were measured: what is formed of it is measured by itself.
         return None if entry is None or "partial" in entry.placements.values() else entry
 
-    def postpone(self, module: str, tensor: torch.Tensor, row: int) -> None:
+    def postpone(self, module: str, tensor: torch.Tensor, entry: Entry, row: int) -> None:
         """Keep an output that a collective still writes until somebody has read it."""
-        if row >= 0:
-            self._pending.append((module, tensor, row))
+        if row >= 0 or self.recorder.sites.has_onlookers:
+            self._pending.append((module, tensor, entry, row))
 
     def settle(self, module: str, one: torch.Tensor | None = None) -> None:
         """Measure what was postponed and is read by now: inside `module`, which has ended, or `one` about to be read."""
         if not self._pending:
             return
         left = []
-        for inner, tensor, row in self._pending:
+        for inner, tensor, entry, row in self._pending:
             if tensor is one or (one is None and (not module or inner.startswith(module + "."))):
-                self.recorder.sites.fill(row, arrived(tensor))
+                self.recorder.sites.fill(row, entry, arrived(tensor), self.micro_step)
             else:
-                left.append((inner, tensor, row))
+                left.append((inner, tensor, entry, row))
         self._pending = left
 
     def origin(self, tensor: torch.Tensor) -> tuple[Any, int] | None:
@@ -294,6 +298,8 @@ class ModuleTap:
         self.borders: dict[bool, Border] = {}
         self.takes_all = False
         """Every tensor of the site, not only the first as at a border."""
+        self.may_rest = False
+        """Steps that measure no module have no need of it: it sees no border under another name."""
         self._pre: RemovableHandle | None = None
         self._post: RemovableHandle | None = None
         self._inputs: dict[str, Entry] = {}
@@ -307,6 +313,7 @@ class ModuleTap:
 
     def configure(self, kinds: frozenset[Kind], borders: list[Border]) -> None:
         """Take these kinds here, and everything at a border; hooks that are not needed go."""
+        self.may_rest = False
         self.borders = {border.is_input: border for border in borders}
         self.takes_all = bool(kinds)
         self.takes_in = kinds & {Kind.ACTIVATION_IN, Kind.DGRAD_IN}
@@ -328,6 +335,11 @@ class ModuleTap:
             self._post.remove()
             self._post = None
 
+    def rest(self) -> None:
+        """A whole forward has passed: find out whether this tap is needed where only the black box is measured."""
+        entries = [*self._inputs.values(), *self._outputs.values()]
+        self.may_rest = not self.borders and not any(entry.flags & Flag.BORDER for entry in entries)
+
     def remove(self) -> None:
         """Take the hooks off."""
         for handle in (self._pre, self._post):
@@ -344,7 +356,7 @@ class ModuleTap:
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         chunk = self.chunk
-        if module is not self.module or not chunk.recorder.is_alive:
+        if module is not self.module or not chunk.recorder.is_alive or (self.may_rest and not chunk.recorder.sites.is_due):
             return
         try:
             if chunk.in_forward and not in_backward():
@@ -357,7 +369,7 @@ class ModuleTap:
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         chunk = self.chunk
-        if module is not self.module or not chunk.recorder.is_alive:
+        if module is not self.module or not chunk.recorder.is_alive or (self.may_rest and not chunk.recorder.sites.is_due):
             return
         try:
             if chunk.in_forward and not in_backward():
@@ -436,7 +448,7 @@ class ModuleTap:
         chunk.remember(tensor, entry)
         if kind in takes:
             if is_async(tensor):
-                chunk.postpone(self.name, tensor, sites.reserve(entry, chunk.micro_step))
+                chunk.postpone(self.name, tensor, entry, sites.reserve(entry, chunk.micro_step))
             else:
                 sites.observe(entry, local_of(tensor), chunk.micro_step)
         if grad_kind in takes and not isinstance(tensor, nn.Parameter):
@@ -452,7 +464,8 @@ class ModuleTap:
                 chunk.without_graph.discard(entry.id)
             else:
                 chunk.note_without_graph(entry, tensor, kind)
-            if tensor.requires_grad and not (entry.id in chunk.without_graph and kind is Kind.ACTIVATION):
+            is_made_without_graph = entry.id in chunk.without_graph and kind is Kind.ACTIVATION
+            if tensor.requires_grad and not is_made_without_graph and sites.is_looked_at(entry.grad):
                 chunk.hook_gradient(tensor, entry.grad, origin)
         chunk.locals.ask(entry, tensor, self.module, kind is Kind.ACTIVATION)
 
@@ -463,7 +476,7 @@ class ModuleTap:
             entry = entries.get(path)
             if entry is None or entry.grad is None or entry.id not in chunk.without_graph:
                 continue
-            if tensor.requires_grad and chunk.known(tensor) is None:
+            if tensor.requires_grad and chunk.known(tensor) is None and chunk.recorder.sites.is_looked_at(entry.grad):
                 chunk.remember(tensor, entry)
                 micro_step, chunk.micro_step = chunk.micro_step, chunk.backward_micro_step
                 chunk.hook_gradient(tensor, entry.grad)

@@ -13,7 +13,7 @@ class Entry:
 
     __slots__ = (
         "also", "border", "border_index", "chunk", "consumers", "dtype", "flags", "generation", "grad", "id", "kind",
-        "name", "part", "placements", "shape", "site_pos",
+        "name", "part", "placements", "plan_generation", "shape", "site_pos", "wishes",
     )  # fmt: skip
 
     def __init__(self, number: int, name: str, kind: Kind, chunk: int) -> None:
@@ -34,6 +34,9 @@ class Entry:
         self.part = ""
         self.grad: Entry | None = None
         """The entry of the gradient of this tensor."""
+        self.plan_generation = -1
+        self.wishes: dict[int, Any] = {}
+        """Kind -> the plan's wishes that mean this tensor; kept by the plan."""
 
     def info(self) -> TensorInfo:
         """Return the entry as it travels in the descriptor."""

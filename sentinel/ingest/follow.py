@@ -76,7 +76,7 @@ class Record(msgspec.Struct, frozen=True):
     begin: tuple[int, int]
     """(file index, byte offset) at which it begins."""
     message: Message | None
-    """None for rows and vectors."""
+    """None for rows."""
     descriptor: Descriptor | None
     """The one its rows point into; None when that was lost."""
     time_ns: int

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from sentinel.errors import WireError
-from sentinel.messages import Ack, Bye, Descriptor, EndStep, Health, Heartbeat
+from sentinel.messages import Ack, Bye, Descriptor, EndStep, Health, Heartbeat, Vectors
 
 PROTOCOL = 1
 MAGIC = b"SNTL"
@@ -60,7 +60,7 @@ class FrameType(enum.IntEnum):
     BYE = 8
 
 
-Message: TypeAlias = Descriptor | EndStep | Health | Ack | Heartbeat | Bye
+Message: TypeAlias = Descriptor | EndStep | Health | Ack | Heartbeat | Vectors | Bye
 
 _MESSAGE_TYPES: dict[int, type[Message]] = {
     FrameType.DESCRIPTOR: Descriptor,
@@ -68,6 +68,7 @@ _MESSAGE_TYPES: dict[int, type[Message]] = {
     FrameType.HEALTH: Health,
     FrameType.ACK: Ack,
     FrameType.HEARTBEAT: Heartbeat,
+    FrameType.VECTOR: Vectors,
     FrameType.BYE: Bye,
 }
 FRAME_TYPES: dict[type[Message], FrameType] = {cls: FrameType(number) for number, cls in _MESSAGE_TYPES.items()}
@@ -214,7 +215,7 @@ def encode_message(message: Message) -> bytes:
 
 
 def decode_message(frame: Frame) -> Message | None:
-    """Return the message of a frame, or None where its type carries none (rows, vectors, newer types).
+    """Return the message of a frame, or None where its type carries none (rows, newer types).
 
     WireError when the payload is not what its type promises.
     """

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from sentinel.command import Command
-from sentinel.messages import Ack, Bye, Descriptor, EndStep, Health, Heartbeat
+from sentinel.messages import Ack, Bye, Descriptor, EndStep, Health, Heartbeat, Vectors
 from sentinel.record import Flag
 from sentinel.wire.clock import Clock, SystemClock
 from sentinel.wire.control import ControlFolder
@@ -63,7 +63,8 @@ class StepBatch:
     release: Callable[[], None] | None = None
     """Called when the rows are no longer needed, dropped ones included: give the buffer back."""
     health: Sequence[Health] = ()
-    vectors: Sequence[bytes] = ()
+    vectors: Callable[[], Vectors | None] | None = None
+    """Called in the writer thread after `prepare`: what is to be sent beside the rows."""
     was_skipped: SupportsFloat | None = None
     """Not 0: the trainer skipped this step; read after `prepare`, for only the device knew when the step ended."""
 
@@ -283,10 +284,16 @@ class Handover:
             self._num_failed_rows += batch.num_rows
             raise
         finally:
-            for vector in batch.vectors:
-                self.spool.append(FrameType.VECTOR, vector, step=batch.step)
+            if batch.vectors is not None:
+                self._guarded("vectors", lambda: self._write_vectors(batch))
             if end is not None:
                 self._write(msgspec.structs.replace(end, num_rows=num_written))
+
+    def _write_vectors(self, batch: StepBatch) -> None:
+        assert batch.vectors is not None
+        vectors = batch.vectors()
+        if vectors is not None:
+            self.spool.append(FrameType.VECTOR, encode_message(vectors), step=batch.step)
 
     def _write(self, message: Message | None) -> bool:
         if message is None:

@@ -15,10 +15,11 @@ import sentinel
 from sentinel.collect.config_edits import ConfigEdits
 from sentinel.collect.monitor import Monitor
 from sentinel.collect.plan import Plan
+from sentinel.collect.tensors import Entry
 from sentinel.command import ChangeConfig, DisableMonitoring, EnableMonitoring, WithdrawCommand
 from sentinel.config_file import STABLE_S
 from sentinel.messages import Ack
-from sentinel.monitor_config import Measurement, MonitorConfig, as_told, read_source
+from sentinel.monitor_config import Measurement, MonitorConfig, ProbeSchedule, as_told, read_source
 from sentinel.record import Kind
 
 from .conftest import Said, TinyModel, loss_of
@@ -106,16 +107,113 @@ def test_a_command_switches_off_nothing_that_the_config_wants() -> None:
     assert measured(plan, 4, 2) == [4, 5]
 
 
-def test_hooks_of_the_config_wait_between_its_steps_but_measure_none_for_a_request() -> None:
+def entry_of(name: str, kind: Kind, site_pos: int = 64) -> Entry:
+    entry = Entry(0, name, kind, 0)
+    entry.site_pos = site_pos
+    return entry
+
+
+def test_hooks_of_the_config_wait_between_its_steps_and_measure_nothing_for_a_request() -> None:
     plan = Plan(Measurement(kinds=("activation",), step_interval=4))
+    ours, theirs = entry_of("b", Kind.ACTIVATION), entry_of("a", Kind.DGRAD)
     plan.begin(0)
     assert plan.wanted("a") and plan.wanted("b")
+    assert plan.measures(ours)
     assert not plan.begin(1)
-    assert plan.wanted("b")
+    assert plan.wanted("b") and not plan.measures(ours)
     plan.enable(["dgrad"], ["a"], per_micro_step=False, for_steps=None, first_step=1)
-    assert (plan.wanted("a"), plan.wanted("b")) == ({Kind.DGRAD}, frozenset())
-    assert plan.begin(4)
     assert (plan.wanted("a"), plan.wanted("b")) == ({Kind.DGRAD, Kind.ACTIVATION}, {Kind.ACTIVATION})
+    assert plan.measures(theirs) and not plan.measures(ours)
+    assert not plan.begin(4)
+    assert plan.measures(theirs) and plan.measures(ours)
+
+
+def test_each_probe_has_its_own_schedule_and_targets() -> None:
+    probes = {
+        "exp_avg": ProbeSchedule(step_interval=3),
+        "activation": ProbeSchedule(start_step=2, collect_times=2, targets=("a",)),
+        "wgrad": ProbeSchedule(targets=("a.weight",)),
+    }
+    plan = Plan(Measurement(kinds=("param",), probes=probes))
+    seen = {
+        kind: measured(Plan(Measurement(kinds=("param",), probes=probes)), 0, 8, Kind.of(kind))
+        for kind in (*probes, "param")
+    }
+
+    assert seen == {"exp_avg": [0, 3, 6], "activation": [2, 3], "wgrad": [*range(8)], "param": [*range(8)]}
+    plan.begin(2)
+    assert plan.measures(entry_of("a.fc", Kind.ACTIVATION)) and not plan.measures(entry_of("ab", Kind.ACTIVATION))
+    assert plan.measures(entry_of("a.weight", Kind.WGRAD)) and not plan.measures(entry_of("a.bias", Kind.WGRAD))
+    assert plan.measures(entry_of("a.bias", Kind.PARAM))
+    # Hooks go once nothing of a kind can become due by itself.
+    assert plan.wanted("a") == {Kind.ACTIVATION}
+    plan.begin(3)
+    assert plan.begin(4)
+    assert plan.wanted("a") == frozenset()
+
+
+def test_staggered_tensors_take_turns_and_none_is_left_out() -> None:
+    plan = Plan(Measurement(kinds=("activation",), stagger=8, step_interval=2))
+    entries = [entry_of(f"m{at}", Kind.ACTIVATION, 64 * (at + 1)) for at in range(200)]
+    turns: dict[str, list[int]] = {}
+    sizes = []
+    for step in range(32):
+        plan.begin(step)
+        now = [entry.name for entry in entries if plan.measures(entry)]
+        sizes.append(len(now))
+        for name in now:
+            turns.setdefault(name, []).append(step)
+
+    assert sizes[1::2] == [0] * 16
+    assert set(turns) == {entry.name for entry in entries}
+    assert all(len(steps) == 2 and steps[1] - steps[0] == 16 for steps in turns.values())
+    assert max(sizes[::2]) <= 1.4 * 200 / 8
+
+
+@pytest.mark.parametrize(
+    ("target", "meant"),
+    [
+        ("layers.1", {"layers.1", "layers.1.mlp"}),
+        ("layers.*.mlp", {"layers.1.mlp", "layers.10.mlp"}),
+        ("re:layers\\.1\\d(\\..*)?", {"layers.10", "layers.10.mlp", "layers.11"}),
+        ("*", {"layers.1", "layers.1.mlp", "layers.10", "layers.10.mlp", "layers.11"}),
+    ],
+)
+def test_targets_are_names_globs_and_regular_expressions(target: str, meant: set[str]) -> None:
+    names = ["layers.1", "layers.1.mlp", "layers.10", "layers.10.mlp", "layers.11"]
+    plan = Plan(Measurement(kinds=("activation",), targets=(target,)))
+    plan.begin(0)
+
+    assert {name for name in names if plan.measures(entry_of(name, Kind.ACTIVATION))} == meant
+    assert {name for name in names if plan.wanted(name)} == meant
+
+
+def test_an_index_picks_one_output() -> None:
+    plan = Plan(Measurement(kinds=("activation",), targets=("lstm:1",)))
+    plan.begin(0)
+
+    assert [name for name in ("lstm:0", "lstm:1", "lstm:2") if plan.measures(entry_of(name, Kind.ACTIVATION))] == ["lstm:1"]
+    # The only output of a module is its output 0.
+    one = Plan(Measurement(kinds=("activation",), targets=("fc:0",)))
+    one.begin(0)
+    assert one.measures(entry_of("fc", Kind.ACTIVATION)) and not one.measures(entry_of("fc:1", Kind.ACTIVATION))
+
+
+def test_a_target_that_means_nothing_is_named_with_its_neighbours() -> None:
+    plan = Plan(
+        Measurement(
+            kinds=("activation",),
+            targets=("layers.1.atn", "layers.0"),
+            probes={"param": ProbeSchedule(targets=("head.wieght",))},
+        )
+    )
+    modules, parameters = ["", "layers.0", "layers.1", "layers.1.attn"], ["head.weight", "layers.1.attn.q"]
+
+    said = plan.unmatched(modules, parameters)
+
+    assert len(said) == 2
+    assert "layers.1.atn" in said[0] and "layers.1.attn" in said[0]
+    assert "head.wieght" in said[1] and "head.weight" in said[1]
 
 
 # In a trainer.

@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
-from sentinel.collect.gradients import Parameters
-from sentinel.collect.plan import Plan
-from sentinel.collect.recording import Recording
-from sentinel.collect.tensors import Entry, TensorTable
+from sentinel.collect.probes.context import ProbeContext
+from sentinel.collect.tensors import Entry
 from sentinel.record import Kind
 
 STATE_KEYS = {"exp_avg": Kind.EXP_AVG, "momentum_buffer": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
@@ -21,23 +19,22 @@ STATE_KEYS = {"exp_avg": Kind.EXP_AVG, "momentum_buffer": Kind.EXP_AVG, "exp_avg
 class OptimizerState:
     """Reads exp_avg and exp_avg_sq of every parameter, from the first step on that has them."""
 
-    def __init__(self, parameters: Parameters, recording: Recording, table: TensorTable, plan: Plan) -> None:
-        self._parameters = parameters
-        self._recording = recording
-        self._table = table
-        self._plan = plan
+    def __init__(self, context: ProbeContext) -> None:
+        self._parameters = context.parameters
+        self._recording = context.recording
+        self._table = context.table
+        self._plan = context.plan
+        self._count = context.count
         self._rows: dict[int, int] = {}
         """id of an entry -> its row of this step: an optimizer that steps twice in one step is read again into it."""
+        context.events.begun.subscribe("optimizer_state", self._rows.clear)
+        context.events.updated.subscribe("optimizer_state", self._read)
 
-    def begin_step(self) -> None:
-        """Forget what was read."""
-        self._rows.clear()
-
-    def read(self, optimizer: Any) -> dict[str, int]:
-        """Measure the state that an optimizer has just written; return kind -> number of tensors. Does not wait."""
+    def _read(self, optimizer: Any) -> None:
+        """Measure the state that an optimizer has just written. Does not wait."""
         kinds = {key: kind for key, kind in STATE_KEYS.items() if self._plan.takes(kind)}
         if not kinds:
-            return {}
+            return
         is_owner = _is_zero_redundancy(optimizer)
         state: Mapping[Any, Any] = (optimizer.optim if is_owner else optimizer).state
         entries: list[Entry] = []
@@ -55,6 +52,8 @@ class OptimizerState:
                 placements = {**held.placements, "dp": "owned"} if is_owner and "dp" in held.placements else held.placements
                 entry = self._table.entry(one.entry.chunk, one.entry.name, kind)
                 entry.site_pos = one.entry.site_pos
+                if not self._plan.measures(entry):
+                    continue
                 self._table.describe(entry, held.tensor, placements, held.part, held.shape)
                 if entry.id in self._rows:
                     self._recording.fill(self._rows[entry.id], held.tensor, checksum=True)
@@ -64,7 +63,7 @@ class OptimizerState:
                 due[kind.label] = due.get(kind.label, 0) + 1
         first = self._recording.observe_all(entries, tensors, [0] * len(entries))
         self._rows.update({entry.id: first + at for at, entry in enumerate(entries)})
-        return due
+        self._count(due)
 
 
 def _is_zero_redundancy(optimizer: Any) -> bool:

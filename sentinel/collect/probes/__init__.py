@@ -1,0 +1,19 @@
+"""Probes: what is measured beyond weights, gradients and activations, one file each.
+
+A probe is a class that is given a ProbeContext, subscribes to the events it needs, and measures only what the plan wants:
+a kind that nobody wants costs neither a hook nor a call in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sentinel.collect.probes.context import Event, Events, ProbeContext
+from sentinel.collect.probes.optimizer_state import OptimizerState
+
+Probe = Callable[[ProbeContext], object]
+
+PROBES: tuple[Probe, ...] = (OptimizerState,)
+"""In the order in which they are told of each event."""
+
+__all__ = ["PROBES", "Event", "Events", "Probe", "ProbeContext"]

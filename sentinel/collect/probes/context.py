@@ -1,0 +1,121 @@
+"""What a probe is given: the instruments of the monitor, and the moments of a step at which it may work."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from sentinel.collect.gradients import Parameters
+from sentinel.collect.inert import Inert
+from sentinel.collect.plan import Plan
+from sentinel.collect.recording import Recording
+from sentinel.collect.sites import Sites
+from sentinel.collect.taps import Chunk, in_backward
+from sentinel.collect.tensors import TensorTable
+from sentinel.place import Place
+
+P = ParamSpec("P")
+Guard = Callable[[str, Exception], None]
+
+
+class Event(Generic[P]):
+    """One moment of a step. Whoever subscribed is called in that order; what one raises ends here, under its name."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._calls: list[tuple[str, Callable[P, None]]] = []
+
+    def subscribe(self, name: str, call: Callable[P, None]) -> None:
+        """Call `call` from now on. name: of the probe, for people."""
+        self._calls.append((name, call))
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        for name, call in self._calls:
+            try:
+                call(*args, **kwargs)
+            except Exception as error:
+                self._guard(name, error)
+
+
+class Events:
+    """When probes work, all of it on the training thread."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.planned: Event[[]] = Event(guard)
+        """What is wanted has changed: put hooks on or take them off (`Plan.wants`, `Plan.wants_at`). Between steps."""
+        self.begun: Event[[]] = Event(guard)
+        """A step has begun, its parameters are read; `Plan.takes` says what is due in it."""
+        self.updating: Event[[Any]] = Event(guard)
+        """An optimizer is about to step: gradients are read, and clipped. Not for one that is given a closure."""
+        self.updated: Event[[Any]] = Event(guard)
+        """An optimizer has stepped."""
+        self.ending: Event[[]] = Event(guard)
+        """The step is over: the last moment for rows of it."""
+        self.removed: Event[[]] = Event(guard)
+        """The monitor leaves: take off every hook."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbeContext:
+    """The instruments. A probe decides by `plan`, describes tensors in `table`, and measures with `recording`."""
+
+    recording: Recording
+    table: TensorTable
+    sites: Sites
+    plan: Plan
+    parameters: Parameters
+    chunks: list[Chunk]
+    events: Events
+    guard: Guard
+    place: Callable[[], Place]
+    step: Callable[[], int]
+    """The number of the running step."""
+    is_measuring: Callable[[], bool]
+    """Whether a step runs: what is seen outside of one belongs to nobody."""
+    count: Callable[[dict[str, int]], None]
+    """Take note of tensors measured: kind to number (`EndStep.due`)."""
+
+    def watch(self, chunk: Chunk, name: str, module: nn.Module, call: ForwardCall) -> RemovableHandle:
+        """Call `call(args, kwargs, output, micro_step)` after each counted training forward of a module.
+
+        Not for recomputes, evaluation, shape inference, copies of the model; what it raises ends at the guard.
+        """
+        watch = ForwardWatch(self, chunk, name, module, call)
+        return module.register_forward_hook(watch, with_kwargs=True)
+
+
+ForwardCall = Callable[[tuple[Any, ...], dict[str, Any], Any, int], None]
+
+
+class ForwardWatch:
+    """One forward hook of a probe. A copy of the module carries one that does nothing."""
+
+    def __init__(self, context: ProbeContext, chunk: Chunk, name: str, module: nn.Module, call: ForwardCall) -> None:
+        self._context = context
+        self._chunk = chunk
+        self._name = name
+        self._module = module
+        self._call = call
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardWatch:
+        return self
+
+    def __reduce__(self) -> Any:
+        return Inert, ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        chunk = self._chunk
+        if module is not self._module or not chunk.recorder.is_alive or torch.compiler.is_compiling():
+            return
+        if not chunk.in_forward or in_backward():
+            return
+        try:
+            with torch.no_grad():
+                self._call(args, kwargs, output, chunk.micro_step)
+        except Exception as error:
+            self._context.guard(self._name, error)

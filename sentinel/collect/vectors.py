@@ -1,0 +1,87 @@
+"""Vectors of the running step: small tensors, a value for each head, expert, channel or bin, on their way to the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sentinel.messages import Vector, Vectors
+
+MOST_BYTES = 8 * 2**20
+"""Most bytes of vectors a rank ships a step (chosen); what is more is dropped and counted."""
+
+_DTYPES = {
+    torch.float32: "<f4", torch.float64: "<f8", torch.int64: "<i8", torch.int32: "<i4", torch.uint8: "|u1",
+}  # fmt: skip
+
+
+class StepVectors:
+    """Filled by the training thread, finished by the writer's. Nothing here waits for a device but `finish`."""
+
+    def __init__(self) -> None:
+        self.num_dropped = 0
+        """Vectors that found no room."""
+        self._kept: list[tuple[Vector, torch.Tensor]] = []
+        self._num_bytes = 0
+        self._arrived: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, head: Vector, values: torch.Tensor) -> None:
+        """Take `values`, of any shape and device; nobody may write into them afterwards.
+
+        head: all but dtype, shape and values. Half types travel as float32.
+        """
+        values = values.detach()
+        if values.dtype not in _DTYPES:
+            values = values.to(torch.float32 if values.is_floating_point() else torch.int64)
+        num_bytes = values.numel() * values.element_size()
+        if self._num_bytes + num_bytes > MOST_BYTES:
+            self.num_dropped += 1
+            return
+        self._num_bytes += num_bytes
+        self._kept.append((head, values))
+
+    def truncate(self, call_id: int) -> None:
+        """Forget the vectors of observations from `call_id` on."""
+        kept = [pair for pair in self._kept if pair[0].call_id < call_id]
+        if len(kept) != len(self._kept):
+            self._kept = kept
+            self._num_bytes = sum(values.numel() * values.element_size() for _, values in kept)
+
+    def begin_copy(self) -> None:
+        """Send what lies on accelerators towards the host, behind the work that fills it. Does not wait."""
+        devices = {values.device for _, values in self._kept if values.device.type != "cpu"}
+        if not devices:
+            return
+        self._kept = [(head, _on_its_way(values)) for head, values in self._kept]
+        for device in devices:
+            module = torch.get_device_module(device)
+            event = module.Event()
+            event.record(module.current_stream(device))
+            self._arrived.append(event)
+
+    def finish(self) -> Vectors | None:
+        """Return the vectors as they travel; None where there are none. Waits for the copies: not in the training thread."""
+        for event in self._arrived:
+            event.synchronize()
+        if not self._kept:
+            return None
+        return Vectors(items=tuple(_packed(head, values) for head, values in self._kept))
+
+
+def _on_its_way(values: torch.Tensor) -> torch.Tensor:
+    if values.device.type == "cpu":
+        return values
+    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return pinned.copy_(values, non_blocking=True)
+
+
+def _packed(head: Vector, values: torch.Tensor) -> Vector:
+    array = values.contiguous().numpy()
+    return Vector(
+        tensor=head.tensor, statistic=head.statistic, axis=head.axis, micro_step=head.micro_step, call_id=head.call_id,
+        edges=head.edges, dtype=_DTYPES[values.dtype], shape=tuple(array.shape), values=array.tobytes(),
+    )  # fmt: skip
