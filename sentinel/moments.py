@@ -21,6 +21,9 @@ EMPTY = np.zeros((), STATS_DTYPE)
 """Statistics of nothing: count 0, min +inf, max -inf."""
 EMPTY["min"], EMPTY["max"] = np.inf, -np.inf
 
+UNKNOWN_COUNT = -1
+"""A `num_zero` that nobody counted: statistics that came from elsewhere. Sums of it stay below 0: `zeros` is undefined."""
+
 _COUNTS = ("num_nan", "num_pos_inf", "num_neg_inf", "num_zero", "checksum")
 _QUIET: dict[str, Any] = {"divide": "ignore", "over": "ignore", "under": "ignore", "invalid": "ignore"}
 
@@ -166,6 +169,16 @@ class Moments:
             out["m4"] = total(m4 + 4.0 * d * m3 + 6.0 * dd * m2 + weight * dd * dd)
         return Moments(out)
 
+    def set_norm_only(self, rows: np.ndarray, norm: np.ndarray) -> None:
+        """Have rows (a mask) say no more of their elements' size than a norm, [rows] float64: mean and std stay undefined.
+
+        They hold m2 = norm**2 about a mean of 0, and m3 = inf beside m4 = NaN, which no elements have: so they merge to the
+        norm of the whole, and what is undefined stays so.
+        """
+        for name, value in (("mean", 0.0), ("m3", np.inf), ("m4", np.nan)):
+            self.stats[name][rows] = value
+        self.stats["m2"][rows] = np.square(norm[rows])
+
     # -- statistics -------------------------------------------------------------------------------------------------
 
     def statistic(self, name: str) -> np.ndarray:
@@ -187,11 +200,11 @@ class Moments:
 
     def mean(self) -> np.ndarray:
         """Return the mean of the finite elements; NaN where there is none."""
-        return self._where_any(self.stats["mean"])
+        return self._where_centred(self._where_any(self.stats["mean"]))
 
     def var(self) -> np.ndarray:
         """Return the population variance, M2 / n, in squared units of the elements; NaN where no element is finite."""
-        return self._where_any(self.stats["m2"] / self._count())
+        return self._where_centred(self._where_any(self.stats["m2"] / self._count()))
 
     def std(self) -> np.ndarray:
         """Return the population standard deviation, in units of the elements; NaN where no element is finite."""
@@ -230,7 +243,8 @@ class Moments:
         """
         with np.errstate(**_QUIET):
             std = np.sqrt(self.stats["m2"] / self._count())
-            return self._where_varied(self.stats["m3"] / self._count() / std / std / std)
+            skew = self._where_varied(self.stats["m3"] / self._count() / std / std / std)
+            return self._where_centred(skew)
 
     def kurtosis(self) -> np.ndarray:
         """Return the fourth standardized moment of each row: dimensionless, 3.0 for a Gaussian, at least 1.
@@ -257,7 +271,7 @@ class Moments:
         """Return the share of all elements, in [0, 1], that are zero (|x| <= zero_eps); NaN for a row without elements."""
         total = self.num_elements().astype(np.float64)
         with np.errstate(**_QUIET):
-            return np.where(total > 0, self.stats["num_zero"] / total, np.nan)
+            return np.where((total > 0) & (self.stats["num_zero"] >= 0), self.stats["num_zero"] / total, np.nan)
 
     def raw_moments(self) -> dict[str, np.ndarray]:
         """Return sums about zero for exports: count, s1 .. s4, each [rows] float64. They lose digits; never merge them.
@@ -269,7 +283,7 @@ class Moments:
             square = mean * mean
             return {
                 "count": n,
-                "s1": n * mean,
+                "s1": self._where_centred(n * mean),
                 "s2": m2 + n * square,
                 "s3": m3 + 3.0 * mean * m2 + n * square * mean,
                 "s4": m4 + 4.0 * mean * m3 + 6.0 * square * m2 + n * square * square,
@@ -281,6 +295,14 @@ class Moments:
 
     def _where_any(self, values: np.ndarray) -> np.ndarray:
         return np.where(self.stats["count"] > 0, values, np.nan)
+
+    def _where_centred(self, values: np.ndarray) -> np.ndarray:
+        """Return the values, NaN in rows whose mean is not known: see `set_norm_only`."""
+        about_zero = np.isposinf(self.stats["m3"])
+        if about_zero.any():
+            about_zero &= np.isnan(self.stats["m4"])
+            return np.where(about_zero, np.nan, values)
+        return values
 
     def _where_varied(self, values: np.ndarray) -> np.ndarray:
         return np.where((self.stats["count"] > 1) & (self.stats["m2"] > 0), values, np.nan)

@@ -140,6 +140,11 @@ class SpoolWriter:
         """(file index, byte offset) behind the last frame; index -1 before the first."""
         return self._index, self._offset
 
+    @property
+    def last_error(self) -> str:
+        """Why the disk last did not take a frame; empty: it always has."""
+        return self._last_error
+
     def append(self, frame_type: int, payload: Buffer, *, step: int = NO_STEP, row_count: int = 0) -> bool:
         """Append one frame; False when the disk did not take it. A descriptor is kept, to head each new file."""
         if frame_type == FrameType.DESCRIPTOR:

@@ -1,0 +1,15 @@
+"""`sentinel import`: what another monitor recorded as a run of ours, and its configuration as ours."""
+
+from __future__ import annotations
+
+import click
+
+from sentinel.cli.import_msprobe import msprobe
+
+
+@click.group("import")
+def import_() -> None:
+    """Read what another monitor recorded, or its configuration."""
+
+
+import_.add_command(msprobe)
