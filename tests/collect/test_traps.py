@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 from torch.utils.checkpoint import checkpoint
 
 import sentinel
-from sentinel.collect import nesting, taps
+from sentinel.collect import module_tap, nesting, taps
 from sentinel.collect.boundary import Boundary
 from sentinel.collect.clipping import ClipWatch
 from sentinel.collect.loss_scale import LossScale
@@ -77,6 +77,7 @@ def recompute_non_reentrant(run: Path) -> Any:
 
 def count_recomputes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(taps, "in_backward", lambda: False)
+    patch.setattr(module_tap, "in_backward", lambda: False)
     patch.setattr(Chunk, "in_forward", property(lambda self: True, lambda self, value: None), raising=False)
 
 
