@@ -26,7 +26,8 @@ from sentinel.collect.kernels import choose_kernel
 from sentinel.collect.loss_scale import LossScale
 from sentinel.collect.orders import Orders
 from sentinel.collect.pipelining import PipelineWatch
-from sentinel.collect.plan import Plan, parse_kinds
+from sentinel.collect.plan import Plan
+from sentinel.collect.planning import Planning
 from sentinel.collect.probes import PROBES, Events, ProbeContext
 from sentinel.collect.recording import Recording, describe_error
 from sentinel.collect.running_step import RunningStep
@@ -38,10 +39,9 @@ from sentinel.collect.tensors import TensorTable
 from sentinel.collect.topology import Topology
 from sentinel.collect.waiting import WaitClock
 from sentinel.command import ANY_ATTEMPT
-from sentinel.errors import ConfigError
 from sentinel.messages import Ack, Descriptor, Heartbeat
 from sentinel.monitor_config import ConfigSource
-from sentinel.place import Place, strip_wrappers
+from sentinel.place import Place
 from sentinel.record import Flag, Kind
 from sentinel.version import VERSION
 from sentinel.wire.handover import Handover
@@ -111,6 +111,10 @@ class Monitor:
         self._loss_scale = LossScale(self._gradients.rewritten, self.guard)
         self._running = RunningStep(self.recording, self._scalars, self._loss_scale, self._waits)
         self.chunks: list[Chunk] = []
+        self._planning = Planning(
+            self.plan, self.orders, self.sites, self._table, self.chunks, self._events,
+            place=lambda: self.place, tell=self.recording.tell,
+        )  # fmt: skip
         self._probes = self._make_probes()
         self.on_end: list[Callable[[], None]] = []
         """Called once when this life ends: an adapter takes off what it put on its trainer."""
@@ -141,9 +145,7 @@ class Monitor:
             self.chunks.append(chunk)
             chunk.install()
         self._introduction.set_depths(self.chunks)
-        self._refuse_unmatched()
-        self.plan.foresee(self.current_step)
-        self._replan()
+        self._planning.foresee(self.current_step)
         self.parameters.refresh(self.chunks)
         zeroed: dict[int, nn.Module] = {id(m): m for model in models for m in (model, unwrap(model))}
         self.boundary.watch(optimizers, list(zeroed.values()))
@@ -159,16 +161,6 @@ class Monitor:
             count=self._running.count,
         )  # fmt: skip
         return [probe(context) for probe in PROBES]
-
-    def _refuse_unmatched(self) -> None:
-        """Raise ConfigError for a target that means nothing in the model; of one stage of a pipeline it is only told."""
-        modules = {name for chunk in self.chunks for name in chunk.structure.modules}
-        parameters = {strip_wrappers(name) for chunk in self.chunks for name, _ in chunk.root.named_parameters()}
-        problems = self.plan.unmatched(modules, parameters)
-        if problems and self.place.pp_size == 1:
-            raise ConfigError("; ".join(problems))
-        for problem in problems:
-            self.recording.tell("no_target", f"{problem}; another stage may hold it", problem[:80])
 
     def _begin_life(self, attempt: Attempt, life: bytes) -> Handover:
         spool = self.config.spool
@@ -282,20 +274,11 @@ class Monitor:
         del statistics
         # A step that has begun counts; between steps the wish begins with the next one.
         first = self.current_step + (1 if self.boundary.is_over else 0)
-        request = self.plan.enable(kinds, targets, per_micro_step=per_micro_step, for_steps=for_steps, first_step=first)
-        try:
-            self._refuse_unmatched()
-        except ConfigError:
-            self.plan.withdraw(request)
-            raise
-        self._replan()
+        self._planning.enable(kinds, targets, per_micro_step=per_micro_step, for_steps=for_steps, first_step=first)
 
     def disable(self, kinds: Iterable[str] | str | None = None, targets: Iterable[str] | str | None = None) -> None:
         """Stop measuring `kinds` (None: everything but the black box); hooks that nobody needs are removed."""
-        parsed = parse_kinds(kinds) if kinds is not None else frozenset(Kind)
-        wanted = (targets,) if isinstance(targets, str) else tuple(targets or ())
-        self.plan.disable(parsed, wanted, from_code=True)
-        self._replan()
+        self._planning.disable(kinds, targets)
 
     def activity(self, name: str) -> None:
         """Tell the daemon why the run is quiet: init, train, eval or checkpoint."""
@@ -412,7 +395,7 @@ class Monitor:
             self._locate()
         self._running.begin()
         self._activity = "train"
-        has_changed = self._apply_orders()
+        has_changed = self._planning.begin(self.current_step)
         self.parameters.begin_step()
         if self.plan.is_due:
             if has_changed or self._begun_steps % REFRESH_STEPS == 0 or not self.parameters.all:
@@ -423,16 +406,6 @@ class Monitor:
                 self._running.count({"param": len(entries)})
         self._events.begun()
         self._begun_steps += 1
-
-    def _apply_orders(self) -> bool:
-        """Obey what is due, decide what this step measures; True when hooks were changed for it."""
-        has_changed = bool(self.plan.expire(self.current_step))
-        has_changed |= self.orders.apply(self.current_step)
-        has_changed |= self.plan.begin(self.current_step)
-        self.sites.begin_step()
-        if has_changed:
-            self._replan()
-        return has_changed
 
     def _end_step(self, *, is_partial: bool = False, is_skipped: bool | torch.Tensor | None = None) -> None:
         """Hand the step over to the writer and begin counting the next."""
@@ -473,13 +446,6 @@ class Monitor:
         except Exception as error:
             self.guard("topology", error)
 
-    def _replan(self) -> None:
-        for chunk in self.chunks:
-            chunk.plan(self.plan.wanted, self.plan.measurement.black_box or self.plan.wants(Kind.RESIDUAL))
-        self.sites.begin_step()
-        self._events.planned()
-        self._table.is_changed = True  # Sites get new places in the next forward.
-
     def _descriptor(self) -> Descriptor:
         return self._introduction.descriptor(
             self.chunks, self.plan, kernel=self.recording.kernel.name, boundary=self.boundary.name,
@@ -488,18 +454,8 @@ class Monitor:
 
     def _position(self) -> Heartbeat:
         """Where this rank stands, asked by the writer thread."""
-        entry = self.recording.at
-        kind = Kind(entry.kind) if entry is not None else None
-        phase = "" if kind is None else "backward" if kind in (Kind.DGRAD, Kind.DGRAD_IN, Kind.WGRAD) else "forward"
-        return Heartbeat(
-            step=self.current_step,
-            call_id=self.recording.call_id,
-            activity=self._activity,
-            module=entry.name if entry is not None else "",
-            phase=phase,
-            micro_step=max((chunk.num_forwards for chunk in self.chunks), default=0) - 1 if phase == "forward" else -1,
-            is_waiting=self._waits.is_waiting,
-        )
+        num_forwards = max((chunk.num_forwards for chunk in self.chunks), default=0)
+        return self._running.position(self.current_step, self._activity, num_forwards)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

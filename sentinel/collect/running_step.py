@@ -14,8 +14,8 @@ from sentinel.collect.loss_scale import LossScale
 from sentinel.collect.recording import Recording
 from sentinel.collect.scalars import Scalars, on_its_way, resolver
 from sentinel.collect.waiting import WaitClock
-from sentinel.messages import Descriptor, EndStep
-from sentinel.record import Flag
+from sentinel.messages import Descriptor, EndStep, Heartbeat
+from sentinel.record import Flag, Kind
 from sentinel.wire.handover import Handover, StepBatch
 
 
@@ -57,6 +57,21 @@ class RunningStep:
         """The trainer did something else than train within this step."""
         if name != "train" and name not in self._activities:
             self._activities.append(name)
+
+    def position(self, step: int, activity: str, num_forwards: int) -> Heartbeat:
+        """Return where this rank stands: what was observed last, and whether it waits. Asked by the writer thread."""
+        entry = self._recording.at
+        kind = Kind(entry.kind) if entry is not None else None
+        phase = "" if kind is None else "backward" if kind in (Kind.DGRAD, Kind.DGRAD_IN, Kind.WGRAD) else "forward"
+        return Heartbeat(
+            step=step,
+            call_id=self._recording.call_id,
+            activity=activity,
+            module=entry.name if entry is not None else "",
+            phase=phase,
+            micro_step=num_forwards - 1 if phase == "forward" else -1,
+            is_waiting=self._waits.is_waiting,
+        )
 
     def hand_over(
         self,
