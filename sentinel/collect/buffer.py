@@ -129,10 +129,17 @@ class StepRows:
         num_missing = sum(device.finish(used, wait) for device in self._devices.values())
         scale, self.grad_scale = float(self.grad_scale), 1.0
         if scale not in (0.0, 1.0) and math.isfinite(scale):
-            divide_gradients(used, scale, SCALED_KINDS if self.wgrads_are_scaled else GRADIENT_KINDS)
+            divide_gradients(used, scale, scaled_kinds(self.wgrads_are_scaled))
         self.wgrads_are_scaled = True
         point_at_own(used)
         return num_missing
+
+    def snapshot(self) -> np.ndarray:
+        """Return a copy of the rows begun so far, complete: [num_rows] ROW_DTYPE. Waits for accelerators."""
+        used = self.array[: self.num_rows].copy()
+        for device in self._devices.values():
+            device.read_into(used)
+        return used
 
     def reset(self) -> None:
         """Make the buffer empty again."""
@@ -207,12 +214,25 @@ class DeviceStats:
         used["flags"][here[~has_arrived]] |= np.uint16(Flag.DEGRADED)
         return int(np.count_nonzero(~has_arrived))
 
+    def read_into(self, used: np.ndarray) -> None:
+        """Put the statistics of the rows measured here into `used`, ROW_DTYPE. Waits for the device."""
+        here = np.flatnonzero(self.is_row[: len(used)])
+        self._module.synchronize(self.device)
+        stats = self._stats[: len(used)].cpu().numpy().view(STATS_DTYPE).reshape(-1)[here]
+        for name in STATS_DTYPE.names or ():
+            used[name][here] = stats[name]
+
     def reset(self) -> None:
         """Forget the step. Makes no call to the device."""
         self.is_row[:] = False
         self.is_used = False
         self._streams.clear()
         self._pinned[:, 0] = _NOT_ARRIVED
+
+
+def scaled_kinds(wgrads_are_scaled: bool) -> Sequence[int]:
+    """Return the kinds whose rows carry the scale of the loss."""
+    return SCALED_KINDS if wgrads_are_scaled else GRADIENT_KINDS
 
 
 def divide_gradients(rows: np.ndarray, scale: float, kinds: Sequence[int]) -> None:

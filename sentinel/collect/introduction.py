@@ -66,6 +66,10 @@ class Introduction:
                 chunk.depth = said
         return is_changed
 
+    def note_stage(self, stage: Any) -> None:
+        """A pipeline stage was seen: it knows where it stands."""
+        self.topology.note_stage(stage)
+
     def descriptor(
         self, chunks: Sequence[Chunk], plan: Plan, *, kernel: str, boundary: str, first_step: int
     ) -> Descriptor:

@@ -19,6 +19,7 @@ from sentinel.collect.attempt import NO_ATTEMPT, Attempt
 from sentinel.collect.boundary import Boundary
 from sentinel.collect.clipping import ClipWatch
 from sentinel.collect.config_edits import ConfigEdits
+from sentinel.collect.current import Statistics, current_statistics
 from sentinel.collect.gradient_watch import GradientWatch
 from sentinel.collect.gradients import REFRESH_STEPS, Parameters
 from sentinel.collect.introduction import Introduction
@@ -40,7 +41,7 @@ from sentinel.collect.topology import Topology
 from sentinel.collect.waiting import WaitClock
 from sentinel.command import ANY_ATTEMPT
 from sentinel.messages import Ack, Descriptor, Heartbeat
-from sentinel.monitor_config import ConfigSource
+from sentinel.monitor_config import MODULE_KINDS, ConfigSource
 from sentinel.place import Place
 from sentinel.record import Flag, Kind
 from sentinel.version import VERSION
@@ -107,7 +108,7 @@ class Monitor:
         self.boundary = Boundary(
             self._gradients.ready, self._gradients.doomed, self.guard, self._optimizer_stepped, self._optimizer_steps
         )
-        self._pipeline_watch = PipelineWatch(self._stage_seen, self._gradients.rewritten)
+        self._pipeline_watch = PipelineWatch(self._introduction.note_stage, self._gradients.rewritten)
         self._loss_scale = LossScale(self._gradients.rewritten, self.guard)
         self._running = RunningStep(self.recording, self._scalars, self._loss_scale, self._waits)
         self.chunks: list[Chunk] = []
@@ -167,7 +168,7 @@ class Monitor:
         return Handover(
             attempt.directory, life=life, run=attempt.run, attempt=attempt.attempt, rank=self.place.rank,
             max_bytes=spool.max_bytes, file_bytes=spool.file_bytes, descriptor=self._descriptor(),
-            position=self._position, on_command=self.orders.receive, on_refused=self._command_refused,
+            position=self._position, on_command=self.orders.receive, on_refused=self.recording.refused,
         )  # fmt: skip
 
     @property
@@ -280,6 +281,18 @@ class Monitor:
         """Stop measuring `kinds` (None: everything but the black box); hooks that nobody needs are removed."""
         self._planning.disable(kinds, targets)
 
+    def gradients(self) -> dict[str, Statistics]:
+        """Return `reduced` and `unreduced` weight gradients of the running step: name -> statistic -> value, this rank's.
+
+        What is not measured in it is missing. On an accelerator this waits for the device: call it when you must know.
+        """
+        found = current_statistics(self.recording, self._loss_scale, (Kind.WGRAD, Kind.WGRAD_UNREDUCED))
+        return {"reduced": found["wgrad"], "unreduced": found["wgrad_unreduced"]}
+
+    def activations(self) -> dict[str, Statistics]:
+        """Return `activation_in`, `activation`, `dgrad` and `dgrad_in` of the running step, as `gradients`."""
+        return current_statistics(self.recording, self._loss_scale, MODULE_KINDS)
+
     def activity(self, name: str) -> None:
         """Tell the daemon why the run is quiet: init, train, eval or checkpoint."""
         if name not in ACTIVITIES:
@@ -376,12 +389,6 @@ class Monitor:
                 "an optimizer steps, but no training forward of the attached model was seen: was it compiled or copied "
                 "after attach? Parameters and gradients are measured, the black box is blind; attach to what is called",
             )
-
-    def _stage_seen(self, stage: Any) -> None:
-        self._introduction.topology.note_stage(stage)
-
-    def _command_refused(self, reason: str) -> None:
-        self.recording.tell("command_refused", reason, reason[:60])
 
     # -- steps -----------------------------------------------------------------------------------------------------
 

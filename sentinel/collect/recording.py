@@ -194,6 +194,10 @@ class Recording:
         if count & (count - 1) == 0:  # 1, 2, 4, 8, ...: a site that fails at every call says so without a flood.
             self.health.append(Health(code=code, message=message, site=site, count=count, step=step))
 
+    def refused(self, reason: str) -> None:
+        """Note a command that is not obeyed."""
+        self.tell("command_refused", reason, reason[:60])
+
     def take_health(self) -> list[Health]:
         """Hand out what was noted since the last time."""
         told, self.health = self.health, []

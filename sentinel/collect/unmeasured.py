@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from sentinel.monitor_config import MODULE_KINDS
+
 log = logging.getLogger("sentinel")
 
 
@@ -42,6 +44,14 @@ class Unmeasured:
 
     def disable(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
+
+    def gradients(self) -> dict[str, Any]:
+        """Return nothing measured."""
+        return {"reduced": {}, "unreduced": {}}
+
+    def activations(self) -> dict[str, Any]:
+        """Return nothing measured."""
+        return {kind.label: {} for kind in MODULE_KINDS}
 
     def activity(self, name: str) -> None:
         """Do nothing."""
