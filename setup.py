@@ -1,5 +1,7 @@
 """Builds the one C library, where there is a compiler: without one, sentinel installs and runs on numpy."""
 
+from pathlib import Path
+
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -24,10 +26,7 @@ setup(
         Extension(
             "sentinel.native._kernels",
             sources=["sentinel/native/kernels.c"],
-            depends=[
-                f"sentinel/native/{name}.h"
-                for name in ("isa", "block", "lanes_portable", "lanes_avx2", "lanes_avx512")
-            ],
+            depends=sorted(map(str, Path("sentinel/native").glob("*.h"))),
             optional=True,
         )
     ],

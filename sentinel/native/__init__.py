@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from sentinel.native.layout import BF16, F16, F32, F64
+from sentinel.native.layout import BF16, F16, F32, F64, pack_layouts
 from sentinel.native.library import Library, find_library
 
 _path = find_library()
@@ -36,4 +36,15 @@ else:
     fold_rows = _fallback.fold_rows
     merge_rows = _fallback.merge_rows
 
-__all__ = ["BF16", "F16", "F32", "F64", "fold_rows", "implementation", "measure", "measure_one", "merge_rows"]
+__all__ = [
+    "BF16",
+    "F16",
+    "F32",
+    "F64",
+    "fold_rows",
+    "implementation",
+    "measure",
+    "measure_one",
+    "merge_rows",
+    "pack_layouts",
+]

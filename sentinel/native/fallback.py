@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from sentinel.native.layout import (
     BF16,
+    E4M3FN,
+    E4M3FNUZ,
+    E5M2,
+    E5M2FNUZ,
     ELEMENT_BYTES,
     EMPTY_STATS,
     F16,
-    F32,
-    F64,
     FOLDED,
     NONE_ID,
     STATS,
+    check_layouts,
     check_rows,
     stats_address,
 )  # fmt: skip
@@ -24,13 +30,15 @@ from sentinel.native.layout import (
 CHUNK = 65_536
 """Elements measured at a time, in float64: three temporaries of half a megabyte."""
 
-_STORAGE: dict[int, np.dtype[Any]] = {
-    F32: np.dtype("<f4"),
-    F64: np.dtype("<f8"),
-    BF16: np.dtype("<u2"),
-    F16: np.dtype("<f2"),
-}
+_STORAGE: tuple[np.dtype[Any], ...] = tuple(
+    np.dtype(name)
+    for name in ("<f4", "<f8", "<u2", "<f2", "u1", "i1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "u1", "u1", "u1", "u1")
+)
+"""What lies in memory, by code: bf16 and fp8 as their bits."""
+
 _BITS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+_FP8 = {E4M3FN: (3, 7, False), E5M2: (2, 15, False), E4M3FNUZ: (3, 8, True), E5M2FNUZ: (2, 16, True)}
+"""Bits of mantissa, bias, and whether it is of the kind without infinities and negative zero, by code."""
 
 
 def measure(
@@ -42,11 +50,14 @@ def measure(
     checksum: bool = False,
     *,
     num_threads: int = 1,
+    layouts: np.ndarray | None = None,
 ) -> None:
     """As Library.measure; num_threads is ignored."""
     num = len(pointers)
     if not num == len(numels) == len(dtypes) == len(out):
         raise ValueError(f"expected {num} numels, dtypes and rows, got {len(numels)}, {len(dtypes)}, {len(out)}")
+    if layouts is not None:
+        layouts = check_layouts(layouts, num)
     if num == 0:
         return
     for index, code in enumerate(dtypes):
@@ -54,9 +65,16 @@ def measure(
             raise ValueError(f"tensor {index}: unknown dtype code {code}")
     address, stride = stats_address(out), out.strides[0]
     for index in range(num):
+        shape = strides = None
+        if layouts is not None and layouts[index]:
+            place = int(layouts[index])
+            num_dims = int(layouts[place])
+            shape = layouts[place + 1 : place + 1 + num_dims].tolist()
+            strides = layouts[place + 1 + num_dims : place + 1 + 2 * num_dims].tolist()
         measure_one(
-            int(pointers[index]), int(numels[index]), int(dtypes[index]), address + index * stride, zero_eps, checksum
-        )
+            int(pointers[index]), int(numels[index]), int(dtypes[index]), address + index * stride, zero_eps, checksum,
+            shape=shape, strides=strides,
+        )  # fmt: skip
 
 
 def measure_one(
@@ -68,30 +86,99 @@ def measure_one(
     checksum: bool = False,
     accumulate: bool = False,
     num_threads: int = 1,
+    shape: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
 ) -> None:
     """As Library.measure_one; num_threads is ignored."""
     if not 0 <= dtype < len(ELEMENT_BYTES):
         raise ValueError(f"unknown dtype code {dtype}")
     words = np.frombuffer(memoryview((ctypes.c_char * STATS.itemsize).from_address(out)), STATS)
-    parts = [words.copy()] if accumulate else []
+    times = 1
+    if shape is None or strides is None:
+        shape, strides = [numel], [1]
+    pairs = sorted(((st, sz) for st, sz in zip(strides, shape, strict=True) if sz != 1), reverse=True)
+    if all(size > 0 for _, size in pairs):
+        for stride, size in pairs:
+            times *= size if stride == 0 else 1
+        pairs = [pair for pair in pairs if pair[0] != 0]
     width = ELEMENT_BYTES[dtype]
-    for start in range(0, numel, CHUNK):
-        size = min(CHUNK, numel - start)
-        memory = (ctypes.c_char * (size * width)).from_address(pointer + start * width)
-        parts.append(_measure_chunk(np.frombuffer(memoryview(memory), _STORAGE[dtype]), dtype, zero_eps, checksum))
-    words[:] = merge_rows(np.concatenate(parts), np.zeros(len(parts), np.int32), 1) if parts else EMPTY_STATS
+    parts = [_measure_chunk(chunk, dtype, zero_eps, checksum) for chunk in _chunks(pointer, pairs, dtype, width)]
+    whole = merge_rows(np.concatenate(parts), np.zeros(len(parts), np.int32), 1) if parts else np.full(1, EMPTY_STATS)
+    for name in ("count", "m2", "m3", "m4", "num_nan", "num_pos_inf", "num_neg_inf", "num_zero", "checksum"):
+        whole[name] *= whole[name].dtype.type(times)
+    if accumulate:
+        whole = merge_rows(np.concatenate([words, whole]), np.zeros(2, np.int32), 1)
+    words[:] = whole
+
+
+def _chunks(pointer: int, pairs: list[tuple[int, int]], dtype: int, width: int) -> Iterator[np.ndarray]:
+    """Yield what (stride, size) pairs, strides in elements and falling, show from `pointer` on: [at most CHUNK] each."""
+    shape = [size for _, size in pairs]
+    if 0 in shape:
+        return
+    inner, first = 1, len(pairs)
+    while first > 0 and inner * shape[first - 1] <= CHUNK:
+        first -= 1
+        inner *= shape[first]
+    whole, split = pairs[first:], pairs[:first]
+    step = CHUNK // inner
+    ranges = [range(0, size, step if at == first - 1 else 1) for at, (_, size) in enumerate(split)]
+    for starts in itertools.product(*ranges):
+        offset = sum(start * stride for start, (stride, _) in zip(starts, split, strict=True))
+        some = [(split[-1][0], min(step, split[-1][1] - starts[-1])), *whole] if split else whole
+        lowest = sum(min(0, stride * (size - 1)) for stride, size in some)
+        extent = sum(abs(stride) * (size - 1) for stride, size in some) + 1
+        memory = (ctypes.c_char * (extent * width)).from_address(pointer + (offset + lowest) * width)
+        yield np.ndarray(
+            [size for _, size in some], _STORAGE[dtype], memoryview(memory), -lowest * width,
+            [stride * width for stride, _ in some],
+        ).ravel()  # fmt: skip
+
+
+def _as_measured(stored: np.ndarray, dtype: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the values in float64, and the bit patterns of the type that they are measured as."""
+    if dtype == BF16:
+        bits = stored
+        values = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+        return values, bits
+    if dtype in _FP8:
+        measured = fp8_values(dtype)[stored]
+    elif dtype <= F16:
+        measured = stored
+    else:
+        measured = stored.astype(np.float32 if ELEMENT_BYTES[dtype] <= 2 else np.float64)
+    return measured.astype(np.float64), measured.view(_BITS[measured.dtype.itemsize])
+
+
+@functools.cache
+def fp8_values(dtype: int) -> np.ndarray:
+    """Return the value of each byte in an fp8 format: [256] float32.
+
+    Source: OCP 8-bit floating point (E4M3 with one nan a sign, E5M2 as IEEE), and the fnuz forms of arXiv:2206.02915.
+    """
+    mantissa_bits, bias, is_fnuz = _FP8[dtype]
+    byte = np.arange(256)
+    rest = byte & 0x7F
+    exponent, mantissa = rest >> mantissa_bits, rest & (1 << mantissa_bits) - 1
+    size = np.where(exponent > 0, mantissa + (1 << mantissa_bits), mantissa).astype(np.float64)
+    size = np.ldexp(size, np.maximum(exponent, 1) - bias - mantissa_bits)
+    if is_fnuz:
+        size[0x80] = np.nan
+    elif mantissa_bits == 3:
+        size[rest == 0x7F] = np.nan
+    else:
+        size[exponent == 31] = np.where(mantissa[exponent == 31] > 0, np.nan, np.inf)
+    values: np.ndarray = np.where(byte < 0x80, size, -size).astype(np.float32)
+    return values
 
 
 def _measure_chunk(stored: np.ndarray, dtype: int, zero_eps: float, checksum: bool) -> np.ndarray:
     """Return the statistics of one chunk as an array of one STATS: two passes in float64, about the chunk's mean."""
     with np.errstate(invalid="ignore"):  # signalling NaNs
-        if dtype == BF16:
-            values = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-        else:
-            values = stored.astype(np.float64)
+        values, bits = _as_measured(stored, dtype)
     stats = np.full(1, EMPTY_STATS)
     if checksum:
-        stats["checksum"] = stored.view(_BITS[stored.dtype.itemsize]).sum(dtype=np.uint64)
+        stats["checksum"] = bits.sum(dtype=np.uint64)
     is_finite = np.isfinite(values)
     finite = values if is_finite.all() else values[is_finite]
     if finite.size < values.size:

@@ -1,4 +1,5 @@
 /* AVX2 with FMA and F16C, which every CPU that has AVX2 has. */
+#define I16_TURN 0 /* what unsigned bounds of 16 bits are kept with */
 #define F32_W 8
 typedef __m256 LANES(f32);
 typedef __m256i LANES(f32_counts);
@@ -6,6 +7,10 @@ typedef __m256i LANES(f32_counts);
 typedef __m256d LANES(f64);
 typedef __m256i LANES(f64_counts);
 typedef __m256i LANES(i16);
+typedef struct { __m256d low, high; } LANES(f32_wide);
+typedef __m256d LANES(f64_wide);
+typedef struct { __m256i sum, high; } LANES(checks);
+typedef struct { __m256i top, deep, small; } LANES(i16_bounds);
 
 #define AVX2 static inline TARGET
 AVX2 __m256 LANES(f32_set)(float x) { return _mm256_set1_ps(x); }
@@ -20,6 +25,10 @@ AVX2 __m256i LANES(f32_count)(__m256i n, __m256 x, __m256 eps)
     const __m256 size = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x);
     return _mm256_sub_epi32(n, _mm256_castps_si256(_mm256_cmp_ps(size, eps, _CMP_LE_OQ)));
 }
+AVX2 __m256i LANES(f32_count_zero)(__m256i n, __m256 x)
+{
+    return _mm256_sub_epi32(n, _mm256_castps_si256(_mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_EQ_OQ)));
+}
 AVX2 __m256d LANES(f64_set)(double x) { return _mm256_set1_pd(x); }
 AVX2 __m256d LANES(f64_add)(__m256d a, __m256d b) { return _mm256_add_pd(a, b); }
 AVX2 __m256d LANES(f64_mul)(__m256d a, __m256d b) { return _mm256_mul_pd(a, b); }
@@ -32,17 +41,28 @@ AVX2 __m256i LANES(f64_count)(__m256i n, __m256d x, __m256d eps)
     const __m256d size = _mm256_andnot_pd(_mm256_set1_pd(-0.0), x);
     return _mm256_sub_epi64(n, _mm256_castpd_si256(_mm256_cmp_pd(size, eps, _CMP_LE_OQ)));
 }
-AVX2 float LANES(f32_sum)(__m256 a)
+AVX2 __m256i LANES(f64_count_zero)(__m256i n, __m256d x)
 {
-    __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
-    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+    return _mm256_sub_epi64(n, _mm256_castpd_si256(_mm256_cmp_pd(x, _mm256_setzero_pd(), _CMP_EQ_OQ)));
 }
-AVX2 double LANES(f64_sum)(__m256d a)
+AVX2 __m256d LANES(f64_wide_none)(void) { return _mm256_setzero_pd(); }
+AVX2 __m256d LANES(f64_spill)(__m256d w, __m256d x) { return _mm256_add_pd(w, x); }
+AVX2 double LANES(f64_wide_sum)(__m256d a)
 {
     const __m128d x = _mm_add_pd(_mm256_castpd256_pd128(a), _mm256_extractf128_pd(a, 1));
     return _mm_cvtsd_f64(_mm_add_sd(x, _mm_unpackhi_pd(x, x)));
 }
+AVX2 LANES(f32_wide) LANES(f32_wide_none)(void)
+{
+    return (LANES(f32_wide)){_mm256_setzero_pd(), _mm256_setzero_pd()};
+}
+AVX2 LANES(f32_wide) LANES(f32_spill)(LANES(f32_wide) w, __m256 x)
+{
+    w.low = _mm256_add_pd(w.low, _mm256_cvtps_pd(_mm256_castps256_ps128(x)));
+    w.high = _mm256_add_pd(w.high, _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)));
+    return w;
+}
+AVX2 double LANES(f32_wide_sum)(LANES(f32_wide) w) { return LANES(f64_wide_sum)(_mm256_add_pd(w.low, w.high)); }
 AVX2 float LANES(f32_lowest)(__m256 a)
 {
     __m128 x = _mm_min_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -79,16 +99,44 @@ AVX2 int64_t LANES(f32_total)(__m256i n)
 }
 AVX2 __m256i LANES(i16_load)(const uint16_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
 AVX2 __m256i LANES(i16_set)(int16_t x) { return _mm256_set1_epi16(x); }
-AVX2 __m256i LANES(i16_min)(__m256i a, __m256i b) { return _mm256_min_epi16(a, b); }
-AVX2 __m256i LANES(i16_max)(__m256i a, __m256i b) { return _mm256_max_epi16(a, b); }
-AVX2 __m256i LANES(i16_key)(__m256i w)
+AVX2 LANES(i16_bounds) LANES(i16_bounds_none)(void)
 {
-    return _mm256_xor_si256(w, _mm256_srli_epi16(_mm256_srai_epi16(w, 15), 1));
+    return (LANES(i16_bounds)){_mm256_set1_epi16(INT16_MIN), _mm256_setzero_si256(), _mm256_set1_epi16(-1)};
+}
+AVX2 LANES(i16_bounds) LANES(i16_bound)(LANES(i16_bounds) bounds, __m256i w)
+{
+    bounds.top = _mm256_max_epi16(bounds.top, w);
+    bounds.deep = _mm256_max_epu16(bounds.deep, w);
+    bounds.small = _mm256_min_epu16(bounds.small, w);
+    return bounds;
+}
+AVX2 __m256i LANES(i16_count_zero)(__m256i n, __m256i w)
+{
+    return _mm256_sub_epi16(n, _mm256_cmpeq_epi16(_mm256_add_epi16(w, w), _mm256_setzero_si256()));
 }
 AVX2 __m256i LANES(i16_count)(__m256i n, __m256i w, __m256i eps)
 {
     const __m256i size = _mm256_and_si256(w, _mm256_set1_epi16(0x7fff));
     return _mm256_add_epi16(_mm256_add_epi16(n, _mm256_set1_epi16(1)), _mm256_cmpgt_epi16(size, eps));
+}
+AVX2 LANES(checks) LANES(checks_none)(void) { return (LANES(checks)){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+AVX2 LANES(checks) LANES(f32_checks)(LANES(checks) c, __m256 x, __m256 y)
+{
+    const __m256i a = _mm256_castps_si256(x), b = _mm256_castps_si256(y);
+    c.sum = _mm256_add_epi32(c.sum, _mm256_add_epi32(a, b));
+    c.high = _mm256_add_epi32(c.high, _mm256_srli_epi32(_mm256_avg_epu16(a, b), 16));
+    return c;
+}
+AVX2 LANES(checks) LANES(f64_checks)(LANES(checks) c, __m256d x, __m256d y)
+{
+    c.sum = _mm256_add_epi64(c.sum, _mm256_add_epi64(_mm256_castpd_si256(x), _mm256_castpd_si256(y)));
+    return c;
+}
+AVX2 LANES(checks) LANES(checks16)(LANES(checks) c, __m256i w)
+{
+    c.sum = _mm256_add_epi32(c.sum, w);
+    c.high = _mm256_add_epi32(c.high, _mm256_srli_epi32(w, 16));
+    return c;
 }
 #undef AVX2
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 F32, F64, BF16, F16 = 0, 1, 2, 3
-"""Codes of the element types that `measure` reads."""
+"""Codes of the element types that are measured as they are."""
 
-ELEMENT_BYTES = (4, 8, 2, 2)
+U8, I8, I16, U16, I32, U32, I64, U64 = 4, 5, 6, 7, 8, 9, 10, 11
+"""Codes of integers (bool: U8): up to 16 bits measured as fp32, the wider ones as fp64, checksum included."""
+
+E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ = 12, 13, 14, 15
+"""Codes of the fp8 formats, measured as fp32."""
+
+ELEMENT_BYTES = (4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8, 1, 1, 1, 1)
 """Bytes an element, by code."""
+
+MAX_DIMS = 64
+"""Dimensions of a strided tensor."""
 
 STATS = np.dtype(
     [
@@ -55,3 +66,35 @@ def check_rows(rows: np.ndarray, num_rows: int) -> None:
         raise ValueError("expected a writeable, contiguous array of rows with one dimension")
     if not 0 <= num_rows <= len(rows):
         raise ValueError(f"num_rows must be in [0, {len(rows)}], got {num_rows}")
+
+
+def pack_layouts(layouts: Sequence[tuple[Sequence[int], Sequence[int]] | None]) -> np.ndarray:
+    """Return what `measure` takes as `layouts`: int64 words, from (shape, strides in elements) or None for each tensor.
+
+    The first words say where each tensor's number of dimensions, sizes and strides stand; 0: it is contiguous.
+    """
+    places, words = [], []
+    for layout in layouts:
+        if layout is None:
+            places.append(0)
+            continue
+        shape, strides = layout
+        if len(shape) != len(strides) or len(shape) > MAX_DIMS:
+            raise ValueError(f"expected strides for at most {MAX_DIMS} sizes, got {len(strides)} for {len(shape)}")
+        places.append(len(layouts) + len(words))
+        words += [len(shape), *shape, *strides]
+    return np.array([*places, *words], np.int64)
+
+
+def check_layouts(layouts: np.ndarray, num: int) -> np.ndarray:
+    """Return `layouts` as C reads it; raise where it is not what pack_layouts makes for `num` tensors."""
+    layouts = np.ascontiguousarray(layouts, np.int64)
+    places = layouts[:num]
+    places = places[places != 0]
+    is_whole = len(layouts) >= num and bool(((places >= num) & (places < len(layouts))).all())
+    if is_whole:
+        num_dims = layouts[places]
+        is_whole = bool(((num_dims >= 0) & (num_dims <= MAX_DIMS) & (places + 2 * num_dims < len(layouts))).all())
+    if not is_whole:
+        raise ValueError(f"expected layouts of {num} tensors as pack_layouts makes them, got {len(layouts)} words")
+    return layouts

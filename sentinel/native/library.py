@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import importlib.machinery
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from sentinel.native import fallback
-from sentinel.native.layout import STATS, check_rows, stats_address
+from sentinel.native.layout import MAX_DIMS, STATS, check_layouts, check_rows, stats_address
 
 ISAS = ("portable", "avx2", "avx512")
 """Instruction sets by the number that the library knows them by."""
@@ -17,7 +18,13 @@ ISAS = ("portable", "avx2", "avx512")
 QUICK_ELEMENTS = 100_000
 """Below this a call keeps the GIL: it ends within some 20 us, and to get the GIL back may take 5 ms (chosen)."""
 
+_INTERFACE = 2
+"""Grows when arguments of a function change: a library built from other sources would read the wrong ones."""
+
 _WITH_CHECKSUM, _ACCUMULATE = 1, 2
+
+_PAIRS = [ctypes.c_int64 * (2 * num_dims) for num_dims in range(MAX_DIMS + 1)]
+"""Sizes and strides as C reads them, by number of dimensions."""
 
 
 def find_library() -> Path | None:
@@ -39,14 +46,16 @@ class Library:
         i32, i64, u64, pointer, f64 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_double
         try:
             for library in (slow, quick):
-                library.sentinel_measure.argtypes = [i64, pointer, pointer, pointer, pointer, i64, f64, i32, i32, i32]
+                library.sentinel_measure.argtypes = [i64, *[pointer] * 5, i64, f64, i32, i32, i32]
                 library.sentinel_measure.restype = i64
-                library.sentinel_measure_one.argtypes = [u64, i64, i32, pointer, f64, i32, i32, i32]
+                library.sentinel_measure_one.argtypes = [u64, i64, i32, i32, pointer, pointer, f64, i32, i32, i32]
                 library.sentinel_measure_one.restype = i64
                 library.sentinel_fold_rows.argtypes = [pointer, i64]
                 library.sentinel_fold_rows.restype = i64
                 library.sentinel_merge_rows.argtypes = [pointer, i64, pointer, i64, pointer, i64]
                 library.sentinel_merge_rows.restype = None
+            if slow.sentinel_interface() != _INTERFACE:
+                raise OSError(f"{path}: speaks interface {slow.sentinel_interface()}, expected {_INTERFACE}; build it again")
             best = int(slow.sentinel_best_isa())
         except AttributeError as error:
             raise OSError(f"{path}: not the library of this version: {error}") from error
@@ -69,13 +78,16 @@ class Library:
         checksum: bool = False,
         *,
         num_threads: int = 1,
+        layouts: np.ndarray | None = None,
     ) -> None:
-        """Write the statistics of n contiguous tensors in CPU memory into the n rows of `out`. Releases the GIL.
+        """Write the statistics of n tensors in CPU memory into the n rows of `out`. Releases the GIL.
 
-        pointers: [n] uint64; numels: [n] int64; dtypes: [n] uint8 codes (F32, F64, BF16, F16).
+        pointers: [n] uint64, to the first element; numels: [n] int64; dtypes: [n] uint8 codes of layout.py.
         out: [n] of any dtype that holds the twelve STATS words side by side (STATS or whole rows), of any stride.
         zero_eps: |x| <= zero_eps counts as zero. checksum: sum of the bit patterns, 0 where not asked for.
         num_threads: at most so many, for large tensors only; the result does not depend on it by a bit.
+        layouts: None where all are contiguous, else as pack_layouts makes it. A strided tensor is read in the order in
+        which it lies in memory; what a broadcast repeats is read once.
         """
         num = len(pointers)
         pointers = np.ascontiguousarray(pointers, np.uint64)
@@ -83,12 +95,17 @@ class Library:
         dtypes = np.ascontiguousarray(dtypes, np.uint8)
         if not num == len(numels) == len(dtypes) == len(out):
             raise ValueError(f"expected {num} numels, dtypes and rows, got {len(numels)}, {len(dtypes)}, {len(out)}")
+        if layouts is not None:
+            layouts = check_layouts(layouts, num)
         if num == 0:
             return
         bad = self._measure(
-            num, pointers.ctypes.data, numels.ctypes.data, dtypes.ctypes.data, stats_address(out), out.strides[0],
+            num, pointers.ctypes.data, numels.ctypes.data, dtypes.ctypes.data,
+            None if layouts is None else layouts.ctypes.data, stats_address(out), out.strides[0],
             zero_eps, _WITH_CHECKSUM if checksum else 0, num_threads, self._isa,
         )  # fmt: skip
+        if bad < 0:
+            raise MemoryError(f"no room to measure {num} tensors in threads")
         if bad:
             raise ValueError(f"tensor {bad - 1}: unknown dtype code {dtypes[bad - 1]}")
 
@@ -102,14 +119,26 @@ class Library:
         checksum: bool = False,
         accumulate: bool = False,
         num_threads: int = 1,
+        shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
     ) -> None:
-        """Write the statistics of one contiguous tensor to the twelve words at address `out`.
+        """Write the statistics of one tensor to the twelve words at address `out`.
 
         accumulate: merge into the statistics that stand there. A small tensor is measured without releasing the GIL.
+        shape, strides: of a tensor that is not contiguous, strides in elements; then numel only says how large it is.
         """
         flags = (_WITH_CHECKSUM if checksum else 0) | (_ACCUMULATE if accumulate else 0)
         call = self._measure_one_quickly if numel < QUICK_ELEMENTS else self._measure_one
-        if call(pointer, numel, dtype, out, zero_eps, flags, num_threads, self._isa):
+        words, num_dims = None, 0
+        if shape is not None and strides is not None:
+            num_dims = len(shape)
+            if num_dims != len(strides) or num_dims > MAX_DIMS:
+                raise ValueError(f"expected strides for at most {MAX_DIMS} sizes, got {len(strides)} for {num_dims}")
+            words = _PAIRS[num_dims](*shape, *strides)
+        bad = call(pointer, numel, dtype, num_dims, words, out, zero_eps, flags, num_threads, self._isa)
+        if bad < 0:
+            raise MemoryError(f"no room to measure {numel} elements in threads")
+        if bad:
             raise ValueError(f"unknown dtype code {dtype}")
 
     def fold_rows(self, rows: np.ndarray, num_rows: int) -> int:

@@ -9,33 +9,50 @@ import torch
 
 from sentinel import native
 from sentinel.collect.buffer import StepRows
-from sentinel.collect.kernels.reading import CONVERTED, in_storage_order, is_dense, pieces, plain
+from sentinel.collect.kernels.reading import pieces, plain
 from sentinel.errors import SentinelError
+from sentinel.native import layout
 from sentinel.record import ROW_DTYPE
 
 CODES = {
-    torch.float32: native.F32,
-    torch.float64: native.F64,
-    torch.bfloat16: native.BF16,
-    torch.float16: native.F16,
+    torch.float32: layout.F32,
+    torch.float64: layout.F64,
+    torch.bfloat16: layout.BF16,
+    torch.float16: layout.F16,
+    torch.bool: layout.U8,
+    torch.uint8: layout.U8,
+    torch.int8: layout.I8,
+    torch.int16: layout.I16,
+    torch.uint16: layout.U16,
+    torch.int32: layout.I32,
+    torch.uint32: layout.U32,
+    torch.int64: layout.I64,
+    torch.uint64: layout.U64,
+    torch.float8_e4m3fn: layout.E4M3FN,
+    torch.float8_e5m2: layout.E5M2,
+    torch.float8_e4m3fnuz: layout.E4M3FNUZ,
+    torch.float8_e5m2fnuz: layout.E5M2FNUZ,
 }
 """Codes of the dtypes that the library reads."""
 
 CHUNK = 262_144
-"""Elements converted or copied at a time, where a tensor cannot be read as it lies: 2 MiB in float64."""
+"""Elements copied at a time, where a tensor is negated lazily: memory does not hold what it shows."""
+
+WORTH_THREADS = 800_000
+"""Below this the library would use one thread anyway; asking torch for its number costs a tenth of a microsecond."""
 
 _ROW_BYTES = ROW_DTYPE.itemsize
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 def _lies_open(tensor: torch.Tensor) -> bool:
-    """Return whether memory holds the tensor as it is: nothing to convert, copy or unwrap."""
+    """Return whether memory holds the tensor as it is, strided or not: nothing to copy or unwrap."""
     # A lazy negation (an imaginary part of a conjugate) is in the tensor, not in its memory.
     return (
         type(tensor) in _ORDINARY
         and tensor.dtype in CODES
-        and tensor.is_contiguous()
         and tensor.is_cpu
+        and tensor.layout is torch.strided
         and not tensor.is_neg()
         # FSDP frees storages under living tensors: then only the offset is left of the address.
         and tensor.data_ptr() != tensor.storage_offset() * tensor.itemsize
@@ -64,14 +81,9 @@ class NativeKernel:
         if len(tensors) == 1:
             tensor = tensors[0]
             if _lies_open(tensor):
-                code = CODES[tensor.dtype]
-                numel = tensor.numel()
-                native.measure_one(
-                    tensor.data_ptr(), numel, code, rows.address + first_row * _ROW_BYTES, zero_eps, checksum, False,
-                    1 if numel < 1_000_000 else torch.get_num_threads(),
-                )  # fmt: skip
+                _measure_open(tensor, rows.address + first_row * _ROW_BYTES, zero_eps, checksum)
             else:
-                self._measure_slowly(tensor, rows, first_row, zero_eps, checksum)
+                self._measure_unwrapped(tensor, rows, first_row, zero_eps, checksum)
             return
         self._measure_many(tensors, rows, first_row, zero_eps, checksum)
 
@@ -84,49 +96,57 @@ class NativeKernel:
             self._numels = np.empty(num, np.int64)
             self._codes = np.empty(num, np.uint8)
         slow = [i for i, t in enumerate(tensors) if not _lies_open(t)]
+        read: Sequence[torch.Tensor] = tensors
         if slow:
             left_out = set(slow)
             # A row that is measured below all the same: nothing here, so that rows and tensors stay side by side.
-            read = [(0, 0, 0) if i in left_out else (t.data_ptr(), t.numel(), CODES[t.dtype]) for i, t in enumerate(tensors)]
-            self._pointers[:num] = [pointer for pointer, _, _ in read]
-            self._numels[:num] = [numel for _, numel, _ in read]
-            self._codes[:num] = [code for _, _, code in read]
-        else:
-            self._pointers[:num] = [t.data_ptr() for t in tensors]
-            self._numels[:num] = [t.numel() for t in tensors]
-            self._codes[:num] = [CODES[t.dtype] for t in tensors]
+            read = [_NOTHING if i in left_out else t for i, t in enumerate(tensors)]
+        self._pointers[:num] = [t.data_ptr() for t in read]
+        self._numels[:num] = [t.numel() for t in read]
+        self._codes[:num] = [CODES[t.dtype] for t in read]
+        layouts = None
+        if not all(t.is_contiguous() for t in read):
+            layouts = native.pack_layouts([None if t.is_contiguous() else (t.shape, t.stride()) for t in read])
         native.measure(
             self._pointers[:num], self._numels[:num], self._codes[:num], rows.array[first_row : first_row + num],
-            zero_eps, checksum, num_threads=torch.get_num_threads(),
+            zero_eps, checksum, num_threads=torch.get_num_threads(), layouts=layouts,
         )  # fmt: skip
         failed: SentinelError | None = None
         for i in slow:
             try:
-                self._measure_slowly(tensors[i], rows, first_row + i, zero_eps, checksum)
+                self._measure_unwrapped(tensors[i], rows, first_row + i, zero_eps, checksum)
             except SentinelError as error:
                 failed = failed or error
         if failed:
             raise failed
 
-    def _measure_slowly(
+    def _measure_unwrapped(
         self, tensor: torch.Tensor, rows: StepRows, row: int, zero_eps: float, checksum: bool
     ) -> None:
-        """Measure what cannot be read as it lies, or is no plain tensor: converted or copied chunk by chunk."""
+        """Measure what is no plain tensor, or not what its memory holds."""
         local = plain(tensor)
         if not local.is_cpu:
             raise SentinelError(f"the native kernel reads CPU memory, got a tensor of dtype {local.dtype} on {local.device}")
         address = rows.address + row * _ROW_BYTES
-        num_threads = torch.get_num_threads()
-        dtype = CONVERTED.get(local.dtype, local.dtype)
-        is_as_it_lies = is_dense(local) and not local.is_neg()
-        if dtype is local.dtype and is_as_it_lies:
-            native.measure_one(
-                local.data_ptr(), local.numel(), CODES[dtype], address, zero_eps, checksum, False, num_threads
-            )
+        if not local.is_neg():
+            _measure_open(local, address, zero_eps, checksum)
             return
         native.measure_one(0, 0, native.F32, address)
-        for piece in pieces(in_storage_order(local) if is_as_it_lies else local, CHUNK):
+        for piece in pieces(local, CHUNK):
             if piece.numel() == 0:
                 continue
-            chunk = piece.to(dtype, memory_format=torch.contiguous_format, copy=True)
-            native.measure_one(chunk.data_ptr(), chunk.numel(), CODES[dtype], address, zero_eps, checksum, True)
+            chunk = piece.to(piece.dtype, memory_format=torch.contiguous_format, copy=True)
+            native.measure_one(chunk.data_ptr(), chunk.numel(), CODES[chunk.dtype], address, zero_eps, checksum, True)
+
+
+_NOTHING = torch.empty(0)
+
+
+def _measure_open(tensor: torch.Tensor, address: int, zero_eps: float, checksum: bool) -> None:
+    """Measure a tensor that memory holds as it is into the twelve words at `address`."""
+    numel = tensor.numel()
+    shape, strides = (None, None) if tensor.is_contiguous() else (tensor.shape, tensor.stride())
+    native.measure_one(
+        tensor.data_ptr(), numel, CODES[tensor.dtype], address, zero_eps, checksum, False,
+        1 if numel < WORTH_THREADS else torch.get_num_threads(), shape, strides,
+    )  # fmt: skip

@@ -1,0 +1,155 @@
+/* Reading tensors that are not simply there: strided ones, and dtypes that are measured as another one. */
+
+enum { U8 = NUM_STORED, I8, I16, U16, I32, U32, I64, U64, E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, NUM_DTYPES };
+
+static const int element_bytes[NUM_DTYPES] = {4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8, 1, 1, 1, 1};
+/* The smallest type that holds every value; 64-bit integers to 53 bits. */
+static const uint8_t stored_as[NUM_DTYPES] = {F32, F64, BF16, F16, F32, F32, F32, F32, F64, F64, F64, F64, BF16, BF16, BF16, BF16};
+
+/* An element at p + sum of index[i] * stride[i], the last dimension innermost; each seen `times` times. */
+typedef struct {
+    const char *p;
+    int64_t numel, times;
+    int num_dims, dtype;
+    int64_t size[MAX_DIMS], stride[MAX_DIMS]; /* strides in bytes, falling */
+} View;
+
+/* The elements of a tensor in the order in which they lie in memory, broadcast dimensions told apart. Strides in elements. */
+static void look_at(View *view, const char *p, int dtype, int num_dims, const int64_t *sizes, const int64_t *strides)
+{
+    int used = 0;
+    view->dtype = dtype;
+    view->numel = view->times = 1;
+    for (int i = 0; i < num_dims; i++) {
+        int64_t size = sizes[i], stride = strides[i] * element_bytes[dtype];
+        if (size == 0) {
+            view->numel = 0;
+            return;
+        }
+        if (size == 1) continue;
+        if (stride == 0) {
+            view->times *= size;
+            continue;
+        }
+        if (stride < 0) {
+            p += stride * (size - 1);
+            stride = -stride;
+        }
+        view->numel *= size;
+        int at = used++;
+        for (; at > 0 && view->stride[at - 1] < stride; at--) {
+            view->stride[at] = view->stride[at - 1];
+            view->size[at] = view->size[at - 1];
+        }
+        view->stride[at] = stride;
+        view->size[at] = size;
+    }
+    int last = 0; /* dimensions that follow one another without a gap are one */
+    for (int i = 1; i < used; i++) {
+        if (view->stride[last] == view->stride[i] * view->size[i]) {
+            view->size[last] *= view->size[i];
+            view->stride[last] = view->stride[i];
+        } else {
+            last++;
+            view->size[last] = view->size[i];
+            view->stride[last] = view->stride[i];
+        }
+    }
+    if (used == 0) {
+        view->size[0] = 1;
+        view->stride[0] = element_bytes[dtype];
+    }
+    view->num_dims = last + 1;
+    view->p = p;
+}
+
+/* Written twice, for the compiler to see the common stride. */
+#define GATHER_AS(FROM, TO, VALUE) { \
+    TO *to = (TO *)buffer + filled; \
+    if (stride == (int64_t)sizeof(FROM)) { \
+        for (int i = 0; i < n; i++) { FROM x; memcpy(&x, p + i * (int64_t)sizeof x, sizeof x); to[i] = VALUE; } \
+    } else { \
+        for (int i = 0; i < n; i++, p += stride) { FROM x; memcpy(&x, p, sizeof x); to[i] = VALUE; } \
+    } }
+
+/* Put n elements that lie `stride` bytes apart behind the `filled` ones of the buffer, as the type that they are measured as. */
+static void gather(void *buffer, int filled, const char *p, int64_t stride, int n, int dtype, const uint16_t *fp8)
+{
+    switch (dtype) {
+    case F32: GATHER_AS(uint32_t, uint32_t, x) break;
+    case F64: GATHER_AS(uint64_t, uint64_t, x) break;
+    case BF16: case F16: GATHER_AS(uint16_t, uint16_t, x) break;
+    case U8: GATHER_AS(uint8_t, float, (float)x) break;
+    case I8: GATHER_AS(int8_t, float, (float)x) break;
+    case I16: GATHER_AS(int16_t, float, (float)x) break;
+    case U16: GATHER_AS(uint16_t, float, (float)x) break;
+    case I32: GATHER_AS(int32_t, double, (double)x) break;
+    case U32: GATHER_AS(uint32_t, double, (double)x) break;
+    case I64: GATHER_AS(int64_t, double, (double)x) break;
+    case U64: GATHER_AS(uint64_t, double, (double)x) break;
+    default: GATHER_AS(uint8_t, uint16_t, fp8[x])
+    }
+}
+
+/* The statistics of n elements from number `first` on. */
+static void measure_segment(const Isa *isa, const View *view, int64_t first, int64_t n, double zero_eps, int flags, Stats *out)
+{
+    const int dtype = view->dtype, stored = stored_as[dtype], is_converted = dtype >= NUM_STORED;
+    const int last = view->num_dims - 1;
+    const int64_t step = view->stride[last], run = view->size[last];
+    const int is_direct = !is_converted && step == element_bytes[dtype];
+    *out = empty;
+    Guess guess = {0.0, 0};
+    if (is_direct && view->num_dims == 1) {
+        const char *p = view->p + first * step;
+        guess = guess_from_sample(p, n < SPAN ? (int)n : SPAN, stored);
+        measure_stretch(isa, p, n, stored, zero_eps, flags, &guess, out);
+        return;
+    }
+
+    uint64_t buffer[GATHERED];
+    uint16_t fp8[256];
+    if (dtype >= E4M3FN)
+        for (unsigned i = 0; i < 256; i++) {
+            const int is_e5 = dtype == E5M2 || dtype == E5M2FNUZ, is_fnuz = dtype >= E4M3FNUZ;
+            fp8[i] = bf16_of_fp8(i, is_e5 ? 2 : 3, (is_e5 ? 15 : 7) + is_fnuz, is_fnuz);
+        }
+    int64_t index[MAX_DIMS], at = first % run, rest = first / run;
+    const char *p = view->p;
+    for (int i = last - 1; i >= 0; i--) {
+        index[i] = rest % view->size[i];
+        rest /= view->size[i];
+        p += index[i] * view->stride[i];
+    }
+    int filled = 0, has_guess = 0;
+    for (int64_t left = n; left > 0;) {
+        int64_t num = run - at < left ? run - at : left;
+        if (is_direct && filled == 0 && num >= GATHERED) {
+            if (!has_guess) guess = guess_from_sample(p + at * step, (int)(num < SPAN ? num : SPAN), stored);
+            measure_stretch(isa, p + at * step, num, stored, zero_eps, flags, &guess, out);
+            has_guess = 1;
+        } else {
+            if (num > GATHERED - filled) num = GATHERED - filled;
+            gather(buffer, filled, p + at * step, step, (int)num, dtype, fp8);
+            filled += (int)num;
+            if (filled == GATHERED || num == left) {
+                if (!has_guess) guess = guess_from_sample(buffer, filled, stored);
+                measure_stretch(isa, (const char *)buffer, filled, stored, zero_eps, flags, &guess, out);
+                has_guess = 1;
+                filled = 0;
+            }
+        }
+        left -= num;
+        at += num;
+        if (at < run) continue;
+        at = 0;
+        for (int i = last - 1; i >= 0; i--) {
+            p += view->stride[i];
+            if (++index[i] < view->size[i]) break;
+            p -= view->stride[i] * view->size[i];
+            index[i] = 0;
+        }
+    }
+    /* The patterns of the type that they are measured as in torch: fp8 as fp32, whose upper half bf16 is. */
+    if (dtype >= E4M3FN) out->checksum <<= 16;
+}
