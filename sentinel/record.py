@@ -45,7 +45,11 @@ class Kind(enum.IntEnum):
 
 
 KIND_LABELS: tuple[str, ...] = tuple(kind.label for kind in Kind)
-FORWARD_KINDS = frozenset({Kind.ACTIVATION_IN, Kind.ACTIVATION, Kind.RESIDUAL, Kind.ATTENTION, Kind.ROUTER})
+FORWARD_KINDS = frozenset(
+    {
+        Kind.ACTIVATION_IN, Kind.ACTIVATION, Kind.RESIDUAL, Kind.ATTENTION, Kind.ROUTER, Kind.SATURATION, Kind.CHANNEL,
+    }
+)  # fmt: skip
 BACKWARD_KINDS = frozenset({Kind.DGRAD, Kind.DGRAD_IN})
 
 

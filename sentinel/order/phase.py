@@ -38,6 +38,8 @@ _PHASE_OF_KIND = {
     "residual": Phase.FORWARD,
     "attention": Phase.FORWARD,
     "router": Phase.FORWARD,
+    "saturation": Phase.FORWARD,
+    "channel": Phase.FORWARD,
     "dgrad": Phase.BACKWARD,
     "dgrad_in": Phase.BACKWARD,
     "wgrad_unreduced": Phase.WGRAD_UNREDUCED,

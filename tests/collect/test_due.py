@@ -1,0 +1,102 @@
+"""Steps that are not due cost next to nothing, and change no name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sentinel
+from sentinel.collect.gradient_taps import GradientTap
+from sentinel.collect.module_tap import ModuleTap
+
+from .conftest import Said, TinyModel, loss_of
+
+KINDS = ["activation_in", "activation", "dgrad_in", "dgrad", "wgrad", "param"]
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, calls: list[str]) -> None:
+    original = getattr(owner, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, counted)
+
+
+def train(monitor: Any, model: TinyModel, optimizer: torch.optim.Optimizer, steps: range, calls: list[str]) -> list[int]:
+    """Return how often each step came to the counted functions."""
+    found = []
+    for step in steps:
+        before = len(calls)
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(len(calls) - before)
+        assert monitor._handover.flush(60.0)
+    return found
+
+
+def test_defect_11_steps_not_due_do_not_pay(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for owner, name in (
+        (ModuleTap, "take_inputs"), (ModuleTap, "take_outputs"), (GradientTap, "__init__"),
+        (torch.Tensor, "register_hook"),
+    ):  # fmt: skip
+        counting(monkeypatch, owner, name, calls)
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = sentinel.attach(model, optimizer, {"kinds": KINDS, "black_box": False, "step_interval": 4})
+
+    found = train(monitor, model, optimizer, range(9), calls)
+    monitor.detach()
+
+    due, others = found[4], [found[step] for step in (1, 2, 3, 5, 6, 7)]
+    assert due > 40
+    # One bare hook on the output says that a backward runs; the root's own hooks come by.
+    assert others == [others[0]] * 6 and others[0] <= 3
+    said = Said(run)
+    assert [step for step in range(9) if said.of(step, "activation")] == [0, 4, 8]
+    assert [step for step in range(9) if said.of(step, "dgrad")] == [0, 4, 8]
+
+
+@pytest.mark.parametrize("start_step", [0, 1, 3])
+def test_names_and_places_do_not_depend_on_the_cadence(run: Path, start_step: int) -> None:
+    """A border's tensor keeps its name in steps that measure the black box alone."""
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = sentinel.attach(model, optimizer, {"kinds": KINDS, "start_step": start_step, "step_interval": 3})
+    train(monitor, model, optimizer, range(8), [])
+    monitor.detach()
+    said = Said(run)
+
+    def borders(step: int) -> set[tuple[str, str, int]]:
+        return {(t.kind, t.name, int(r["site_pos"])) for t, r in said.rows[step] if t.border}
+
+    whole = [step for step in range(8) if said.of(step, "param")]
+    assert whole == [*range(start_step, 8, 3)]
+    for step in range(start_step, 8):
+        assert borders(step) == borders(whole[0])
+        assert len(borders(step)) >= 6
+    assert len(said.rows[whole[0]]) > len(borders(whole[0])) + 20
+
+
+def test_staggered_steps_measure_every_site_once_a_round(run: Path) -> None:
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = sentinel.attach(model, optimizer, {"kinds": KINDS, "black_box": False, "stagger": 4})
+    train(monitor, model, optimizer, range(8), [])
+    monitor.detach()
+    said = Said(run)
+    everything = {(t.kind, t.name) for rows in said.rows.values() for t, _ in rows}
+
+    for first in (0, 4):
+        seen = [(t.kind, t.name) for step in range(first, first + 4) for t, _ in said.rows.get(step, [])]
+        assert len(seen) == len(set(seen)) and set(seen) == everything
+    # A tensor and its gradient take the same turn.
+    for rows in said.rows.values():
+        assert {t.name for t, _ in rows if t.kind == "wgrad"} == {t.name for t, _ in rows if t.kind == "param"}
+        assert {t.name for t, _ in rows if t.kind == "dgrad"} <= {t.name for t, _ in rows if t.kind == "activation"}
