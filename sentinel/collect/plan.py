@@ -89,6 +89,10 @@ class Plan:
         """Kinds of the config that code has switched off."""
         self._config: list[Wish] = []
         self._wishes: list[Wish] = []
+        self._due: frozenset[int] = frozenset()
+        """Kinds of which the running step measures some tensors, or all."""
+        self._whole: frozenset[int] = frozenset()
+        """Kinds of which the running step measures all tensors."""
         self.generation = 0
         """Changes with every change of what is wanted; not with the steps."""
         self.change(measurement, text_hash)
@@ -110,6 +114,18 @@ class Plan:
     def _renew(self) -> None:
         self._wishes = [*self._config, *(Wish(r.kinds, r.targets, None) for r in self.requests)]
         self.generation += 1
+        self._sum_up()
+
+    def _sum_up(self) -> None:
+        """Note what most tensors need not be asked one by one."""
+        due: set[Kind] = set()
+        whole: set[Kind] = set()
+        for wish in self._wishes:
+            if wish.is_due:
+                kinds = wish.kinds if wish.schedule is None else wish.kinds - self._gone
+                due |= kinds
+                whole |= kinds if wish.stagger == 1 and not wish.targets else frozenset()
+        self._due, self._whole = frozenset(map(int, due)), frozenset(map(int, whole))
 
     @property
     def is_due(self) -> bool:
@@ -144,17 +160,19 @@ class Plan:
         """Decide what hooks the first step will need: a compiled model must have them before it is called."""
         for wish in self._wishes:
             wish.is_open, wish.is_due = wish.decide(step, self._rank(), self.measurement.enabled)
+        self._sum_up()
 
     def begin(self, step: int) -> bool:
         """Decide what `step` measures, and count it; True when hooks must change."""
         former = [wish.is_open for wish in self._wishes]
         for wish in self._wishes:
             wish.begin(step, self._rank(), self.measurement.enabled)
+        self._sum_up()
         return former != [wish.is_open for wish in self._wishes]
 
     def takes(self, kind: Kind) -> bool:
         """Whether anybody wants this kind anywhere in the running step."""
-        return any(wish.is_due and kind in wish.kinds for wish in self._wishes) and not self._is_gone(kind)
+        return int(kind) in self._due
 
     def wants(self, kind: Kind) -> bool:
         """Whether anybody wants this kind anywhere, in this step or by itself in a later one: its hooks are needed."""
@@ -166,9 +184,11 @@ class Plan:
 
     def measures(self, entry: Entry, kind: Kind | None = None) -> bool:
         """Whether the running step measures this tensor, as what it is, or as `kind`."""
+        asked = entry.kind if kind is None else int(kind)
+        if asked in self._whole or asked not in self._due:
+            return asked in self._whole
         if entry.plan_generation != self.generation:
             entry.plan_generation, entry.wishes = self.generation, {}
-        asked = entry.kind if kind is None else int(kind)
         wishes: list[Wish] | None = entry.wishes.get(asked)
         if wishes is None:
             name, _, path = entry.name.partition(":")
@@ -192,6 +212,14 @@ class Plan:
     def _of(self, kind: Kind) -> list[Wish]:
         """Return the wishes that still count for a kind."""
         return [wish for wish in self._wishes if wish.schedule is None or kind not in self._gone]
+
+    def wishes_of(self, kind: Kind) -> list[Wish]:
+        """Return all wishes for a kind, due now or not; good until `generation` changes."""
+        return [wish for wish in self._of(kind) if kind in wish.kinds]
+
+    def due(self, kind: Kind) -> list[Wish]:
+        """Return the wishes for a kind that the running step fulfils."""
+        return [wish for wish in self.wishes_of(kind) if wish.is_due]
 
     def enable(
         self,
