@@ -17,8 +17,9 @@ from sentinel.record import NONE_ID, ROW_DTYPE, STATS_DTYPE, STATS_OFFSET, Flag,
 WORDS = STATS_DTYPE.itemsize // 8
 """Words of statistics a row: twelve."""
 
-GRADIENT_KINDS = [int(Kind.DGRAD), int(Kind.DGRAD_IN)]
-SCALED_KINDS = [int(Kind.WGRAD_UNREDUCED), int(Kind.WGRAD), *GRADIENT_KINDS]
+GRADIENT_KINDS = [int(Kind.DGRAD), int(Kind.DGRAD_IN), int(Kind.WGRAD_UNREDUCED)]
+"""Read while a backward runs: nobody has divided them by the scale of the loss yet."""
+SCALED_KINDS = [int(Kind.WGRAD), *GRADIENT_KINDS]
 
 _META = struct.Struct("<IBBHiIIIIIii")
 _NOT_ARRIVED = -1

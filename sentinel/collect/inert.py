@@ -7,7 +7,10 @@ from typing import Any
 
 
 class Inert:
-    """What a pickled hook becomes: a hook that does nothing."""
+    """What a pickled hook becomes: a hook that does nothing, called itself or by a method."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        return None
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("__"):

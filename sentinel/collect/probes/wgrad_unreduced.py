@@ -1,0 +1,270 @@
+"""The gradient of each micro-batch on this rank, before ranks are averaged: hooks on the leaves that autograd writes to.
+
+A hook on a leaf sees what one backward adds, never the running sum, and before DDP, FSDP, Megatron or DeepSpeed reduce it:
+all of them work behind the accumulation. What one backward adds to a weight that is used several times in it comes summed.
+A split backward (zero bubble) makes the gradients of weights later, in a walk of its own: they are seen then.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from sentinel.collect.gradients import Parameter
+from sentinel.collect.inert import Inert
+from sentinel.collect.nesting import tensors_in
+from sentinel.collect.pipelining import in_inference
+from sentinel.collect.placements import arrived, axes_of, is_dtensor, part_of, placements_of
+from sentinel.collect.probes.context import ProbeContext
+from sentinel.collect.taps import Chunk, in_backward
+from sentinel.collect.tensors import Entry
+from sentinel.place import Place
+from sentinel.record import Kind
+
+_NAME = "wgrad_unreduced"
+
+
+class WgradUnreduced:
+    """One row a parameter and micro-step; rows of the micro-steps fold unless they are to stay apart."""
+
+    def __init__(self, context: ProbeContext) -> None:
+        self.context = context
+        self._marks: dict[int, BackwardOrder] = {}
+        """vpp_stage -> which micro-step's backward runs there."""
+        self._handles: list[RemovableHandle] = []
+        self._leaves: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
+        self._num_known = -1
+        self._seen: set[int] = set()
+        """Entries that have a row in the running step."""
+        self._roots: list[Owner] = []
+        context.events.planned.subscribe(_NAME, self._plan)
+        context.events.begun.subscribe(_NAME, self._begin)
+        context.events.removed.subscribe(_NAME, self._remove)
+
+    def _begin(self) -> None:
+        self._seen.clear()
+        if self.context.plan.wants(Kind.WGRAD_UNREDUCED):
+            if self._num_known != len(self.context.parameters.all):
+                self._plan()
+            for root in self._roots:  # Its own forward has begun: hooks put on it now are not called any more.
+                root.look()
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for leaf, handle in self._leaves.values():
+            if leaf() is not None:
+                handle.remove()
+        self._handles, self._leaves, self._roots, self._num_known = [], {}, [], -1
+
+    def _plan(self) -> None:
+        """Put hooks where gradients are wanted: on leaves, and on the modules that hold them."""
+        self._remove()
+        context = self.context
+        if not context.plan.wants(Kind.WGRAD_UNREDUCED):
+            return
+        self._num_known = len(context.parameters.all)
+        wanted = {
+            (one.entry.chunk, one.entry.name): one
+            for one in context.parameters.all
+            if one.param.requires_grad and context.plan.wants_at(Kind.WGRAD_UNREDUCED, (one.entry.name,))
+        }
+        for chunk in context.chunks if wanted else ():
+            order = self._marks.setdefault(chunk.vpp_stage, BackwardOrder(chunk))
+            for name, module in chunk.structure.modules.items():
+                prefix = f"{name}." if name else ""
+                mine = {attr: wanted.get((chunk.vpp_stage, prefix + attr)) for attr in module._parameters}
+                owner = Owner(self, chunk, module, {attr: one for attr, one in mine.items() if one is not None})
+                if not owner.parameters and module is not chunk.root:
+                    continue
+                self._handles.append(context.watch(chunk, name, module, order.note_outputs))
+                for one in owner.parameters.values():
+                    self.hook(one, one.param, chunk)
+                if any(is_dtensor(p.param) or hasattr(p.param, "_fsdp_flattened") for p in owner.parameters.values()):
+                    self._handles.append(module.register_forward_pre_hook(owner))
+                    if module is chunk.root:
+                        self._roots.append(owner)
+
+    def hook(self, one: Parameter, leaf: torch.Tensor, chunk: Chunk) -> None:
+        """Watch a leaf, once however often it is used."""
+        known = self._leaves.get(id(leaf))
+        if known is not None and known[0]() is leaf:
+            return
+        handle = leaf.register_hook(LeafHook(self, one, chunk))  # type: ignore[no-untyped-call]
+        self._leaves[id(leaf)] = weakref.ref(leaf), handle
+
+    def hook_view(self, one: Parameter, view: torch.Tensor, chunk: Chunk, micro_step: int) -> None:
+        """Watch a tensor of one forward that stands for a parameter (FSDP1's view of what it gathered)."""
+        view.register_hook(LeafHook(self, one, chunk, micro_step))  # type: ignore[no-untyped-call]
+
+    def micro_step(self, chunk: Chunk) -> int:
+        """Return whose backward runs on a chunk."""
+        order = self._marks[chunk.vpp_stage]
+        if order.step == chunk.recorder.ended_steps:
+            return order.micro_step
+        return chunk.backward_micro_step if chunk.had_backward else chunk.micro_step
+
+    def measure(self, one: Parameter, gradient: torch.Tensor, micro_step: int, entry: Entry) -> None:
+        """Take one gradient into a row. Launches one kernel; does not wait."""
+        context = self.context
+        if getattr(one.param, "grad_added_to_main_grad", False):
+            # The kernel that made it has added it to main_grad; what autograd hands on here was never written.
+            message = f"{entry.name}: gradient_accumulation_fusion adds its gradient to main_grad, nobody sees it alone"
+            context.recording.tell("unsupported", message, f"{_NAME} {entry.name}")
+            return
+        if gradient.layout is not torch.strided:
+            message = f"{entry.name}: a gradient of layout {gradient.layout} is not measured"
+            context.recording.tell("unsupported", message, f"{_NAME} {entry.name}")
+            return
+        if entry.id not in self._seen:
+            self._seen.add(entry.id)
+            context.count({Kind.WGRAD_UNREDUCED.label: 1})
+        context.recording.observe(entry, arrived(gradient), micro_step)
+
+
+class BackwardOrder:
+    """Which micro-step's backward runs on a chunk: told by the outputs of its modules as their gradients arrive."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        self.chunk = chunk
+        self.micro_step = 0
+        self.step = -1
+
+    def note_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, micro_step: int) -> None:
+        """A module has made its outputs: the gradients of its weights come right behind those of its outputs."""
+        mark = OutputMark(self, micro_step)
+        for _, tensor in tensors_in(output):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(mark)  # type: ignore[no-untyped-call]
+
+
+class OutputMark:
+    """A tensor hook that only says whose backward has come here."""
+
+    __slots__ = ("_micro_step", "_order", "_step")
+
+    def __init__(self, order: BackwardOrder, micro_step: int) -> None:
+        self._order = order
+        self._micro_step = micro_step
+        self._step = order.chunk.recorder.ended_steps
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OutputMark:
+        return self
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        if not in_inference():
+            self._order.micro_step, self._order.step = self._micro_step, self._step
+
+
+class Owner:
+    """A forward pre-hook of a module whose parameters may be others while it runs: gathered ones, or views of them."""
+
+    def __init__(self, probe: WgradUnreduced, chunk: Chunk, module: nn.Module, parameters: dict[str, Parameter]) -> None:
+        self.parameters = parameters
+        self._probe = probe
+        self._chunk = chunk
+        self._module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
+        return self
+
+    def __reduce__(self) -> Any:
+        return Inert, ()
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if module is self._module and self._chunk.recorder.is_alive and not torch.compiler.is_compiling():
+            try:
+                if self._chunk.in_forward or in_backward():
+                    self.look()
+            except Exception as error:
+                self._probe.context.guard(_NAME, error)
+
+    def look(self) -> None:
+        """Find out which tensors stand for the parameters in the forward that begins."""
+        for attr, one in self.parameters.items():
+            # FSDP1 replaces the parameter by a plain attribute.
+            value = self._module.__dict__.get(attr, self._module._parameters.get(attr))
+            if not isinstance(value, torch.Tensor) or value is one.param or not value.requires_grad:
+                continue
+            if value.is_leaf:
+                self._probe.hook(one, value, self._chunk)
+            else:
+                is_again = in_backward()  # Reentrant checkpointing: its views belong to the backward that runs.
+                micro_step = self._probe.micro_step(self._chunk) if is_again else self._chunk.micro_step
+                self._probe.hook_view(one, value, self._chunk, micro_step)
+
+
+class LeafHook:
+    """A tensor hook that measures what one backward adds to a parameter."""
+
+    __slots__ = ("_chunk", "_entry", "_micro_step", "_one", "_probe", "_seen", "_step")
+
+    def __init__(self, probe: WgradUnreduced, one: Parameter, chunk: Chunk, micro_step: int | None = None) -> None:
+        """micro_step: of the forward that this tensor belongs to; None: a leaf, which belongs to all of them."""
+        self._probe = probe
+        self._one = one
+        self._chunk = chunk
+        self._micro_step = micro_step
+        self._step = chunk.recorder.ended_steps
+        self._entry: Entry | None = None
+        self._seen: tuple[Any, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LeafHook:
+        return self
+
+    def __reduce__(self) -> Any:
+        return Inert, ()
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        probe, chunk = self._probe, self._chunk
+        context = probe.context
+        if not chunk.recorder.is_alive or not context.is_measuring() or in_inference() or torch.compiler.is_compiling():
+            return
+        try:
+            if self._micro_step is not None and self._step != chunk.recorder.ended_steps:
+                return
+            with torch.no_grad():
+                entry = self._described(gradient)
+                if context.plan.measures(entry):
+                    micro_step = probe.micro_step(chunk) if self._micro_step is None else self._micro_step
+                    probe.measure(self._one, gradient, micro_step, entry)
+        except Exception as error:
+            context.guard(self._one.entry.name, error)
+
+    def _described(self, gradient: torch.Tensor) -> Entry:
+        context, one = self._probe.context, self._one
+        place = context.place()
+        seen = (gradient.shape, gradient.dtype, getattr(gradient, "placements", None), place)
+        if self._entry is None or seen != self._seen:
+            entry = context.table.entry(one.entry.chunk, one.entry.name, Kind.WGRAD_UNREDUCED)
+            entry.site_pos = one.entry.site_pos
+            held = context.parameters.holding.param(one.param)
+            placements, part = placed(gradient, place, held.placements if held else {}, held.part if held else "")
+            context.table.describe(entry, gradient, placements, part)
+            self._entry, self._seen = entry, seen
+        return self._entry
+
+
+def placed(gradient: Any, place: Place, words: dict[str, str], part: str) -> tuple[dict[str, str], str]:
+    """Return (axis -> placement, part) of an unreduced gradient: every data-parallel rank holds that of its own samples.
+
+    words, part: of the parameter as its trainer holds it, for a gradient that does not say itself how it is placed.
+    """
+    if is_dtensor(gradient):
+        placements = placements_of(gradient, Kind.WGRAD_UNREDUCED, place)
+        said = {axis for axis, *_ in axes_of(gradient, place)}
+        placements.update({axis: "shard" for axis in placements if axis in ("dp", "cp", "ep") and axis not in said})
+        return placements, part_of(gradient, place, placements)
+    placements = {axis: words.get(axis, "unknown") for axis in ("dp", "tp", "cp", "ep") if place.size(axis) > 1}
+    for axis in placements:
+        if axis in ("dp", "cp") or (axis == "ep" and placements[axis] == "replicate"):
+            placements[axis] = "shard"
+    # `etp=1` says more than the axes do; a stretch of the flattened parameter (`0:100`) is not what a backward makes.
+    cuts = [word for word in part.split(",") if "=" in word and word.partition("=")[0] not in placements]
+    if cuts:
+        cuts += [f"{axis}={place.coordinate(axis)}" for axis, word in placements.items() if word == "shard"]
+    return placements, ",".join(cuts)
