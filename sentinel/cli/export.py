@@ -1,49 +1,47 @@
-"""`sentinel export`: the statistics of a recorded run as a table, by tensor or merged over groups of them."""
+"""`sentinel export`: what a run recorded, as tables or as other tools read it."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
-import os
-import secrets
-from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from sentinel.aggregate import Aggregate
+from sentinel.cli.export_options import moment_of, steps_of, words_of
 from sentinel.cli.main import CLEAN, FOUND, say
 from sentinel.cli.places import find_run
 from sentinel.errors import ConfigError
 from sentinel.record import STATISTICS
-from sentinel.report.export import FORMATS, TableText
+from sentinel.report.export import FORMATS
 
 if TYPE_CHECKING:
-    from sentinel.daemon.recorded import RecordedRun
-    from sentinel.daemon.series import MergedStep, Points, SeriesQuery
+    from sentinel.cli.exporting import Reading, Written
+    from sentinel.daemon.series import SeriesQuery
+    from sentinel.store.whereabouts import RunPaths
 
-MEGATRON = "megatron-stats"
-
-
-def steps_of(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int]:
-    """Return the first and last step that `A:B`, `A:`, `:B` or `A` names."""
-    if value is None:
-        return 0, 2**62
-    first, colon, last = (word.strip() for word in value.partition(":"))
-    words = [word for word in (first, last) if word]
-    if not words or not all(word.isascii() and word.isdigit() for word in words):
-        raise click.BadParameter(f'expected steps like 100:200, 100:, :200 or 100, got "{value}"', ctx, param)
-    low, high = int(first or 0), int(last) if last else 2**62 if colon else int(first)
-    if high < low:
-        raise click.BadParameter(f'expected the first step before the last, got "{value}"', ctx, param)
-    return low, high
+PARQUET, TENSORBOARD, MSPROBE_CSV, MSPROBE, MEGATRON = "parquet", "tensorboard", "msprobe-csv", "msprobe", "megatron-stats"
+TABLES = (*FORMATS, PARQUET)
+DIRECTORIES = (TENSORBOARD, MSPROBE_CSV, MSPROBE, MEGATRON)
+"""Formats of several files: -o names a directory."""
+MEGATRON_FOLDER = "training_stats"
 
 
-def words_of(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
-    """Return the words between commas."""
-    return None if value is None else tuple(dict.fromkeys(word.strip() for word in value.split(",") if word.strip()))
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What was asked for, beside the query."""
+
+    form: str
+    output: str | None
+    attempt: int | None
+    times: tuple[float, float] | None
+    is_ranked: bool
+    is_squashed: bool
+    steps_per_file: int
+    jobs: int
+    is_quiet: bool
 
 
 @click.command()
@@ -68,14 +66,38 @@ def words_of(ctx: click.Context, param: click.Parameter, value: str | None) -> t
     "--steps", callback=steps_of, metavar="A:B", help="Steps A to B, both included; A: and :B are open. Default: all."
 )
 @click.option(
+    "--start-time", callback=moment_of, metavar="TIME",
+    help="Only steps that ended then or later: 2026-11-21T14:00:00 (UTC unless it says a zone), or seconds since 1970.",
+)
+@click.option("--end-time", callback=moment_of, metavar="TIME", help="Only steps that ended then or earlier.")
+@click.option(
     "--attempt", type=click.IntRange(min=0), metavar="N",
     help="Only what this attempt measured, 0 being the first. Default: the newest attempt of each step.",
 )
 @click.option(
-    "--format", "form", type=click.Choice([*FORMATS, MEGATRON]),
-    help=f"Default: by the name of FILE, else csv. {MEGATRON}: raw moments, as training_stats/ of the directory -o names.",
+    "--per-rank/--merged", "ranked", default=None,
+    help="Rows as each rank recorded them, or merged over micro-steps and ranks. Default: merged, but for "
+    f"{TENSORBOARD} and {MSPROBE_CSV}.",
 )
-@click.option("-o", "--output", metavar="FILE", help="Written whole or not at all. Default: stdout.")
+@click.option(
+    "--squash-names", "squash", is_flag=True,
+    help="Leave out what stands before the last part `layers` of a name (else embedding, final, output, norm), where the "
+    "rest still names one tensor: decoder.layers.0.mlp is layers.0.mlp.",
+)
+@click.option(
+    "--steps-per-file", type=click.IntRange(1, 10**6), default=1, show_default=True, metavar="N",
+    help=f"{MSPROBE_CSV}: steps in one file, as its step_count_per_record.",
+)
+@click.option(
+    "--format", "form", type=click.Choice([*TABLES, *DIRECTORIES]),
+    help="Default: by the name of FILE, else csv. docs/exports.md tells what stands where in each.",
+)
+@click.option(
+    "-o", "--output", metavar="FILE",
+    help=f"Written whole or not at all; {', '.join(DIRECTORIES)}: an empty directory, or none yet. Default: stdout.",
+)
+@click.option("-j", "--jobs", type=click.IntRange(1, 256), default=1, show_default=True, help="Processes that encode steps.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress bar. There is none either where stderr is no terminal.")
 @click.option("--state-dir", metavar="DIR", help="Where the journal is, if the run does not say so itself.")
 @click.option("--json", "as_json", is_flag=True, help="JSON lines; with -o FILE, print one JSON object of what it holds.")
 def export(
@@ -85,39 +107,106 @@ def export(
     kinds: tuple[str, ...] | None,
     statistics: tuple[str, ...] | None,
     steps: tuple[int, int],
+    start_time: float | None,
+    end_time: float | None,
     attempt: int | None,
+    ranked: bool | None,
+    squash: bool,
+    steps_per_file: int,
     form: str | None,
     output: str | None,
+    jobs: int,
+    quiet: bool,
     state_dir: str | None,
     as_json: bool,
 ) -> int:
-    """Write the statistics of RUN: a run's directory or name; by default the newest. One row a step and series.
+    """Write what RUN recorded: a run's directory or name; by default the newest. Tables have a row a step and series.
 
-    Shards are merged and replicas taken once, as the daemon does; groups merge exactly, each tensor once. Reads only: a
-    daemon may be at work, or none. The gradient norm of the whole model:
+    Shards are merged and replicas taken once, as the daemon does; groups merge exactly, each tensor once. A resumed run is
+    joined: each step is the newest attempt's. Reads only: a daemon may be at work, or none.
 
         sentinel export RUN --kind wgrad --statistic norm --aggregate 'global_grad_norm=*'
+        sentinel export RUN --format parquet -o run.parquet --jobs 4
+        sentinel export RUN --format tensorboard -o tb
 
     Exit 1 when there is nothing to write, 2 when a glob matches no name.
     """
-    from sentinel.daemon.recorded import RecordedRun
-    from sentinel.daemon.series import TENSOR_KINDS, VALUE, SeriesQuery
-    from sentinel.report.megatron_stats import STAT_OF_KIND
     from sentinel.store.whereabouts import RunPaths
 
+    if form is None:
+        by_name = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": PARQUET}
+        form = by_name.get(Path(output or "").suffix, "jsonl" if as_json and not output else "csv")
+    elif as_json and form == "csv" and output is None:
+        raise click.UsageError("--json prints JSON lines and --format csv a table; give one of them")
+    if output is None and form not in FORMATS:
+        raise click.UsageError(f"--format {form} does not go to stdout; give -o {'FILE' if form == PARQUET else 'DIR'}")
+    if None not in (start_time, end_time) and (start_time or 0) > (end_time or 0):
+        raise click.UsageError("--start-time: expected a time before --end-time")
+    timed = start_time is not None or end_time is not None
+    if ranked is None:
+        ranked = form == MSPROBE_CSV or (form == TENSORBOARD and not aggregates)
+    options = Options(
+        form=form, output=output, attempt=attempt, is_ranked=ranked, is_squashed=squash, steps_per_file=steps_per_file,
+        times=(start_time or 0.0, float("inf") if end_time is None else end_time) if timed else None,
+        jobs=jobs, is_quiet=quiet,
+    )  # fmt: skip
+    paths = RunPaths.of(find_run(run), Path(state_dir) if state_dir else None)
+    if form == MSPROBE:
+        from sentinel.cli.export_anomalies import export_anomalies
+
+        if aggregates or kinds or statistics or squash:
+            raise click.UsageError(f"--format {MSPROBE} writes anomalies: --name, --steps and times choose them")
+        assert output is not None
+        written = export_anomalies(paths, Path(output), names or ("*",), steps, options.times, attempt)
+    else:
+        query = _query(options, aggregates, names, kinds, statistics, steps)
+        written = _write(paths, query, options, statistics is None)
+    told = {"num_rows": written.num_rows, "num_series": written.num_series, "num_steps": written.num_steps}
+    if form in DIRECTORIES:
+        told["num_files"] = written.num_files
+    if as_json and output:
+        click.echo(json.dumps({"file": output, **told}))
+    elif output and written.num_rows:
+        say(f"{written.num_rows} rows of {written.num_series} series over {written.num_steps} steps in {output}")
+    return CLEAN if written.num_rows else FOUND
+
+
+def _query(
+    options: Options,
+    aggregates: tuple[str, ...],
+    names: tuple[str, ...],
+    kinds: tuple[str, ...] | None,
+    statistics: tuple[str, ...] | None,
+    steps: tuple[int, int],
+) -> SeriesQuery:
+    """Return the query; UsageError where the options contradict each other or the format."""
+    from sentinel.daemon.series import TENSOR_KINDS, VALUE, SeriesQuery
+    from sentinel.report.megatron_stats import STAT_OF_KIND
+    from sentinel.report.msprobe_csv import has_place
+
+    form = options.form
     if aggregates and names:
         raise click.UsageError("--name picks single tensors and --aggregate groups; give one of them")
-    if as_json and form == "csv" and output is None:
-        raise click.UsageError("--json prints JSON lines and --format csv a table; give one of them")
-    if form == MEGATRON and (output is None or statistics is not None):
+    if aggregates and (options.is_ranked or options.is_squashed):
+        what = "--squash-names" if options.is_squashed else "a rank's own rows" if form == MSPROBE_CSV else "--per-rank"
+        raise click.UsageError(f"--aggregate merges tensors under a name of its own; it does not go with {what}")
+    if form == MEGATRON and statistics is not None:
         raise click.UsageError(f"--format {MEGATRON} writes raw moments into a directory; give -o DIR and no --statistic")
+    if form == MSPROBE_CSV and not options.is_ranked:
+        raise click.UsageError(f"--format {MSPROBE_CSV} has a folder for each rank; it does not go with --merged")
+    if form == MEGATRON and options.is_ranked:
+        raise click.UsageError(f"--format {MEGATRON} has each tensor once; it does not go with --per-rank")
     usual = tuple(STAT_OF_KIND) if form == MEGATRON else TENSOR_KINDS
+    if form == MSPROBE_CSV:
+        usual = tuple(kind for kind in TENSOR_KINDS if has_place(kind))
     wanted = kinds if kinds is not None else usual
-    if form == MEGATRON and not set(wanted) <= set(usual):
-        raise click.UsageError(f"--format {MEGATRON} has no place for other kinds than {', '.join(usual)}")
+    if form in (MEGATRON, MSPROBE_CSV) and not set(wanted) <= set(usual):
+        raise click.UsageError(f"--format {form} has no place for other kinds than {', '.join(usual)}")
+    if "scalar" in wanted and options.is_ranked and form != TENSORBOARD:
+        raise click.UsageError("--per-rank: logged values are no rows of a rank; leave scalar out, or give --merged")
     if statistics is None:
         statistics = (VALUE,) if wanted == ("scalar",) else (*STATISTICS, VALUE) if "scalar" in wanted else STATISTICS
-    query = SeriesQuery(
+    return SeriesQuery(
         names=names or ("*",),
         aggregates=tuple(map(Aggregate.parse, aggregates)),
         kinds=wanted,
@@ -125,130 +214,59 @@ def export(
         first_step=steps[0],
         last_step=steps[1],
     )
-    if form is None:
-        form = "jsonl" if (as_json and not output) or Path(output or "").suffix in (".jsonl", ".json") else "csv"
-    with RecordedRun(RunPaths.of(find_run(run), Path(state_dir) if state_dir else None)) as recorded:
-        found = _Found(recorded, query, attempt)
-        if form == MEGATRON:
-            assert output is not None
-            written = write_megatron_stats(found, Path(output))
-        else:
-            written = write_table(found, form, output)
-    if as_json and output:
-        click.echo(json.dumps({"file": output, **written}))
-    elif output and written["num_rows"]:
-        say(f"{written['num_rows']} rows of {written['num_series']} series over {written['num_steps']} steps in {output}")
-    return CLEAN if written["num_rows"] else FOUND
 
 
-class _Found:
-    """What a first reading found: the series there are, and which attempt speaks for each step.
+def _write(paths: RunPaths, query: SeriesQuery, options: Options, is_all: bool) -> Written:
+    from sentinel.cli import export_formats as formats
+    from sentinel.cli import exporting
+    from sentinel.daemon.recorded import RecordedRun
+    from sentinel.report.msprobe_csv import ops_of
 
-    So nothing is written for a glob that matches nothing, and an attempt that repeats steps is known before the steps it
-    repeats are written. Statistics are not formed in it.
-    """
+    how: Any = {"jobs": options.jobs, "is_quiet": options.is_quiet}
+    squashed = options.is_squashed
+    with RecordedRun(paths) as recorded:
+        reading = exporting.Reading(recorded, query, options.attempt, options.times)
+        if options.form in TABLES:
+            table = formats.RankTable if options.is_ranked else formats.MergedTable
+            encoder = table(options.form, query, squashed)
+            if options.form != PARQUET:
+                return exporting.write_text(options.output, reading, encoder, **how)
+            assert options.output is not None
+            about = {"run": paths.name, "table": "rows" if options.is_ranked else "series"}
+            return exporting.write_parquet(options.output, reading, encoder, about, **how)
+        assert options.output is not None
+        output = Path(options.output)
+        if options.form == MEGATRON:
+            if (output / MEGATRON_FOLDER).exists():
+                raise ConfigError(f"{output}: expected no {MEGATRON_FOLDER} there, got some; give another with -o DIR")
+            return exporting.write_directory(output / MEGATRON_FOLDER, reading, formats.MegatronStats(query), **how)
+        if options.form == TENSORBOARD:
+            from sentinel.report.tensorboard import load
 
-    def __init__(self, recorded: RecordedRun, query: SeriesQuery, attempt: int | None) -> None:
-        from sentinel.daemon.series import Picker, newest_attempts
-
-        self._recorded = recorded
-        self.picker = Picker(query)
-        met: list[tuple[int, int]] = []
-        num_gone = 0
-        for view, _ in recorded.views():
-            if not query.first_step <= view.step <= query.last_step:
-                continue
-            num_gone += not view.parts
-            if view.parts:
-                met.append((view.attempt, view.step))
-                self.picker.meet(view.layout, view.scalars)
-        if num_gone:
-            say(f"{num_gone} steps are no longer in the spool and are left out")
-        if not met:
-            say("no steps there")
-        else:
-            self.picker.check()
-        attempts = sorted({one for one, _ in met})
-        if attempts and attempt is not None and attempt not in attempts:
-            raise ConfigError(f"--attempt: expected one of {', '.join(map(str, attempts))}, got {attempt}")
-        self._chosen = newest_attempts((one, step) for one, step in met if attempt is None or one == attempt)
-        for name, (num, has_others) in sorted(self.picker.excluded.items()):
-            rest = "the others are merged" if has_others else "nothing of it can be merged"
-            say(f'"{name}": {num} series have no known placement and stay with their ranks; {rest}')
-
-    def steps(self) -> Iterator[tuple[MergedStep, Points]]:
-        """Yield the steps of a second reading."""
-        from sentinel.daemon.series import MergedStep
-
-        num_partial = 0
-        for view, _ in self._recorded.views() if self._chosen else ():
-            if self._chosen.get(view.step) == view.attempt and view.parts:
-                del self._chosen[view.step]
-                step = MergedStep.of(view)
-                points = self.picker.points(step)
-                num_partial += not points.is_whole.all()
-                yield step, points
-        if num_partial:
-            say(f"{num_partial} steps lack shards of ranks that were not heard; their rows say is_whole false")
+            load()
+            form = formats.TensorBoardRanks if options.is_ranked else formats.TensorBoardMerged
+            return exporting.write_directory(output, reading, form(query, squashed), **how)
+        ops = ops_of(query.statistics, is_all)
+        if not ops:
+            raise click.UsageError(f"--format {MSPROBE_CSV} has min, max, mean, norm, nans and zeros; give some of them")
+        rows = formats.MsprobeCsv(query, ops, options.steps_per_file, squashed)
+        return exporting.write_directory(output, reading, rows, place=_RankFolders(reading), **how)
 
 
-def write_table(found: _Found, form: str, output: str | None) -> dict[str, int]:
-    """Write one row a step and series, and return how many there are."""
-    from sentinel.daemon.series import COLUMNS, rows_of
+class _RankFolders:
+    """Names msProbe's folders: one a rank, however often it began anew."""
 
-    statistics = found.picker.query.statistics
-    text = TableText(form, (*COLUMNS, *statistics))
-    series: set[tuple[str, str, str]] = set()
-    num_steps = num_rows = 0
-    steps = found.steps()
-    first = next(steps, None)
-    if first is not None:
-        with _opened(output) as out:
-            out.write(text.head())
-            for _, points in itertools.chain((first,), steps):
-                out.writelines(text.row(row) for row in rows_of(points, statistics))
-                num_steps += 1
-                num_rows += len(points)
-                series.update((one.kind, one.name, one.place) for one in points.series)
-    return {"num_rows": num_rows, "num_series": len(series), "num_steps": num_steps}
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._folders: dict[str, str] = {}
 
+    def __call__(self, file: str) -> str:
+        """Return where `rank0-d3a1c196/actv_0-0.csv` goes: `Nov21_13-56-02-rank0-d3a1c196/actv_0-0.csv`."""
+        from sentinel.report.msprobe_format import TIME, TIME_OFFSET_S
 
-def write_megatron_stats(found: _Found, directory: Path) -> dict[str, int]:
-    """Write the files of Megatron's training stats, and return how many values there are."""
-    from sentinel.report.megatron_stats import SAMPLES, MegatronStatsFiles, raw_moments
-
-    if (directory / "training_stats").exists():
-        raise ConfigError(f"{directory}: expected no training_stats there, got some; give another directory with -o DIR")
-    files = MegatronStatsFiles(directory)
-    series: set[tuple[str, str, str]] = set()
-    num_rows = num_steps = 0
-    try:
-        for step, points in found.steps():
-            samples = next((step.scalars[name] for name in SAMPLES if name in step.scalars), None)
-            rows = zip(points.series, raw_moments(points.moments), strict=True)
-            # What each rank keeps for itself stands in its own file, under the one name.
-            named = ((one.name, one.kind, one.border, one.rank, values) for one, values in rows)
-            num_rows += files.write(step.step, samples, named)
-            num_steps += 1
-            series.update((one.kind, one.name, one.place) for one in points.series)
-    finally:
-        files.close()
-    return {"num_rows": num_rows, "num_series": len(series), "num_steps": num_steps}
-
-
-@contextlib.contextmanager
-def _opened(output: str | None) -> Iterator[IO[str]]:
-    """Open the output: stdout, or a file that appears when it is whole."""
-    if output is None:
-        with click.open_file("-", "w") as out:
-            yield out
-        return
-    path = Path(output)
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w", encoding="utf-8", newline="") as out:
-            yield out
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
+        folder, _, name = file.partition("/")
+        rank = folder.partition("-")[0]
+        if rank not in self._folders:
+            began = datetime.fromtimestamp(self._reading.began, UTC) + timedelta(seconds=TIME_OFFSET_S)
+            self._folders[rank] = f"{began.strftime(TIME)}-{folder}"
+        return f"{self._folders[rank]}/{name}"

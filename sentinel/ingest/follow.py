@@ -107,6 +107,8 @@ class RunFollower:
         self.run_dir = Path(run_dir)
         self.spool_dir = self.run_dir / "spool"
         self.lives: dict[bytes, Life] = {}
+        self.num_bytes = 0
+        """Bytes of frames read so far."""
         self.behind: set[bytes] = set()
         """Lives of which more is on disk than was read: nobody may call them late."""
         self._readers: dict[str, SpoolReader] = {}
@@ -224,6 +226,7 @@ class RunFollower:
                 begin = (frame.file_index, 0)
             record = self._hear(folder, frame, begin)
             num_bytes += frame.offset_after - begin[1]
+            self.num_bytes += frame.offset_after - begin[1]
             begin = (frame.file_index, frame.offset_after)
             if record is not None:
                 self._waiting.append(record)

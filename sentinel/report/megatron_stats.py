@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import IO
 
 import msgspec
 import numpy as np
@@ -36,7 +34,7 @@ class RawMoments(msgspec.Struct, frozen=True):
     sum_4: float
     nan: int
     inf: int
-    zero: int
+    zero: int | None
     min: float | None
     max: float | None
 
@@ -65,7 +63,7 @@ def raw_moments(moments: Moments) -> list[RawMoments]:
             float(sums["s4"][at]),
             int(stats["num_nan"][at]),
             int(stats["num_pos_inf"][at] + stats["num_neg_inf"][at]),
-            int(stats["num_zero"][at]),
+            int(stats["num_zero"][at]) if stats["num_zero"][at] >= 0 else None,
             None if np.isnan(lows[at]) else float(lows[at]),
             None if np.isnan(highs[at]) else float(highs[at]),
         )
@@ -81,37 +79,24 @@ def stats_of(kind: str, border: str) -> Iterator[str]:
         yield STAT_OF_STREAM[kind]
 
 
-class MegatronStatsFiles:
-    """Writes `DIR/training_stats`; a tensor is in the file of the lowest rank that holds it, and nowhere else."""
+def file_name(stat: str, rank: int) -> str:
+    """Return where a rank's lines of a stat are, below the directory of the stats."""
+    return f"{stat}/rank{rank}.jsonl"
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory / "training_stats"
-        self._files: dict[tuple[str, int], IO[bytes]] = {}
 
-    @property
-    def num_files(self) -> int:
-        """Files written to."""
-        return len(self._files)
+def lines_of(
+    step: int, samples: float | None, rows: Iterable[tuple[str, str, str, int, RawMoments]]
+) -> tuple[list[tuple[str, bytes]], int]:
+    """Return (file, line) for each file that a step has values in, and how many values those are.
 
-    def write(self, step: int, samples: float | None, rows: Iterable[tuple[str, str, str, int, RawMoments]]) -> int:
-        """Write one step and return how many values that were. rows: (name, kind, border, lowest rank, values)."""
-        lines: dict[tuple[str, int], dict[str, RawMoments]] = {}
-        for name, kind, border, rank, values in rows:
-            for stat in stats_of(kind, border):
-                lines.setdefault((stat, rank), {})[name] = values
-        for (stat, rank), found in lines.items():
-            self._file(stat, rank).write(msgspec.json.encode(_Line(step, samples, stat, found)) + b"\n")
-        return sum(len(found) for found in lines.values())
-
-    def _file(self, stat: str, rank: int) -> IO[bytes]:
-        file = self._files.get((stat, rank))
-        if file is None:
-            path = self._directory / stat / f"rank{rank}.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = self._files[stat, rank] = path.open("xb")
-        return file
-
-    def close(self) -> None:
-        """Close all files."""
-        for file in self._files.values():
-            file.close()
+    A tensor is in the file of the lowest rank that holds it, nowhere else. rows: (name, kind, border, that rank, values).
+    """
+    lines: dict[tuple[str, int], dict[str, RawMoments]] = {}
+    for name, kind, border, rank, values in rows:
+        for stat in stats_of(kind, border):
+            lines.setdefault((stat, rank), {})[name] = values
+    chunks = [
+        (file_name(stat, rank), msgspec.json.encode(_Line(step, samples, stat, found)) + b"\n")
+        for (stat, rank), found in lines.items()
+    ]
+    return chunks, sum(len(found) for found in lines.values())

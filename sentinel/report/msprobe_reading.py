@@ -38,6 +38,8 @@ from sentinel.report.msprobe_format import (
 MAX_NUMBER = 2**40
 """No trainer counts so many steps, micro-batches or chunks (chosen)."""
 MAX_ELEMENTS = 2**62
+ROUNDING = 1e-4
+"""Share of a norm that six decimals may cost it (chosen: they are what msProbe writes unless told otherwise)."""
 _NOT_A_TENSOR = "nan"
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf)", re.ASCII)
 _SHAPE = re.compile(r"\[(?:\d{1,18}(?:, ?\d{1,18})*,?)?\]|torch\.Size\(\[[\d, ]*\]\)", re.ASCII)
@@ -343,10 +345,12 @@ def stats_of(lines: list[Observation]) -> npt.NDArray[np.void]:
     stats["max"] = np.where(np.isfinite(high), high, np.nan)
     stats["mean"] = np.where(is_clean & np.isfinite(mean), mean, np.nan)
     with np.errstate(over="ignore", invalid="ignore"):
-        m2 = norm * norm - n * mean * mean
-        # No elements between min and max vary more (Bhatia and Davis 2000): what rounded digits leave of equal ones is 0.
-        most = n * np.maximum(high - mean, 0.0) * np.maximum(mean - low, 0.0)
-        m2 = np.maximum(np.where(np.isnan(most), m2, np.minimum(m2, most)), 0.0)
+        m2 = np.maximum(norm * norm - n * mean * mean, 0.0)
+        # No elements between min and max vary more (Bhatia and Davis 2000). What rounded digits leave of equal elements goes,
+        # as long as that costs no more of the norm than rounding does: of tiny elements the norm alone still has digits.
+        least = np.minimum(m2, n * np.maximum(high - mean, 0.0) * np.maximum(mean - low, 0.0))
+        is_close = np.abs(np.sqrt(least + n * mean * mean) - norm) <= ROUNDING * norm
+        m2 = np.where(is_close, least, m2) + 0.0
     stats["m2"] = np.where(is_clean, m2, np.nan)
     stats["m3"] = stats["m4"] = np.nan
     single = (stats["count"] == 1) & is_clean

@@ -1,0 +1,90 @@
+"""`sentinel export --format msprobe`: the anomalies of a run as msProbe's analyser reads them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from sentinel.aggregate import matches, nearest_names
+from sentinel.anomaly import Anomaly
+from sentinel.cli.exporting import Written
+from sentinel.cli.main import say
+from sentinel.daemon.recorded import RecordedRun
+from sentinel.daemon.series import newest_attempts
+from sentinel.errors import ConfigError
+from sentinel.order.anomaly_files import anomaly_files
+from sentinel.report.msprobe_anomalies import MsprobeAnomalies
+from sentinel.report.output import WholeDirectory
+from sentinel.store.whereabouts import RunPaths
+
+_DECODER = msgspec.json.Decoder(Anomaly)
+
+
+def export_anomalies(
+    paths: RunPaths,
+    output: Path,
+    names: tuple[str, ...],
+    steps: tuple[int, int],
+    times: tuple[float, float] | None,
+    attempt: int | None,
+) -> Written:
+    """Write `anomaly_detected/rank<R>/anomaly.json` below `output`, and return how many records there are."""
+    found = list(anomaly_files(paths.run_dir))
+    if not found:
+        say(f"{paths.run_dir}: no anomalies there; was the run judged? `sentinel replay RUN --recompute -o DIR` judges it")
+        return Written()
+    newest = _newest(paths) if attempt is None and len({one.attempt for one in _anomalies(found)}) > 1 else None
+    written = Written()
+    met: set[str] = set()
+    seen_names: set[str] = set()
+    seen_steps: set[int] = set()
+    num_others = 0
+    with WholeDirectory(output) as whole, contextlib.closing(MsprobeAnomalies(whole.scratch)) as records:
+        for one in _anomalies(found):
+            if not steps[0] <= one.step <= steps[1] or (times is not None and not times[0] <= one.time <= times[1]):
+                continue
+            if (attempt is not None and one.attempt != attempt) or (newest and newest.get(one.step, -1) > one.attempt):
+                continue
+            if one.event != "onset":
+                num_others += 1
+                continue
+            seen_names.add(one.tag_name)
+            globs = [glob for glob in names if any(matches(glob, name) for name in (one.tag_name, *one.also))]
+            if not globs:
+                continue
+            met.update(globs)
+            records.add(one)
+            seen_steps.add(one.step)
+        for glob in names:
+            if glob != "*" and glob not in met:
+                near = nearest_names([glob], seen_names)
+                raise ConfigError(f'"{glob}" matches no anomaly\'s name' + (f"; nearest: {', '.join(near)}" if near else ""))
+        records.close()
+        whole.files |= records.files
+    if num_others:
+        say(f"{num_others} records of an episode's end, or of what was not written, have no place there and are left out")
+    written.num_rows, written.num_series = records.num_records, records.num_tags
+    written.num_steps, written.num_files = len(seen_steps), len(records.files)
+    return written
+
+
+def _newest(paths: RunPaths) -> dict[int, int]:
+    """Return step -> the newest attempt that measured it."""
+    with RecordedRun(paths) as recorded:
+        return newest_attempts((view.attempt, view.step) for view, _ in recorded.views())
+
+
+def _anomalies(files: list[Path]) -> Iterator[Anomaly]:
+    for path in files:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    yield _DECODER.decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    if not line.endswith(b"\n"):
+                        say(f"{path}:{number}: the last line is torn and is left out")
+                        continue
+                    raise ConfigError(f"{path}:{number}: expected an anomaly: {error}") from error

@@ -1,0 +1,134 @@
+"""Rows as msProbe's CSV files have them: its files, its columns, every digit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from sentinel.messages import TensorInfo
+from sentinel.report.msprobe_format import (
+    HEAD,
+    MICRO_STEP,
+    OPS,
+    OTHER_FILE,
+    TAIL,
+    TENSOR_FILES,
+    file_of_kind,
+    squashed,
+)
+
+MICRO_FILES = ("actv", "actv_grad")
+"""Files whose lines always have a micro-step: that of rows folded over several is 0."""
+GRADIENT_FILE = "grad_unreduced"
+"""Has micro-steps where they were recorded."""
+_INPUTS = {"activation": "activation_in", "dgrad": "dgrad_in"}
+
+
+class Spot(msgspec.Struct, frozen=True):
+    """Where a tensor stands: the file, and the name in it."""
+
+    file: str
+    name: str
+    shift: int = 0
+    """Its step in the file less ours."""
+
+
+def spots_of(infos: Iterable[TensorInfo], squash: bool = False) -> dict[int, tuple[Spot, ...]]:
+    """Return id -> where msProbe has a tensor: once for each module that takes or gives it.
+
+    Kinds that it does not measure are not there. A module's tensors are numbered where it has several, as msProbe does.
+    """
+    infos = list(infos)
+    short = squashed(list(dict.fromkeys(_module(info.name) for info in infos))) if squash else {}
+    slots: dict[tuple[int, str, str], list[tuple[str, int]]] = {}
+    found: dict[int, list[Spot]] = {}
+    for info in infos:
+        kind = info.kind
+        if kind in ("activation", "dgrad", "activation_in", "dgrad_in"):
+            module, _, element = info.name.partition(":")
+            slots.setdefault((info.chunk, kind, module), []).append((element or "0", info.id))
+        elif kind == "grad_momentum_alignment":
+            found.setdefault(info.id, []).append(Spot(OTHER_FILE, short.get(info.name, info.name)))
+        elif (file := file_of_kind(kind)) is not None:
+            found.setdefault(info.id, []).append(Spot(file, short.get(info.name, info.name), -TENSOR_FILES[file][1]))
+    for info in infos:
+        if info.kind not in _INPUTS:
+            continue
+        others = [(info.kind, *name.partition(":")[::2]) for name in info.also]
+        others += [(_INPUTS[info.kind], *name.partition(":")[::2]) for name in info.consumers]
+        for kind, module, element in others:
+            held = slots.setdefault((info.chunk, kind, module), [])
+            if info.id not in [number for _, number in held]:
+                held.append((_free(element or "0", [one for one, _ in held]), info.id))
+    for (_, kind, module), held in slots.items():
+        file = "actv" if kind.startswith("activation") else "actv_grad"
+        slot = "input" if kind.endswith("_in") else "output"
+        for element, number in held:
+            number_text = f"_{element}" if len(held) > 1 or element != "0" else ""
+            found.setdefault(number, []).append(Spot(file, f"{short.get(module, module)}.{slot}{number_text}"))
+    return {number: tuple(spots) for number, spots in found.items()}
+
+
+def _module(name: str) -> str:
+    return name.partition(":")[0]
+
+
+def _free(element: str, taken: Sequence[str]) -> str:
+    """Return an element's number, another one when it is taken."""
+    if element not in taken:
+        return element
+    return str(next(number for number in range(len(taken) + 1) if str(number) not in taken))
+
+
+def micro_step_of(file: str, micro_step: int) -> int | None:
+    """Return the micro-step that a line of this file tells; None: the file has no such column."""
+    if file in MICRO_FILES or (file == GRADIENT_FILE and micro_step >= 0):
+        return max(micro_step, 0)
+    return None
+
+
+def file_name(file: str, step: int, steps_per_file: int) -> str:
+    """Return `actv_0-9.csv` for the file that holds a step."""
+    first = step // steps_per_file * steps_per_file
+    return f"{file}_{first}-{first + steps_per_file - 1}.csv"
+
+
+def header(ops: Sequence[str], has_micro_steps: bool) -> str:
+    """Return the first line of a file."""
+    return ",".join([*HEAD, *([MICRO_STEP] if has_micro_steps else []), *ops, *TAIL]) + "\n"
+
+
+def line(
+    vpp_stage: int, name: str, step: int, micro_step: int | None, values: Sequence[float | int], shape: str, dtype: str
+) -> str:
+    """Return one line; `shape` as `shape_text` has it."""
+    micro = "" if micro_step is None else f"{micro_step},"
+    return f"{vpp_stage},{_quoted(name)},{step},{micro}{','.join(map(repr, values))},{shape},torch.{dtype}\n"
+
+
+def shape_text(shape: Sequence[int], num_elements: int) -> str:
+    """Return a shape as msProbe's CSV has it; of a part of a tensor its number of elements alone."""
+    size = 1
+    for one in shape:
+        size *= one
+    return _quoted(str(list(shape) if size == num_elements else [num_elements]))
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace('"', '""') + '"' if any(mark in text for mark in ',"\r\n') else text
+
+
+def ops_of(statistics: Sequence[str], is_all: bool) -> tuple[str, ...]:
+    """Return the columns that msProbe knows among statistics that were asked for; all of them: its own, in its order."""
+    return OPS if is_all else tuple(name for name in statistics if name in OPS)
+
+
+def value_column(op: str, values: list[float]) -> list[float] | list[int]:
+    """Return the column of a statistic: counts are whole numbers."""
+    return [int(value) for value in values] if op == "nans" else values
+
+
+def has_place(kind: str) -> bool:
+    """Return whether msProbe has a file for a kind."""
+    return kind == "grad_momentum_alignment" or file_of_kind(kind) is not None
