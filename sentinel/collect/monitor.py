@@ -339,6 +339,7 @@ class Monitor:
     def forward_failed(self, chunk: Chunk) -> None:
         """A training forward raised: what it showed is forgotten, it may be tried again."""
         self.recording.rewind(*self._mark)
+        self._events.rewound(chunk)
 
     def after_backward_hook(self, chunk: Chunk) -> None:
         """A gradient arrived: a backward runs; at its end note which gradients were written how often."""

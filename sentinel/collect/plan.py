@@ -287,7 +287,7 @@ class Plan:
         """Return, for each target that means nothing here, a sentence that says so, with the nearest names."""
         found = []
         for wish in self._wishes:
-            names = {*modules, *parameters} if wish.kinds & set(PARAMETER_KINDS) else modules
+            names = {*modules, *parameters} if wish.kinds & {*PARAMETER_KINDS, Kind.PRECISION} else modules
             for target in wish.targets:
                 if Kind.COMM not in wish.kinds and not any(target.means((name,)) for name in names):
                     near_by = nearest(target, [name for name in names if name])

@@ -56,6 +56,8 @@ class Events:
         """An optimizer has stepped."""
         self.ending: Event[[]] = Event(guard)
         """The step is over: the last moment for rows of it."""
+        self.rewound: Event[[Chunk]] = Event(guard)
+        """A training forward of the chunk raised: its rows are forgotten, and it may be tried again."""
         self.removed: Event[[]] = Event(guard)
         """The monitor leaves: take off every hook."""
 
@@ -86,7 +88,8 @@ class ProbeContext:
         Not for recomputes, evaluation, shape inference, copies of the model; what it raises ends at the guard.
         """
         watch = ForwardWatch(self, chunk, name, module, call)
-        return module.register_forward_hook(watch, with_kwargs=True)
+        # The chunk's own hook ends its forward: whoever watches the whole model comes before it.
+        return module.register_forward_hook(watch, with_kwargs=True, prepend=module is chunk.root)
 
 
 ForwardCall = Callable[[tuple[Any, ...], dict[str, Any], Any, int], None]

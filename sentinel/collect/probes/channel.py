@@ -1,0 +1,118 @@
+"""Channels: the RMS of each over the tokens of a step. Outlier features are a few channels far above the others."""
+
+from __future__ import annotations
+
+import torch
+
+from sentinel.collect.probes.context import ProbeContext
+from sentinel.collect.probes.derived import DerivedEntries, producer
+from sentinel.collect.probes.step_sums import StepSums
+from sentinel.collect.probes.token_blocks import blocks, by_channel, leading, tokens_of
+from sentinel.collect.tensors import Entry
+from sentinel.record import Kind
+
+QUANTITIES = ("channel_rms", "mean_over_std")
+TOP = 8
+"""Channels named, the largest RMS first."""
+MOST_RATIO = 2.0**30
+"""Largest |mean| / std told: that of a channel that does not vary at all."""
+SUMS_BYTES = 2 * 2**20
+"""Most bytes of per-channel sums shipped a step (chosen); the rows and the largest channels come all the same."""
+
+
+class Channel:
+    """Sums each channel of the activations over tokens and micro-steps, and makes its rows when the step ends.
+
+    `M:channel_rms` is a row over channels: its kurtosis is that of the outlier-feature literature, its max the largest
+    channel. `M:mean_over_std` is a row over channels of |mean| / std. Values that are not finite are left out.
+    """
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context = context
+        self._derived = DerivedEntries(context, Kind.CHANNEL, "channel")
+        self._sums = StepSums(context, "channel")
+        self._entries: dict[int, list[Entry]] = {}
+        """Id of a source -> its entries of this step."""
+        context.events.planned.subscribe("channel", self._plan)
+        context.events.ending.subscribe("channel", self._end)
+        context.events.removed.subscribe("channel", self._leave)
+
+    def _plan(self) -> None:
+        onlookers = self._context.recording.onlookers
+        if not self._context.plan.wants(Kind.CHANNEL):
+            self._leave()
+        elif self.look not in onlookers:
+            onlookers.append(self.look)
+
+    def _leave(self) -> None:
+        onlookers = self._context.recording.onlookers
+        if self.look in onlookers:
+            onlookers.remove(self.look)
+
+    def look(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
+        """Add an activation to the sums of its channels. Reads it twice; does not wait."""
+        if entry.kind != Kind.ACTIVATION:
+            return
+        view = by_channel(tensor, producer(self._context, entry))
+        if view is None:
+            return
+        entries = self._derived.due(entry, QUANTITIES, tensor, (view.shape[-1],))
+        if not entries:
+            return
+        self._entries[entry.id] = entries
+        with torch.no_grad():
+            self._sums.add(entry, micro_step, channel_sums(view), tokens_of(view))
+
+    def _end(self) -> None:
+        recording = self._context.recording
+        entries, self._entries = self._entries, {}
+        num_rows = num_bytes = 0
+        for source, (count, total, square), _ in self._sums.take():
+            wanted = entries[source.id]
+            size = count.clamp(min=1.0)
+            mean, rms = total / size, (square / size).sqrt()
+            for entry in wanted:
+                if entry.name.endswith(QUANTITIES[0]):
+                    recording.observe(entry, rms, -1)
+                    top = rms.topk(min(TOP, rms.numel()))
+                    recording.vector(entry, "top_channels", top.indices, "channel")
+                    recording.vector(entry, "top_channel_rms", top.values.float(), "channel")
+                    if num_bytes + 24 * rms.numel() <= SUMS_BYTES:
+                        num_bytes += 24 * rms.numel()
+                        recording.vector(entry, "channel_sums", torch.stack((count, total, square)), "power,channel")
+                else:
+                    recording.observe(entry, mean_over_std(mean, rms), -1)
+            num_rows += len(wanted)
+        if num_rows:
+            self._context.count({"channel": num_rows})
+
+
+def channel_sums(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (count, sum, sum of squares) of the finite values of each channel: [channels] float64 each.
+
+    view: [..., channels] floats. No temporary is larger than 16 MiB.
+    """
+    dims = leading(view)
+    shape = (view.shape[-1],)
+    count, total, square = (torch.zeros(shape, dtype=torch.float64, device=view.device) for _ in range(3))
+    for piece in blocks(view):
+        wide = piece.double()
+        sums = wide.sum(dims)
+        if wide.is_cpu and sums.isfinite().all():  # Looking costs no wait on a CPU, and nearly every block is finite.
+            count += tokens_of(piece)
+        else:
+            is_finite = wide.isfinite()
+            wide = wide.masked_fill(~is_finite, 0.0)
+            sums = wide.sum(dims)
+            count += is_finite.sum(dims)
+        total += sums
+        square += torch.linalg.vector_norm(wide, dim=dims).square()
+    return count, total, square
+
+
+def mean_over_std(mean: torch.Tensor, rms: torch.Tensor) -> torch.Tensor:
+    """Return |mean| / std of each channel, at most MOST_RATIO; 0 of a channel that is all zeros."""
+    away = mean.abs()
+    std = (rms.square() - mean.square()).clamp(min=0.0).sqrt()
+    ratio = away / torch.maximum(std, away / MOST_RATIO)
+    return torch.where(away > 0.0, ratio, 0.0)

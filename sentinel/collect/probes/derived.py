@@ -1,0 +1,73 @@
+"""Entries of what is computed from other entries' tensors: named behind them, placed as they are, in their order."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from sentinel.collect.probes.context import ProbeContext
+from sentinel.collect.tensors import Entry
+from sentinel.record import Flag, Kind
+
+
+class DerivedEntries:
+    """The entries of one kind: `name:quantity` beside each `name` that is looked at."""
+
+    def __init__(self, context: ProbeContext, kind: Kind, probe: str) -> None:
+        self._context = context
+        self._kind = kind
+        self._made: dict[tuple[int, str], Entry] = {}
+        self._is_near: dict[int, tuple[int, bool]] = {}
+        """Id of a source -> the plan's generation, and whether it wants this kind of that tensor in any step."""
+        self._seen: dict[int, tuple[Entry, Entry]] = {}
+        """Id of an entry that has a row in this step -> it and its source."""
+        context.events.ending.subscribe(probe, self._follow)
+
+    def due(self, source: Entry, quantities: tuple[str, ...], tensor: torch.Tensor, shape: tuple[int, ...]) -> list[Entry]:
+        """Return the entries to be measured now, [] where `source` is not looked at in this step.
+
+        All quantities, or those that a target picks by name (`fc1:zero`). shape: of what each row is made of.
+        """
+        plan = self._context.plan
+        if not plan.takes(self._kind):
+            return []
+        generation, is_near = self._is_near.get(source.id, (-1, False))
+        if generation != plan.generation:
+            is_near = plan.wants_at(self._kind, (source.name.partition(":")[0],))
+            self._is_near[source.id] = plan.generation, is_near
+        if not is_near:
+            return []
+        is_due = plan.measures(source, self._kind)
+        found = []
+        for quantity in quantities:
+            entry = self._made.get((source.id, quantity))
+            if entry is None:
+                name = f"{source.name}:{quantity}"
+                entry = self._made[source.id, quantity] = self._context.table.entry(source.chunk, name, self._kind)
+            entry.site_pos = source.site_pos
+            if is_due or plan.measures(entry):
+                self._describe(entry, source, tensor, shape)
+                self._seen[entry.id] = entry, source
+                found.append(entry)
+        return found
+
+    def _describe(self, entry: Entry, source: Entry, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+        self._context.table.describe(entry, tensor, dict(source.placements), source.part, shape)
+
+    def _follow(self) -> None:
+        """Placed as their sources are: of plain tensors that is known only when a forward has ended."""
+        for entry, source in self._seen.values():
+            if entry.placements != source.placements or entry.part != source.part:
+                entry.placements, entry.part = dict(source.placements), source.part
+                if "unknown" not in entry.placements.values():
+                    entry.flags &= ~Flag.PER_RANK
+                self._context.table.is_changed = True
+        self._seen = {}
+
+
+def producer(context: ProbeContext, entry: Entry) -> nn.Module | None:
+    """Return the module whose output an entry is; None where it is no module's."""
+    for chunk in context.chunks:
+        if chunk.vpp_stage == entry.chunk:
+            return chunk.structure.modules.get(entry.name.partition(":")[0])
+    return None

@@ -1,0 +1,144 @@
+"""Low precision: what a tensor would lose as fp16, bf16 or fp8, and how many powers of two its values span."""
+
+from __future__ import annotations
+
+import torch
+
+from sentinel.collect.kernels.reading import in_storage_order, is_dense, pieces, plain
+from sentinel.collect.probes.context import ProbeContext
+from sentinel.collect.probes.derived import DerivedEntries
+from sentinel.collect.probes.prepared_rows import moments_words, share_words, write_rows
+from sentinel.collect.tensors import Entry
+from sentinel.record import Kind
+
+LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "fp16": 65504.0, "bf16": 3.3895313892515355e38}
+"""Format to its largest number, rising: what is larger overflows."""
+SMALLEST = {"fp8_e4m3": 2.0**-9, "fp8_e5m2": 2.0**-16, "fp16": 2.0**-24, "bf16": 2.0**-133}
+"""Format to its smallest subnormal number, falling: up to half of it rounds to zero (ties go to even)."""
+
+QUANTITIES = (
+    *(f"{name}_underflow" for name in SMALLEST), *(f"{name}_overflow" for name in LARGEST), "dynamic_range",
+)  # fmt: skip
+
+LOOKED_AT = frozenset({
+    Kind.PARAM, Kind.WGRAD_UNREDUCED, Kind.WGRAD, Kind.ACTIVATION_IN, Kind.ACTIVATION, Kind.DGRAD, Kind.DGRAD_IN,
+    Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.UPDATE,
+})  # fmt: skip
+"""Kinds whose rows are a tensor's elements; those of other probes are derived quantities."""
+
+CHUNK = 1 << 20
+"""Elements looked at in one go: 4 MiB of fp32."""
+
+
+class Precision:
+    """Looks at every tensor that is measured, and at activations and their gradients besides, as they lie in memory.
+
+    Rows `NAME:KIND.fp16_underflow` and so on are over the finite elements, 1 where the format loses one: their mean is the
+    share, and shares of shards merge. `NAME:KIND.dynamic_range` is log2 of the largest over the smallest nonzero magnitude,
+    a value for each observation and shard. Gradients are counted with the loss scale in them: that is what is cast.
+    """
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context = context
+        self._derived = DerivedEntries(context, Kind.PRECISION, "precision")
+        self._quantities = {kind: tuple(f"{kind.label}.{one}" for one in QUANTITIES) for kind in LOOKED_AT}
+        self._num_rows = 0
+        context.events.planned.subscribe("precision", self._plan)
+        context.events.ending.subscribe("precision", self._end)
+        context.events.removed.subscribe("precision", self._leave)
+
+    def _plan(self) -> None:
+        onlookers = self._context.recording.onlookers
+        if not self._context.plan.wants(Kind.PRECISION):
+            self._leave()
+        elif self.look not in onlookers:
+            onlookers.append(self.look)
+
+    def _leave(self) -> None:
+        onlookers = self._context.recording.onlookers
+        if self.look in onlookers:
+            onlookers.remove(self.look)
+
+    def look(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
+        """Count what each format would lose of a tensor. Does not wait for an accelerator."""
+        kind = Kind(entry.kind)
+        if kind not in LOOKED_AT or not tensor.is_floating_point():
+            return
+        entries = self._derived.due(entry, self._quantities[kind], tensor, entry.shape)
+        if not entries:
+            return
+        with torch.no_grad():
+            words = precision_words(plain(tensor))
+            chosen = [self._quantities[kind].index(one.name.rpartition(":")[2]) for one in entries]
+            write_rows(self._context.recording, entries, words if len(chosen) == len(words) else words[chosen], micro_step)
+        self._num_rows += len(entries)
+
+    def _end(self) -> None:
+        if self._num_rows:
+            self._context.count({"precision": self._num_rows})
+        self._num_rows = 0
+
+
+def precision_words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return [9, 12] int64 words: statistics of QUANTITIES of a plain float tensor.
+
+    Source of the definitions: TransformerEngine's debug statistics (underflows, overflows, dynamic_range); shares there are
+    of all elements too.
+    """
+    device = tensor.device
+    lost = torch.zeros(8, dtype=torch.int64, device=device)
+    num = torch.zeros((), dtype=torch.int64, device=device)
+    low = torch.full((), torch.inf, dtype=torch.float64, device=device)
+    high = torch.zeros((), dtype=torch.float64, device=device)
+    flat = in_storage_order(tensor) if is_dense(tensor) else tensor
+    for piece in pieces(flat, CHUNK):
+        if piece.numel() == 0:
+            continue
+        size = piece.abs() if piece.dtype in (torch.float32, torch.float64) else piece.float().abs_()
+        if size.is_cpu:
+            num += _look_on_cpu(size, lost, low, high)
+        else:
+            num += _look(size, lost, low, high)
+    span = torch.log2(high) - torch.log2(low)
+    return torch.cat((share_words(lost, num), moments_words(span.view(1), (high > 0.0).view(1))))
+
+
+def _look(size: torch.Tensor, lost: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Add what a piece loses, widen its range, return the number of its finite elements. No look at values on the host."""
+    is_finite = size.isfinite()
+    size = size.masked_fill_(~is_finite, 0.0)
+    some = torch.where(size == 0.0, torch.inf, size)
+    torch.minimum(low, some.amin(), out=low)
+    torch.maximum(high, size.amax(), out=high)
+    lost += torch.stack(
+        [*((some <= least / 2.0).sum() for least in SMALLEST.values()), *((size > most).sum() for most in LARGEST.values())]
+    )
+    return is_finite.sum()
+
+
+def _look_on_cpu(size: torch.Tensor, lost: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> int:
+    """As `_look`, where looking at values costs no wait: formats that lose nothing are not counted."""
+    num = size.numel()
+    largest = size.amax().item()
+    if not largest < torch.inf:
+        is_finite = size.isfinite()
+        num = int(is_finite.count_nonzero())
+        size = size.masked_fill_(~is_finite, 0.0)
+        largest = size.amax().item()
+    smallest = size.amin().item()
+    if smallest == 0.0:
+        size = size.masked_fill_(size == 0.0, torch.inf)
+        smallest = size.amin().item()
+    if smallest < torch.inf:
+        low.clamp_(max=smallest)
+        high.clamp_(min=largest)
+    for at, least in enumerate(SMALLEST.values()):
+        if smallest > least / 2.0:
+            break
+        lost[at] += (size <= least / 2.0).count_nonzero()
+    for at, most in enumerate(LARGEST.values(), len(SMALLEST)):
+        if largest <= most:
+            break
+        # Zeros were made infinite, so that the smallest could be seen.
+        lost[at] += ((size > most) & (size < torch.inf)).count_nonzero()
+    return num

@@ -1,0 +1,81 @@
+"""Rows whose statistics a probe forms itself: of shares, of the elements that count. Small tensors; nothing waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sentinel.collect.buffer import WORDS
+from sentinel.collect.recording import Recording
+from sentinel.collect.tensors import Entry
+
+_COUNT, _MEAN, _M2, _M3, _M4, _MIN, _MAX, _NAN, _POS_INF, _NEG_INF, _ZERO, _ = range(WORDS)
+
+
+def share_words(hits: torch.Tensor, total: torch.Tensor | int) -> torch.Tensor:
+    """Return [n, 12] int64 words: for each of `hits`, [n] integers, the statistics of `total` ones (where it hit) and zeros.
+
+    So a share is a row's mean, and shares of shards, ranks and micro-steps of any sizes merge exactly.
+    """
+    hits = hits.to(torch.int64)
+    words = torch.zeros((hits.numel(), WORDS), dtype=torch.int64, device=hits.device)
+    real = words.view(torch.float64)
+    words[:, _COUNT] = total
+    count = words[:, _COUNT]
+    size = count.double()
+    share = hits.double() / size.clamp(min=1.0)
+    spread = size * share * (1.0 - share)
+    real[:, _MEAN] = share
+    real[:, _M2] = spread
+    real[:, _M3] = spread * (1.0 - 2.0 * share)
+    real[:, _M4] = spread * (1.0 - 3.0 * share * (1.0 - share))
+    is_empty = count == 0
+    real[:, _MIN] = torch.where(is_empty, torch.inf, (hits == count).double())
+    real[:, _MAX] = torch.where(is_empty, -torch.inf, (hits > 0).double())
+    words[:, _ZERO] = count - hits
+    return words
+
+
+def moments_words(values: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
+    """Return [1, 12] int64 words: the statistics of a small tensor's elements.
+
+    counts: of the same shape, whether an element counts at all (None: every one); where nobody may wait for the device, what
+    does not count cannot be left out before. Two passes in float64.
+    """
+    words = torch.zeros((1, WORDS), dtype=torch.int64, device=values.device)
+    real = words.view(torch.float64)
+    real[0, _MIN], real[0, _MAX] = torch.inf, -torch.inf
+    if values.numel() == 0:
+        return words
+    wide = values.detach().double()
+    is_finite = wide.isfinite()
+    if counts is not None:
+        words[0, _NAN] = (wide.isnan() & counts).sum()
+        words[0, _POS_INF] = ((wide == torch.inf) & counts).sum()
+        words[0, _NEG_INF] = ((wide == -torch.inf) & counts).sum()
+        is_finite = is_finite & counts
+    else:
+        words[0, _NAN] = wide.isnan().sum()
+        words[0, _POS_INF] = (wide == torch.inf).sum()
+        words[0, _NEG_INF] = (wide == -torch.inf).sum()
+    words[0, _COUNT] = count = is_finite.sum()
+    size = count.clamp(min=1).double()
+    mean = torch.where(is_finite, wide, 0.0).sum() / size
+    away = torch.where(is_finite, wide - mean, 0.0)
+    square = away * away
+    real[0, _MEAN] = mean
+    real[0, _M2] = square.sum()
+    real[0, _M3] = (square * away).sum()
+    real[0, _M4] = (square * square).sum()
+    real[0, _MIN] = torch.where(is_finite, wide, torch.inf).amin()
+    real[0, _MAX] = torch.where(is_finite, wide, -torch.inf).amax()
+    words[0, _ZERO] = (is_finite & (wide == 0.0)).sum()
+    return words
+
+
+def write_rows(recording: Recording, entries: Sequence[Entry], words: torch.Tensor, micro_step: int) -> None:
+    """Make each row of words, [n, 12] int64 on any device, a row of the running step."""
+    for entry, one in zip(entries, words, strict=True):
+        row = recording.reserve(entry, micro_step)
+        recording.rows.stats_on(words.device, row, 1)[0].copy_(one)

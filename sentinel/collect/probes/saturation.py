@@ -1,0 +1,150 @@
+"""Saturation: elements that are zero, units that are dead, and elements where an activation function is flat."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from sentinel.collect.probes.context import ProbeContext
+from sentinel.collect.probes.derived import DerivedEntries, producer
+from sentinel.collect.probes.prepared_rows import share_words, write_rows
+from sentinel.collect.probes.step_sums import StepSums
+from sentinel.collect.probes.token_blocks import blocks, by_channel, leading, tokens_of
+from sentinel.collect.tensors import Entry
+from sentinel.record import Kind
+
+QUANTITIES = ("zero", "dead", "saturated")
+MARGIN = 0.01
+"""Share of a function's range, or of a tensor's largest value, that counts as its limit (chosen)."""
+
+Flat = tuple[tuple[float, float], ...]
+"""Intervals, both ends included, of outputs where the function hardly answers any more."""
+
+_BELOW = {"gelu": -0.17, "silu": -0.2785, "swish": -0.2785, "mish": -0.3088}
+"""Least value of functions that come back to zero on their negative side."""
+
+
+class Saturation:
+    """Counts, for each activation, what is flat in it. Each row is over elements (or units) that are 1 or 0: shares merge.
+
+    `M:zero`: elements that are exactly 0. `M:dead`: units (channels) that were 0 for every token of the step.
+    `M:saturated`: elements within 1 % of the limits of their function's range; where it has none, or no module is known to
+    be one, elements within 1 % of the tensor's own largest value: one in many, unless something clamps them.
+    """
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context = context
+        self._derived = DerivedEntries(context, Kind.SATURATION, "saturation")
+        self._sums = StepSums(context, "saturation")
+        self._num_rows = 0
+        context.events.planned.subscribe("saturation", self._plan)
+        context.events.ending.subscribe("saturation", self._end)
+        context.events.removed.subscribe("saturation", self._leave)
+
+    def _plan(self) -> None:
+        onlookers = self._context.recording.onlookers
+        if not self._context.plan.wants(Kind.SATURATION):
+            self._leave()
+        elif self.look not in onlookers:
+            onlookers.append(self.look)
+
+    def _leave(self) -> None:
+        onlookers = self._context.recording.onlookers
+        if self.look in onlookers:
+            onlookers.remove(self.look)
+
+    def look(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
+        """Count in an activation. Reads it some four times; does not wait."""
+        if entry.kind != Kind.ACTIVATION:
+            return
+        module = producer(self._context, entry)
+        view = by_channel(tensor, module)
+        if view is None:
+            return
+        wanted = self._derived.due(entry, QUANTITIES, tensor, tuple(tensor.shape))
+        if not wanted:
+            return
+        with torch.no_grad():
+            non_zero = torch.zeros(view.shape[-1], dtype=torch.int64, device=view.device)
+            for piece in blocks(view):
+                non_zero += (piece != 0).sum(leading(piece))
+            hits = []
+            for one in wanted:
+                if one.name.endswith(":dead"):
+                    self._sums.add(one, micro_step, (non_zero,), tokens_of(view))
+                elif one.name.endswith(":zero"):
+                    hits.append((one, view.numel() - non_zero.sum()))
+                else:
+                    hits.append((one, num_flat(view, flat_of(module))))
+            if hits:
+                words = share_words(torch.stack([number for _, number in hits]), view.numel())
+                write_rows(self._context.recording, [one for one, _ in hits], words, micro_step)
+        self._num_rows += len(hits)
+
+    def _end(self) -> None:
+        for entry, (non_zero,), _ in self._sums.take():
+            is_dead = non_zero == 0
+            write_rows(self._context.recording, [entry], share_words(is_dead.sum().view(1), non_zero.numel()), -1)
+            self._context.recording.vector(entry, "is_dead", is_dead.to(torch.uint8), "channel")
+            self._num_rows += 1
+        if self._num_rows:
+            self._context.count({"saturation": self._num_rows})
+        self._num_rows = 0
+
+
+def flat_of(module: nn.Module | None) -> Flat | None:
+    """Return where the outputs of an activation function are flat; None where the module is none, or has no limits."""
+    if module is None:
+        return None
+    name = type(module).__name__.lower()
+    if isinstance(module, nn.ReLU6):
+        return ((6.0 - 6.0 * MARGIN, 6.0),)  # Its other limit is what `zero` counts.
+    if isinstance(module, nn.Hardtanh):
+        return _ends(float(module.min_val), float(module.max_val))
+    if isinstance(module, (nn.ELU, nn.CELU)):
+        return ((-module.alpha, -module.alpha * (1.0 - MARGIN)),)
+    if isinstance(module, nn.SELU):
+        return ((-1.7581, -1.7581 * (1.0 - MARGIN)),)
+    if isinstance(module, (nn.Softmax, nn.Softmax2d)):
+        return ((1.0 - MARGIN, 1.0),)
+    if isinstance(module, (nn.Softplus, nn.ReLU)) or name.startswith("relu"):
+        return ((0.0, 0.0),)
+    if isinstance(module, (nn.Tanhshrink, nn.LogSigmoid)):
+        return None
+    for word, least in _BELOW.items():
+        if word in name:
+            return ((least * MARGIN, 0.0),)
+    if "sigmoid" in name:
+        return _ends(0.0, 1.0)
+    if "tanh" in name or "softsign" in name:
+        return _ends(-1.0, 1.0)
+    return None
+
+
+def _ends(low: float, high: float) -> Flat:
+    margin = MARGIN * (high - low)
+    return (low, low + margin), (high - margin, high)
+
+
+def num_flat(view: torch.Tensor, flat: Flat | None) -> torch.Tensor:
+    """Return how many elements lie in the intervals, 0-dim int64; None: within MARGIN of the tensor's largest |x|."""
+    found = torch.zeros((), dtype=torch.int64, device=view.device)
+    if flat is not None:
+        for piece in blocks(view):
+            exact = _exact(piece)
+            for low, high in flat:
+                found += ((exact >= low) & (exact <= high)).sum()
+        return found
+    largest = torch.zeros((), dtype=torch.float64, device=view.device)
+    for piece in blocks(view):
+        size = _exact(piece).abs()
+        largest = torch.maximum(largest, torch.where(size.isfinite(), size, 0.0).amax().double())
+    bound = largest * (1.0 - MARGIN)
+    for piece in blocks(view):
+        found += ((_exact(piece).abs() >= bound) & (bound > 0.0)).sum()
+    return found
+
+
+def _exact(piece: torch.Tensor) -> torch.Tensor:
+    """Return a piece in a type that bounds can be compared in: next to 1, bf16 has steps of 0.8 %."""
+    return piece if piece.dtype is torch.float64 else piece.float()

@@ -1,0 +1,64 @@
+"""Sums over the micro-steps of a step, on the device, until the step ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from sentinel.collect.probes.context import ProbeContext
+from sentinel.collect.taps import Chunk
+from sentinel.collect.tensors import Entry
+
+Parts = tuple[torch.Tensor, ...]
+
+
+@dataclasses.dataclass
+class _Sum:
+    entry: Entry
+    micro_step: int
+    parts: Parts | None
+    """Of the micro-step that came last: its forward may still fail, and be tried again."""
+    size: int
+    done: Parts | None = None
+    done_size: int = 0
+
+    def close(self) -> None:
+        if self.parts is not None:
+            self.done = self.parts if self.done is None else tuple(map(torch.add, self.done, self.parts))
+            self.done_size += self.size
+        self.parts, self.size = None, 0
+
+
+class StepSums:
+    """For each entry the sum of what was added in this step: tensors of one shape, and a number of elements."""
+
+    def __init__(self, context: ProbeContext, probe: str) -> None:
+        self._sums: dict[int, _Sum] = {}
+        context.events.rewound.subscribe(probe, self._rewind)
+
+    def add(self, entry: Entry, micro_step: int, parts: Parts, size: int) -> None:
+        """Add to the sums of an entry; `parts` are kept, and not written into."""
+        kept = self._sums.get(entry.id)
+        if kept is None:
+            self._sums[entry.id] = _Sum(entry, micro_step, parts, size)
+            return
+        if kept.micro_step != micro_step:
+            kept.close()
+            kept.micro_step = micro_step
+        kept.parts = parts if kept.parts is None else tuple(map(torch.add, kept.parts, parts))
+        kept.size += size
+
+    def _rewind(self, chunk: Chunk) -> None:
+        for kept in self._sums.values():
+            if kept.entry.chunk == chunk.vpp_stage and kept.micro_step == chunk.micro_step:
+                kept.parts, kept.size = None, 0
+
+    def take(self) -> Iterator[tuple[Entry, Parts, int]]:
+        """Yield (entry, sums, elements) of the step that ends, and begin with nothing."""
+        sums, self._sums = self._sums, {}
+        for kept in sums.values():
+            kept.close()
+            if kept.done is not None:
+                yield kept.entry, kept.done, kept.done_size
