@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 User = TypeVar("User")
+_INHERITED = object()
+"""Stands for an attribute that its owner does not have itself."""
 
 
 class Interception(Generic[User]):
@@ -36,10 +38,15 @@ class Interception(Generic[User]):
         if not self.users:
             while self._replaced:
                 owner, name, original, ours = self._replaced.pop()
-                if getattr(owner, name, None) is ours:
+                if getattr(owner, name, None) is not ours:
+                    continue
+                if original is _INHERITED:
+                    delattr(owner, name)
+                else:
                     setattr(owner, name, original)
 
     def replace(self, owner: Any, name: str, ours: Any) -> None:
         """Put `ours` in the place of an attribute of a module or class."""
-        self._replaced.append((owner, name, getattr(owner, name), ours))
+        # As it is stored: looked up, a method of a C++ class is a function that no longer takes its object.
+        self._replaced.append((owner, name, vars(owner).get(name, _INHERITED), ours))
         setattr(owner, name, ours)

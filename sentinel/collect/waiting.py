@@ -10,9 +10,22 @@ import functools
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from sentinel.collect.interception import Interception
+
+
+class WaitWatcher(Protocol):
+    """Is told of every wait for a collective of torch.distributed."""
+
+    def enter(self) -> None:
+        """A wait begins."""
+
+    def add(self, seconds: float) -> None:
+        """A wait has ended, in whichever way."""
+
+    def done(self, work: Any, seconds: float) -> None:
+        """A Work was waited for and is complete, on the stream that is current."""
 
 
 class WaitClock:
@@ -29,18 +42,18 @@ class WaitClock:
     @property
     def is_waiting(self) -> int:
         """1 while the training thread waits for others, 0 while it does not; -1: not known. Asked by the writer thread."""
-        if self._is_blind or not _works.is_active:
+        if self._is_blind or not WORKS.is_active:
             return -1
         return int(self._is_inside or self._since > 0.0)
 
     def install(self) -> None:
         """Watch every wait for a collective of torch.distributed."""
         if not self._is_blind:
-            _works.join(self)
+            WORKS.join(self)
 
     def remove(self) -> None:
         """Undo `install`."""
-        _works.leave(self)
+        WORKS.leave(self)
 
     def begin_backward_end(self) -> None:
         """This rank's own part of a backward is done; what follows waits for the reductions (DDP, FSDP)."""
@@ -63,22 +76,27 @@ class WaitClock:
             if not self._since:
                 self._seconds += seconds
 
+    def done(self, work: Any, seconds: float) -> None:
+        """Whose wait it was does not matter here."""
+
     def take(self) -> float:
         """Return the seconds waited in the step that ends and begin anew; -1.0: not known. The caller trains."""
         self._thread = threading.get_ident()
         seconds, self._seconds = self._seconds, 0.0
-        is_known = not self._is_blind and _works.is_active
+        is_known = not self._is_blind and WORKS.is_active
         return seconds if is_known else -1.0
 
 
-class _Works(Interception[WaitClock]):
+class Works(Interception[WaitWatcher]):
+    """Who watches the waits of this process."""
+
     @property
     def is_active(self) -> bool:
         dist = sys.modules.get("torch.distributed")
         return dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _replace_all(works: Interception[WaitClock]) -> None:
+def _replace_all(works: Interception[WaitWatcher]) -> None:
     # Synchronous collectives of torch.distributed end in a wait of their own work: one method sees them all.
     kind = getattr(sys.modules.get("torch._C._distributed_c10d"), "Work", None)
     if kind is None:
@@ -92,13 +110,16 @@ def _replace_all(works: Interception[WaitClock]) -> None:
         for user in works.users:
             user.enter()
         try:
-            return original(work, *args, **kwargs)
+            result = original(work, *args, **kwargs)
         finally:
             waited = clock() - began
             for user in works.users:
                 user.add(waited)
+        for user in works.users:
+            user.done(work, waited)
+        return result
 
     works.replace(kind, "wait", wait)
 
 
-_works = _Works(_replace_all)
+WORKS = Works(_replace_all)

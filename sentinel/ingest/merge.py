@@ -179,7 +179,8 @@ class Layout:
         is_data = tensor.kind not in WEIGHT_KINDS
         apart: list[tuple[str, int]] = []
         sharded: list[tuple[str, int | str]] = []
-        for axis in MERGED_AXES:
+        # Stages hold different tensors; only what has the same name on all of them (a line of code) says that it is apart.
+        for axis in (*MERGED_AXES, *(("pp",) if tensor.placements.get("pp") in KEPT_APART else ())):
             if place.size(axis) <= 1:
                 continue
             usual = ("shard" if is_data else "replicate") if axis == "dp" else "unknown"

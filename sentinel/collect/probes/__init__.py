@@ -8,12 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from sentinel.collect.probes.channel import Channel
+from sentinel.collect.probes.comm import Communication
 from sentinel.collect.probes.context import Event, Events, ProbeContext
 from sentinel.collect.probes.optimizer_state import OptimizerState
+from sentinel.collect.probes.precision import Precision
+from sentinel.collect.probes.saturation import Saturation
+from sentinel.collect.probes.wgrad_unreduced import WgradUnreduced
 
 Probe = Callable[[ProbeContext], object]
 
-PROBES: tuple[Probe, ...] = (OptimizerState,)
+PROBES: tuple[Probe, ...] = (
+    WgradUnreduced,
+    OptimizerState,
+    Communication,
+    Precision,
+    Saturation,
+    Channel,
+)
 """In the order in which they are told of each event."""
 
 __all__ = ["PROBES", "Event", "Events", "Probe", "ProbeContext"]
