@@ -71,7 +71,7 @@ static TARGET void LANES(i16_bounds_end)(const LANES(i16_bounds) *bounds, uint16
 #define WIDTH F32_W
 #define LOAD2 F32_LOAD2_f32
 #define WIDEN(x) ((double)(x))
-#define SPILL 32
+#define SPILL 64
 #include "span.h"
 
 #define ELEMENT double
@@ -94,7 +94,7 @@ static TARGET void LANES(i16_bounds_end)(const LANES(i16_bounds) *bounds, uint16
 #define LOAD2 F32_LOAD2_bf16
 #define WIDEN(x) ((double)widen_bf16(x))
 #define KEYED
-#define SPILL 32
+#define SPILL 64
 #include "span.h"
 
 #define ELEMENT uint16_t
@@ -106,7 +106,7 @@ static TARGET void LANES(i16_bounds_end)(const LANES(i16_bounds) *bounds, uint16
 #define LOAD2 F32_LOAD2_f16
 #define WIDEN(x) ((double)widen_f16(x))
 #define KEYED
-#define SPILL 32
+#define SPILL 64
 #include "span.h"
 
 #undef LANES

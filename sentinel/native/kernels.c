@@ -36,7 +36,6 @@
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
 
-#define BLOCK 2048
 #define GATHERED 8192
 #define SPAN 32768
 #define SEGMENT ((int64_t)SPAN * 8)

@@ -25,6 +25,19 @@ AVX2 __m256i LANES(f32_count)(__m256i n, __m256 x, __m256 eps)
     const __m256 size = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x);
     return _mm256_sub_epi32(n, _mm256_castps_si256(_mm256_cmp_ps(size, eps, _CMP_LE_OQ)));
 }
+AVX2 __m256 LANES(f32_finite_or)(__m256 a, __m256 x, __m256 other) /* a where x is finite */
+{
+    const __m256 size = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x), most = _mm256_set1_ps(FLT_MAX);
+    return _mm256_blendv_ps(other, a, _mm256_cmp_ps(size, most, _CMP_LE_OQ));
+}
+AVX2 __m256i LANES(f32_count_equal)(__m256i n, __m256 x, __m256 y)
+{
+    return _mm256_sub_epi32(n, _mm256_castps_si256(_mm256_cmp_ps(x, y, _CMP_EQ_OQ)));
+}
+AVX2 __m256i LANES(f32_count_nan)(__m256i n, __m256 x)
+{
+    return _mm256_sub_epi32(n, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+}
 AVX2 __m256i LANES(f32_count_zero)(__m256i n, __m256 x)
 {
     return _mm256_sub_epi32(n, _mm256_castps_si256(_mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_EQ_OQ)));
@@ -40,6 +53,19 @@ AVX2 __m256i LANES(f64_count)(__m256i n, __m256d x, __m256d eps)
 {
     const __m256d size = _mm256_andnot_pd(_mm256_set1_pd(-0.0), x);
     return _mm256_sub_epi64(n, _mm256_castpd_si256(_mm256_cmp_pd(size, eps, _CMP_LE_OQ)));
+}
+AVX2 __m256d LANES(f64_finite_or)(__m256d a, __m256d x, __m256d other) /* a where x is finite */
+{
+    const __m256d size = _mm256_andnot_pd(_mm256_set1_pd(-0.0), x), most = _mm256_set1_pd(DBL_MAX);
+    return _mm256_blendv_pd(other, a, _mm256_cmp_pd(size, most, _CMP_LE_OQ));
+}
+AVX2 __m256i LANES(f64_count_equal)(__m256i n, __m256d x, __m256d y)
+{
+    return _mm256_sub_epi64(n, _mm256_castpd_si256(_mm256_cmp_pd(x, y, _CMP_EQ_OQ)));
+}
+AVX2 __m256i LANES(f64_count_nan)(__m256i n, __m256d x)
+{
+    return _mm256_sub_epi64(n, _mm256_castpd_si256(_mm256_cmp_pd(x, x, _CMP_UNORD_Q)));
 }
 AVX2 __m256i LANES(f64_count_zero)(__m256i n, __m256d x)
 {

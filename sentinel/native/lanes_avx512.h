@@ -25,6 +25,19 @@ AVX512 __m512i LANES(f32_count)(__m512i n, __m512 x, __m512 eps)
     const __mmask16 is_zero = _mm512_cmp_ps_mask(_mm512_abs_ps(x), eps, _CMP_LE_OQ);
     return _mm512_mask_add_epi32(n, is_zero, n, _mm512_set1_epi32(1));
 }
+AVX512 __m512 LANES(f32_finite_or)(__m512 a, __m512 x, __m512 other) /* a where x is finite */
+{
+    const __m512 most = _mm512_set1_ps(FLT_MAX);
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(_mm512_abs_ps(x), most, _CMP_LE_OQ), other, a);
+}
+AVX512 __m512i LANES(f32_count_equal)(__m512i n, __m512 x, __m512 y)
+{
+    return _mm512_mask_sub_epi32(n, _mm512_cmp_ps_mask(x, y, _CMP_EQ_OQ), n, _mm512_set1_epi32(-1));
+}
+AVX512 __m512i LANES(f32_count_nan)(__m512i n, __m512 x)
+{
+    return _mm512_mask_sub_epi32(n, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), n, _mm512_set1_epi32(-1));
+}
 AVX512 __m512i LANES(f32_count_zero)(__m512i n, __m512 x)
 {
     const __mmask16 is_zero = _mm512_testn_epi32_mask(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
@@ -52,6 +65,19 @@ AVX512 __m512i LANES(f64_count)(__m512i n, __m512d x, __m512d eps)
 {
     const __mmask8 is_zero = _mm512_cmp_pd_mask(_mm512_abs_pd(x), eps, _CMP_LE_OQ);
     return _mm512_mask_add_epi64(n, is_zero, n, _mm512_set1_epi64(1));
+}
+AVX512 __m512d LANES(f64_finite_or)(__m512d a, __m512d x, __m512d other) /* a where x is finite */
+{
+    const __m512d most = _mm512_set1_pd(DBL_MAX);
+    return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(_mm512_abs_pd(x), most, _CMP_LE_OQ), other, a);
+}
+AVX512 __m512i LANES(f64_count_equal)(__m512i n, __m512d x, __m512d y)
+{
+    return _mm512_mask_sub_epi64(n, _mm512_cmp_pd_mask(x, y, _CMP_EQ_OQ), n, _mm512_set1_epi64(-1));
+}
+AVX512 __m512i LANES(f64_count_nan)(__m512i n, __m512d x)
+{
+    return _mm512_mask_sub_epi64(n, _mm512_cmp_pd_mask(x, x, _CMP_UNORD_Q), n, _mm512_set1_epi64(-1));
 }
 AVX512 __m512i LANES(f64_count_zero)(__m512i n, __m512d x)
 {

@@ -15,6 +15,10 @@ typedef int64_t LANES(f64_counts) __attribute__((vector_size(16)));
     static inline V LANES(T##_fma)(V a, V b, V c) { return a * b + c; } \
     static inline I LANES(T##_count)(I n, V x, V eps) { return n - ((I)(x <= eps) & (I)(-x <= eps)); } \
     static inline I LANES(T##_none)(void) { I r; memset(&r, 0, sizeof r); return r; } \
+    static inline V LANES(T##_finite_or)(V a, V x, V other) /* a where x is finite: x - x is zero there, nan elsewhere */ \
+    { const I m = x - x == 0; return (V)(((I)a & m) | ((I)other & ~m)); } \
+    static inline I LANES(T##_count_equal)(I n, V x, V y) { return n - (I)(x == y); } \
+    static inline I LANES(T##_count_nan)(I n, V x) { return n - (I)(x != x); } \
     static inline I LANES(T##_count_zero)(I n, V x) { return n - (I)(x == 0); } \
     static inline T##_t LANES(T##_lowest)(V a) \
     { T##_t r = a[0]; for (unsigned i = 1; i < sizeof a / sizeof r; i++) if (a[i] < r) r = a[i]; return r; } \

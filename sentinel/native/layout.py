@@ -73,7 +73,8 @@ def pack_layouts(layouts: Sequence[tuple[Sequence[int], Sequence[int]] | None]) 
 
     The first words say where each tensor's number of dimensions, sizes and strides stand; 0: it is contiguous.
     """
-    places, words = [], []
+    places: list[int] = []
+    words: list[int] = []
     for layout in layouts:
         if layout is None:
             places.append(0)

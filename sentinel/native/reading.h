@@ -4,7 +4,8 @@ enum { U8 = NUM_STORED, I8, I16, U16, I32, U32, I64, U64, E4M3FN, E5M2, E4M3FNUZ
 
 static const int element_bytes[NUM_DTYPES] = {4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8, 1, 1, 1, 1};
 /* The smallest type that holds every value; 64-bit integers to 53 bits. */
-static const uint8_t stored_as[NUM_DTYPES] = {F32, F64, BF16, F16, F32, F32, F32, F32, F64, F64, F64, F64, BF16, BF16, BF16, BF16};
+static const uint8_t stored_as[NUM_DTYPES] = {F32, F64, BF16, F16, F32, F32, F32, F32,
+                                              F64, F64, F64, F64, BF16, BF16, BF16, BF16};
 
 /* An element at p + sum of index[i] * stride[i], the last dimension innermost; each seen `times` times. */
 typedef struct {
@@ -14,7 +15,7 @@ typedef struct {
     int64_t size[MAX_DIMS], stride[MAX_DIMS]; /* strides in bytes, falling */
 } View;
 
-/* The elements of a tensor in the order in which they lie in memory, broadcast dimensions told apart. Strides in elements. */
+/* The elements of a tensor in the order in which they lie in memory, broadcasts told apart. Strides in elements. */
 static void look_at(View *view, const char *p, int dtype, int num_dims, const int64_t *sizes, const int64_t *strides)
 {
     int used = 0;
@@ -72,7 +73,7 @@ static void look_at(View *view, const char *p, int dtype, int num_dims, const in
         for (int i = 0; i < n; i++, p += stride) { FROM x; memcpy(&x, p, sizeof x); to[i] = VALUE; } \
     } }
 
-/* Put n elements that lie `stride` bytes apart behind the `filled` ones of the buffer, as the type that they are measured as. */
+/* Put n elements, `stride` bytes apart, behind the `filled` ones of the buffer, as the type that they are measured as. */
 static void gather(void *buffer, int filled, const char *p, int64_t stride, int n, int dtype, const uint16_t *fp8)
 {
     switch (dtype) {
@@ -92,14 +93,15 @@ static void gather(void *buffer, int filled, const char *p, int64_t stride, int 
 }
 
 /* The statistics of n elements from number `first` on. */
-static void measure_segment(const Isa *isa, const View *view, int64_t first, int64_t n, double zero_eps, int flags, Stats *out)
+static void measure_segment(const Isa *isa, const View *view, int64_t first, int64_t n, double zero_eps, int flags,
+                            Stats *out)
 {
     const int dtype = view->dtype, stored = stored_as[dtype], is_converted = dtype >= NUM_STORED;
     const int last = view->num_dims - 1;
     const int64_t step = view->stride[last], run = view->size[last];
     const int is_direct = !is_converted && step == element_bytes[dtype];
     *out = empty;
-    Guess guess = {0.0, 0};
+    Guess guess = {0.0, 0, 0};
     if (is_direct && view->num_dims == 1) {
         const char *p = view->p + first * step;
         guess = guess_from_sample(p, n < SPAN ? (int)n : SPAN, stored);

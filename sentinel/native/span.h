@@ -6,26 +6,30 @@
  */
 #define RUN LANES(JOIN(run_, DTYPE))
 
-/* x counts as x * scale + minus, in one rounding; is_centred 0: as it is. The flags are constants where it is inlined. */
+/* x counts as x * scale + minus, in one rounding; is_centred 0: as it is. is_masked: only what is finite counts, the rest
+ * is told apart. The flags are constants where it is inlined. */
 static inline __attribute__((always_inline)) TARGET void RUN(const ELEMENT *p, int n, double scale, double minus,
-                                                             const int is_centred, const int with_checksum, Sums *out)
+                                                             const int is_centred, const int is_masked,
+                                                             const int with_checksum, Sums *out)
 {
     typedef LANES(REAL_NAME) V;
     const int vectors = n - n % (2 * WIDTH);
     double d1 = 0.0, d2 = 0.0, d3 = 0.0, d4 = 0.0, low = INFINITY, high = -INFINITY;
-    int64_t zeros = 0;
+    int64_t zeros = 0, num_nan = 0, num_pos = 0, num_neg = 0;
     uint64_t checksum = 0;
 
     if (vectors) {
+        const V infinity = OP(set)(INFINITY), minus_infinity = OP(set)(-INFINITY);
         const V times = OP(set)((REAL)scale), plus = OP(set)((REAL)minus);
         LANES(JOIN(REAL_NAME, _wide)) w1 = OP(wide_none)(), w2 = w1, w3 = w1, w4 = w1;
         LANES(checks) checks = LANES(checks_none)();
+        V lo = infinity, hi = minus_infinity;
+        LANES(JOIN(REAL_NAME, _counts)) nans = OP(none)(), positive = nans, negative = nans;
 #ifdef KEYED
         LANES(i16_bounds) bounds = LANES(i16_bounds_none)();
         LANES(i16) z = LANES(i16_set)(0);
 #else
-        V lo = OP(set)(INFINITY), hi = OP(set)(-INFINITY);
-        LANES(JOIN(REAL_NAME, _counts)) z = OP(none)();
+        LANES(JOIN(REAL_NAME, _counts)) z = nans;
 #endif
         for (int i = 0; i < vectors;) {
             /* A few dozen elements a lane, then into f64: that is what keeps the sums of many. */
@@ -43,15 +47,29 @@ static inline __attribute__((always_inline)) TARGET void RUN(const ELEMENT *p, i
             for (; i < end; i += 2 * WIDTH) {
                 LOAD2(p + i, a, b)
 #ifndef KEYED
-                lo = OP(min)(lo, OP(min)(a, b));
-                hi = OP(max)(hi, OP(max)(a, b));
                 z = OP(count_zero)(z, a);
                 z = OP(count_zero)(z, b);
                 if (with_checksum) checks = OP(checks)(checks, a, b);
+                if (!is_masked) {
+                    lo = OP(min)(lo, OP(min)(a, b));
+                    hi = OP(max)(hi, OP(max)(a, b));
+                }
 #endif
+                const V x = a, y = b;
+                if (is_masked) {
+                    lo = OP(min)(lo, OP(min)(OP(finite_or)(a, x, infinity), OP(finite_or)(b, y, infinity)));
+                    hi = OP(max)(hi, OP(max)(OP(finite_or)(a, x, minus_infinity), OP(finite_or)(b, y, minus_infinity)));
+                    nans = OP(count_nan)(OP(count_nan)(nans, a), b);
+                    positive = OP(count_equal)(OP(count_equal)(positive, a, infinity), b, infinity);
+                    negative = OP(count_equal)(OP(count_equal)(negative, a, minus_infinity), b, minus_infinity);
+                }
                 if (is_centred) {
                     a = OP(fma)(a, times, plus);
                     b = OP(fma)(b, times, plus);
+                }
+                if (is_masked) {
+                    a = OP(finite_or)(a, x, OP(set)(0));
+                    b = OP(finite_or)(b, y, OP(set)(0));
                 }
                 const V aa = OP(mul)(a, a), bb = OP(mul)(b, b);
                 /* One addition a round waits for the last round's; of the slower fma there are two sums each. */
@@ -73,22 +91,39 @@ static inline __attribute__((always_inline)) TARGET void RUN(const ELEMENT *p, i
         d4 = OP(wide_sum)(w4);
         if (with_checksum) checksum = LANES(JOIN(JOIN(checks_, DTYPE), _total))(&checks, vectors / (2 * WIDTH));
 #ifdef KEYED
-        uint16_t low_bits, high_bits;
-        LANES(i16_bounds_end)(&bounds, &low_bits, &high_bits);
-        low = WIDEN(low_bits);
-        high = WIDEN(high_bits);
         int16_t counts[2 * WIDTH];
         memcpy(counts, &z, sizeof counts);
         for (int i = 0; i < 2 * WIDTH; i++) zeros += counts[i];
+        if (!is_masked) {
+            uint16_t low_bits, high_bits;
+            LANES(i16_bounds_end)(&bounds, &low_bits, &high_bits);
+            low = WIDEN(low_bits);
+            high = WIDEN(high_bits);
+        }
 #else
-        low = OP(lowest)(lo);
-        high = OP(highest)(hi);
         zeros = OP(total)(z);
 #endif
+        if (low > high) {
+            low = OP(lowest)(lo);
+            high = OP(highest)(hi);
+        }
+        if (is_masked) {
+            num_nan = OP(total)(nans);
+            num_pos = OP(total)(positive);
+            num_neg = OP(total)(negative);
+        }
     }
     for (int i = vectors; i < n; i++) {
         const double x = WIDEN(p[i]), d = is_centred ? x * scale + minus : x;
         ELEMENT_BITS bits;
+        memcpy(&bits, &p[i], sizeof bits);
+        if (with_checksum) checksum += bits;
+        if (is_masked && !(fabs(x) <= DBL_MAX)) {
+            num_nan += x != x;
+            num_pos += x == INFINITY;
+            num_neg += x == -INFINITY;
+            continue;
+        }
         d1 += d;
         d2 += d * d;
         d3 += d * d * d;
@@ -96,20 +131,21 @@ static inline __attribute__((always_inline)) TARGET void RUN(const ELEMENT *p, i
         if (x < low) low = x;
         if (x > high) high = x;
         zeros += x == 0.0;
-        memcpy(&bits, &p[i], sizeof bits);
-        if (with_checksum) checksum += bits;
     }
-    *out = (Sums){d1, d2, d3, d4, low, high, zeros, checksum};
+    *out = (Sums){d1, d2, d3, d4, low, high, zeros, num_nan, num_pos, num_neg, checksum};
 }
 
-static TARGET void LANES(JOIN(span_, DTYPE))(const void *memory, int n, double scale, double minus, int with_checksum, Sums *out)
+static TARGET void LANES(JOIN(span_, DTYPE))(const void *memory, int n, double scale, double minus, int is_masked,
+                                             int with_checksum, Sums *out)
 {
     const ELEMENT *p = memory;
     const int is_centred = scale != 1.0 || minus != 0.0;
-    if (is_centred && with_checksum) RUN(p, n, scale, minus, 1, 1, out);
-    else if (is_centred) RUN(p, n, scale, minus, 1, 0, out);
-    else if (with_checksum) RUN(p, n, 1.0, 0.0, 0, 1, out);
-    else RUN(p, n, 1.0, 0.0, 0, 0, out);
+    if (is_masked && with_checksum) RUN(p, n, scale, minus, 1, 1, 1, out);
+    else if (is_masked) RUN(p, n, scale, minus, 1, 1, 0, out);
+    else if (is_centred && with_checksum) RUN(p, n, scale, minus, 1, 0, 1, out);
+    else if (is_centred) RUN(p, n, scale, minus, 1, 0, 0, out);
+    else if (with_checksum) RUN(p, n, 1.0, 0.0, 0, 0, 1, out);
+    else RUN(p, n, 1.0, 0.0, 0, 0, 0, out);
 }
 
 /* The elements of |x| <= most, for a bound that is not zero: on its own, since it is seldom asked for. */

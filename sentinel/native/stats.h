@@ -25,7 +25,7 @@ static const Stats empty = {.min = INFINITY, .max = -INFINITY};
 /* Sums of powers of (x - center) over n elements, in units of 2^exponent; what the loops over memory give. */
 typedef struct {
     double d1, d2, d3, d4, low, high;
-    int64_t num_zero;
+    int64_t num_zero, num_nan, num_pos_inf, num_neg_inf;
     uint64_t checksum;
 } Sums;
 
@@ -95,7 +95,8 @@ static inline uint16_t f16_at_most(double x)
     return bits;
 }
 
-/* An fp8 number as bf16, which holds each of them exactly. bias: of its exponent; is_fn: e4m3fn, whose only special is nan. */
+/* An fp8 number as bf16, which holds each of them exactly. bias: of its exponent; is_fnuz: one nan where minus zero would
+ * be, and no infinity. */
 static uint16_t bf16_of_fp8(unsigned byte, int mantissa_bits, int bias, int is_fnuz)
 {
     const unsigned sign = byte >> 7, rest = byte & 0x7fu, mantissa = rest & ((1u << mantissa_bits) - 1);
