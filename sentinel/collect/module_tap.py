@@ -11,7 +11,22 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sentinel.collect.gradient_taps import SummandTap
+from sentinel.collect.compiled import compiler_is_back, compiler_steps_aside, run_as_it_is, trace_tensors
+from sentinel.collect.compiled_ops import (
+    ENTERS_GRAPH,
+    HAS_GRADIENT,
+    IN_GRAPH,
+    IS_FIRST,
+    IS_INPUT,
+    IS_PARAMETER,
+    IS_WITHOUT_GRAPH,
+    LEAVES_GRAPH,
+    NO_TICKET,
+    Ticket,
+    enlist,
+    new_serial,
+)
+from sentinel.collect.gradient_taps import GradientTap, SummandTap
 from sentinel.collect.inert import Inert
 from sentinel.collect.nesting import tensors_in
 from sentinel.collect.placements import is_async, local_of
@@ -51,6 +66,15 @@ class ModuleTap:
         self._post: RemovableHandle | None = None
         self._inputs: dict[str, Entry] = {}
         self._outputs: dict[str, Entry] = {}
+        self.site = enlist(self)
+        self.is_border_in = self.is_border_out = False
+        """As in `borders`, for graphs: a guard each."""
+        self.stays = False
+        """In a compiled part: hooks stay on, whatever is wanted."""
+        self.has_passed = False
+        """Its module was called, and was seen."""
+        self._answers: dict[tuple[bool, str], tuple[Entry, bool]] = {}
+        """(is input, path) -> what passed there in the last compiled forward, and whether its gradient is wanted."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleTap:
         return self
@@ -69,18 +93,30 @@ class ModuleTap:
             self.takes_in = frozenset({Kind.ACTIVATION_IN, Kind.DGRAD_IN})
         if False in self.borders:
             self.takes_out = frozenset({Kind.ACTIVATION, Kind.DGRAD})
-        if self.name == "" and self.module is self.chunk.root:
+        self.is_border_in, self.is_border_out = True in self.borders, False in self.borders
+        self.has_passed = False
+        if self is self.chunk.own:
             return  # The chunk's own hooks call this tap.
-        if self.takes_in and self._pre is None:
+        if (self.takes_in or self.stays) and self._pre is None:
             self._pre = self.module.register_forward_pre_hook(self._before, with_kwargs=True)
-        elif not self.takes_in and self._pre is not None:
+        elif not (self.takes_in or self.stays) and self._pre is not None:
             self._pre.remove()
             self._pre = None
-        if self.takes_out and self._post is None:
+        if (self.takes_out or self.stays) and self._post is None:
             self._post = self.module.register_forward_hook(self._after)
-        elif not self.takes_out and self._post is not None:
+        elif not (self.takes_out or self.stays) and self._post is not None:
             self._post.remove()
             self._post = None
+
+    def stand(self) -> None:
+        """Keep hooks on from now on, whatever is wanted: a compiler will trace a graph through them."""
+        self.stays = True
+        if self is self.chunk.own:
+            return  # The chunk's own hooks call this tap.
+        if self._pre is None:
+            self._pre = self.module.register_forward_pre_hook(self._before, with_kwargs=True)
+        if self._post is None:
+            self._post = self.module.register_forward_hook(self._after)
 
     def rest(self) -> None:
         """A whole forward has passed: find out whether this tap is needed where only the black box is measured."""
@@ -102,10 +138,31 @@ class ModuleTap:
                 hooks.move_to_end(handle.id)
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            trace_tensors(self.site, module, (args, kwargs), self.is_border_in, IS_INPUT | IS_FIRST)
+            return
+        former = compiler_steps_aside()
+        try:
+            self._called(module, args, kwargs)
+        finally:
+            compiler_is_back(former)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            trace_tensors(self.site, module, (output,), self.is_border_out, IS_FIRST)
+            return
+        former = compiler_steps_aside()
+        try:
+            self._returned(module, output)
+        finally:
+            compiler_is_back(former)
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         chunk = self.chunk
         if module is not self.module or not chunk.recorder.is_alive or (self.may_rest and not chunk.recorder.sites.is_due):
             return
         try:
+            self.has_passed = True
             if chunk.in_forward and not in_backward():
                 self.take_inputs(args, kwargs)
             elif chunk.recomputes and torch.is_grad_enabled() and in_backward():
@@ -114,11 +171,12 @@ class ModuleTap:
         except Exception as error:
             chunk.recorder.guard(self.name, error)
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _returned(self, module: nn.Module, output: Any) -> None:
         chunk = self.chunk
         if module is not self.module or not chunk.recorder.is_alive or (self.may_rest and not chunk.recorder.sites.is_due):
             return
         try:
+            self.has_passed = True
             if chunk.in_forward and not in_backward():
                 self.take_outputs(output)
             elif chunk.recomputes and torch.is_grad_enabled() and in_backward():
@@ -128,7 +186,7 @@ class ModuleTap:
 
     def take_inputs(self, args: Any, kwargs: Any) -> None:
         """Measure the inputs that no site has measured in this forward, and name the others a second time."""
-        chunk, sites = self.chunk, self.chunk.recorder.sites
+        chunk = self.chunk
         if not self.takes_in:
             return
         is_first = True
@@ -142,29 +200,21 @@ class ModuleTap:
                 entry = chunk.known(tensor)
                 if entry is not None:
                     chunk.settle(self.name, tensor)
-                    sites.add_consumer(entry, self.name)
-                    if was_first:
-                        self._widen_border(entry, True)
+                    self._name_again(entry, path, True, was_first)
                     continue
                 entry = chunk.source(tensor)
                 if entry is not None:
                     chunk.remember(tensor, entry)
-                    sites.add_consumer(entry, self.name)
-                    if was_first:
-                        self._widen_border(entry, True)
+                    self._name_again(entry, path, True, was_first)
                     if Kind.DGRAD_IN in self.takes_in and tensor.requires_grad and tensor.grad_fn is not None:
                         tensor.register_hook(SummandTap(chunk, entry, self.name + path))  # type: ignore[no-untyped-call]
                     continue
-                entry = self._inputs.get(path)
-                if entry is None:
-                    entry = self._inputs[path] = sites.entry(chunk.vpp_stage, self.name + path, Kind.ACTIVATION_IN, tensor)
-                if was_first:
-                    self._name_border(entry, True)
+                entry = self._own(path, tensor, True, was_first)
                 self._take(entry, tensor, Kind.ACTIVATION_IN, Kind.DGRAD_IN, path, self.takes_in)
 
     def take_outputs(self, output: Any) -> None:
         """Measure the outputs that no inner site has measured in this forward, and name the others a second time."""
-        chunk, sites = self.chunk, self.chunk.recorder.sites
+        chunk = self.chunk
         if not self.takes_out:
             return
         chunk.settle(self.name)
@@ -176,15 +226,9 @@ class ModuleTap:
             entry = chunk.known(tensor) or chunk.source(tensor)
             if entry is not None:
                 chunk.remember(tensor, entry)
-                sites.add_producer(entry, self.name + path)
-                if was_first:
-                    self._widen_border(entry, False)
+                self._name_again(entry, path, False, was_first)
                 continue
-            entry = self._outputs.get(path)
-            if entry is None:
-                entry = self._outputs[path] = sites.entry(chunk.vpp_stage, self.name + path, Kind.ACTIVATION, tensor)
-            if was_first:
-                self._name_border(entry, False)
+            entry = self._own(path, tensor, False, was_first)
             self._take(entry, tensor, Kind.ACTIVATION, Kind.DGRAD, path, self.takes_out)
 
     def _take(
@@ -200,20 +244,14 @@ class ModuleTap:
                 sites.observe(entry, local_of(tensor), chunk.micro_step)
         if grad_kind in takes and not isinstance(tensor, nn.Parameter):
             origin = chunk.origin(tensor) if kind is Kind.ACTIVATION_IN else None
-            if entry.grad is None:
-                whole = tensor if origin is None else local_of(tensor)
-                entry.grad = sites.entry(chunk.vpp_stage, self.name + path, grad_kind, whole)
-                entry.grad.border, entry.grad.border_index = entry.border, entry.border_index
-                entry.grad.consumers, entry.grad.also = list(entry.consumers), list(entry.also)
-                entry.grad.flags |= entry.flags & Flag.BORDER
-            entry.grad.site_pos = entry.site_pos
+            grad = self._own_gradient(entry, tensor if origin is None else local_of(tensor), grad_kind, path)
             if torch.is_grad_enabled():
                 chunk.without_graph.discard(entry.id)
             else:
                 chunk.note_without_graph(entry, tensor, kind)
             is_made_without_graph = entry.id in chunk.without_graph and kind is Kind.ACTIVATION
-            if tensor.requires_grad and not is_made_without_graph and sites.is_looked_at(entry.grad):
-                chunk.hook_gradient(tensor, entry.grad, origin)
+            if tensor.requires_grad and not is_made_without_graph and sites.is_looked_at(grad):
+                chunk.hook_gradient(tensor, grad, origin)
         chunk.locals.ask(entry, tensor, self.module, kind is Kind.ACTIVATION)
 
     def _take_recomputed(self, values: Any, entries: dict[str, Entry], is_wanted: bool) -> None:
@@ -229,11 +267,111 @@ class ModuleTap:
                 chunk.hook_gradient(tensor, entry.grad)
                 chunk.micro_step = micro_step
 
-    def _name_border(self, entry: Entry, is_input: bool) -> None:
+    # -- in compiled graphs (the Listener of compiled_ops.py) ---------------------------------------------------------
+
+    def tensor_passes(self, tensor: torch.Tensor, path: str, how: int) -> Ticket:
+        """A compiled graph runs, and hands over what passes here."""
+        chunk, sites = self.chunk, self.chunk.recorder.sites
+        self.has_passed = True
+        if not chunk.recorder.is_alive or (self.may_rest and not sites.is_due):
+            return NO_TICKET
+        is_input, was_first = bool(how & IS_INPUT), bool(how & IS_FIRST)
+        if in_backward():
+            # A checkpointed part runs again: its backward gets this ticket instead of the first one.
+            entry, is_wanted = self._answers.get((is_input, path), (None, False))
+            return NO_TICKET if entry is None else self._ticket(entry, chunk.backward_micro_step, is_wanted)
+        takes = self.takes_in if is_input else self.takes_out
+        if not chunk.in_forward or not takes or not (was_first or self.takes_all):
+            return NO_TICKET
+        known = chunk.known(tensor) if how & ENTERS_GRAPH or not how & IN_GRAPH else None
+        if known is not None:
+            self._answers[is_input, path] = known, False
+            self._name_again(known, path, is_input, was_first)
+            return self._ticket(known, chunk.micro_step, False)
+        entry = self._own(path, tensor, is_input, was_first)
+        chunk.place_site(entry)
+        if how & LEAVES_GRAPH or not how & IN_GRAPH:
+            chunk.graphs.remember(tensor, entry)
+        kind, grad_kind = (Kind.ACTIVATION_IN, Kind.DGRAD_IN) if is_input else (Kind.ACTIVATION, Kind.DGRAD)
+        if kind in takes:
+            sites.observe(entry, tensor, chunk.micro_step)
+        is_wanted = False
+        if grad_kind in takes and not how & IS_PARAMETER:
+            grad = self._own_gradient(entry, tensor, grad_kind, path)
+            is_wanted = bool(how & (HAS_GRADIENT | IS_WITHOUT_GRAPH)) and sites.is_looked_at(grad)
+        self._answers[is_input, path] = entry, is_wanted
+        return self._ticket(entry, chunk.micro_step, is_wanted)
+
+    def passes_again(self, ticket: Ticket, path: str, how: int) -> None:
+        """The very tensor of a ticket passes here too."""
+        chunk = self.chunk
+        self.has_passed = True
+        entry = chunk.graphs.entries.get(ticket.entry)
+        is_input, was_first = bool(how & IS_INPUT), bool(how & IS_FIRST)
+        takes = self.takes_in if is_input else self.takes_out
+        is_open = chunk.in_forward and chunk.recorder.is_alive and not in_backward()
+        if entry is not None and is_open and takes and (was_first or self.takes_all):
+            self._name_again(entry, path, is_input, was_first)
+
+    def gradient_passes(self, gradient: torch.Tensor, ticket: Ticket) -> None:
+        """The gradient of a ticket's tensor arrived."""
+        entry = self.chunk.graphs.entries.get(ticket.entry)
+        if entry is not None and entry.grad is not None and self.chunk.graphs.is_first_answer(ticket):
+            tap = GradientTap(self.chunk, entry.grad, ticket.micro_step)
+            tap.step = ticket.step
+            tap(gradient)
+
+    def forward_begins(self) -> None:
+        """Never: a module is no chunk."""
+
+    def forward_ends(self) -> Ticket:
+        """Never: a module is no chunk."""
+        return NO_TICKET
+
+    def guard_op(self, error: Exception) -> None:
+        """Count and tell an exception that stops here."""
+        self.chunk.recorder.guard(self.name, error)
+
+    def _ticket(self, entry: Entry, micro_step: int, is_wanted: bool) -> Ticket:
+        chunk = self.chunk
+        chunk.graphs.entries[entry.id] = entry
+        return Ticket(int(self.site), entry.id, micro_step, chunk.recorder.ended_steps, new_serial() if is_wanted else 0)
+
+    # -- names ---------------------------------------------------------------------------------------------------------
+
+    def _own(self, path: str, tensor: torch.Tensor, is_input: bool, was_first: bool) -> Entry:
+        """Return the entry of a tensor that this site is the first to see."""
+        entries, kind = (self._inputs, Kind.ACTIVATION_IN) if is_input else (self._outputs, Kind.ACTIVATION)
+        entry = entries.get(path)
+        if entry is None:
+            entry = entries[path] = self.chunk.recorder.sites.entry(self.chunk.vpp_stage, self.name + path, kind, tensor)
         border = self.borders.get(is_input)
-        if border is not None and not entry.border:
+        if was_first and border is not None and not entry.border:
             entry.border, entry.border_index = border.label, border.index
             entry.flags |= Flag.BORDER
+        return entry
+
+    def _own_gradient(self, entry: Entry, tensor: torch.Tensor, grad_kind: Kind, path: str) -> Entry:
+        """Return the entry of the gradient of such a tensor."""
+        grad = entry.grad
+        if grad is None:
+            grad = self.chunk.recorder.sites.entry(self.chunk.vpp_stage, self.name + path, grad_kind, tensor)
+            entry.grad = grad
+            grad.border, grad.border_index = entry.border, entry.border_index
+            grad.consumers, grad.also = list(entry.consumers), list(entry.also)
+            grad.flags |= entry.flags & Flag.BORDER
+        grad.site_pos = entry.site_pos
+        return grad
+
+    def _name_again(self, entry: Entry, path: str, is_input: bool, was_first: bool) -> None:
+        """Name a second time what another site has measured."""
+        sites = self.chunk.recorder.sites
+        if is_input:
+            sites.add_consumer(entry, self.name)
+        else:
+            sites.add_producer(entry, self.name + path)
+        if was_first:
+            self._widen_border(entry, is_input)
 
     def _widen_border(self, entry: Entry, is_input: bool) -> None:
         """One tensor may be two borders (a chunk that begins with a block): its gradient was made behind the later one."""
@@ -247,3 +385,7 @@ class ModuleTap:
         if grad is not None and grad.border_index < border.index:
             grad.border, grad.border_index = border.label, border.index
             grad.flags |= Flag.BORDER
+
+
+for _hook in (ModuleTap._before, ModuleTap._after):
+    run_as_it_is(_hook.__code__)

@@ -96,6 +96,10 @@ class Sites:
         if self.is_due and self._recording.onlookers:
             self._recording.show(entry, tensor, micro_step)
 
+    def blind(self, code: str, message: str, site: str = "") -> None:
+        """Tell what passes unseen."""
+        self._recording.tell(code, message, site)
+
     def add_consumer(self, entry: Entry, module: str) -> None:
         """Name a tensor a second time, by the module that reads it."""
         self._table.add_consumer(entry, module)

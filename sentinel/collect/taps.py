@@ -12,6 +12,29 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from sentinel.collect.aliases import Aliases
+from sentinel.collect.compiled import (
+    TOO_LATE,
+    compiled_parts,
+    compiler_is_back,
+    compiler_steps_aside,
+    is_inside,
+    run_as_it_is,
+    set_gate,
+    trace_begin,
+    trace_end,
+    trace_tensors,
+)
+from sentinel.collect.compiled_memory import GraphMemory
+from sentinel.collect.compiled_ops import (
+    IS_FIRST,
+    IS_INPUT,
+    NO_TICKET,
+    Ticket,
+    enlist,
+    new_serial,
+    on_root_traced,
+    unavailable,
+)
 from sentinel.collect.gradient_taps import BackwardMark, GradientTap
 from sentinel.collect.inert import Inert
 from sentinel.collect.module_tap import ModuleTap
@@ -27,6 +50,8 @@ from sentinel.record import Kind
 
 SITE_GAP = 64
 """Distance of two neighbouring sites in `site_pos`: room for sites that are seen first in a later forward."""
+MAX_LOOKS = 4
+"""Forwards in which compiled parts are looked for, after each change of the taps (chosen)."""
 
 
 class Chunk:
@@ -68,6 +93,16 @@ class Chunk:
         self.aliases: Aliases | None = None
         """An adapter's, whose trainer hands tensors on under new objects."""
         self._handles: list[RemovableHandle] = []
+        self.site = enlist(self)
+        self.own = ModuleTap(self, "", root)
+        """The tap of the chunk itself."""
+        self.graphs = GraphMemory()
+        self.wants_borders = self.wants_sites = False
+        """What the graphs of compiled parts are to hold."""
+        self.compiled: list[str] = []
+        """Names of the parts whose hooks stay on, because a compiler was told to compile them."""
+        self._num_looks = 0
+        """Forwards in which compiled parts were looked for since the taps were changed."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Chunk:
         return self  # A copied model (an EMA, say) carries hooks that see it is not theirs, and do nothing.
@@ -83,6 +118,8 @@ class Chunk:
             self.root.register_forward_pre_hook(self._root_pre, with_kwargs=True),
             self.root.register_forward_hook(self._root_post, always_call=True),
         ]
+        on_root_traced.append(self._traced_whole)
+        self.find_compiled()
 
     def remove(self) -> None:
         """Take every hook off again."""
@@ -91,7 +128,11 @@ class Chunk:
         self._handles = []
         for tap in self.taps.values():
             tap.remove()
-        self.taps = {}
+        self.taps, self.compiled = {}, []
+        self.wants_borders = self.wants_sites = False
+        if self._traced_whole in on_root_traced:
+            on_root_traced.remove(self._traced_whole)
+        set_gate()
 
     def plan(self, wanted: Callable[[str], frozenset[Kind]], black_box: bool) -> None:
         """Install, change or remove taps: `wanted(module name)` are the kinds to take there, borders come on top."""
@@ -99,22 +140,109 @@ class Chunk:
         if black_box:
             for border in self.structure.borders:
                 borders.setdefault(border.module, []).append(border)
+        wants_sites = False
         for name, module in self.structure.modules.items():
             kinds, mine = wanted(name), borders.get(name, [])
             tap = self.taps.get(name)
-            if not kinds and not mine:
-                if tap is not None:
-                    tap.remove()
-                    del self.taps[name]
-                continue
             if tap is None:
-                tap = self.taps[name] = ModuleTap(self, name, module)
+                if not kinds and not mine and not any(is_inside(name, part) for part in self.compiled):
+                    continue
+                tap = self.taps[name] = self._new_tap(name, module)
+            if not kinds and not mine and not tap.stays:
+                tap.remove()
+                del self.taps[name]
+                continue
             tap.configure(kinds, mine)
+            wants_sites |= bool(kinds)
         self.generation += 1
-        self.next_pos, self._is_placed = SITE_GAP, False
+        self.next_pos, self._is_placed, self._num_looks = SITE_GAP, False, 0
+        self.wants_borders, self.wants_sites = black_box, wants_sites
+        set_gate(self)
+
+    def _new_tap(self, name: str, module: nn.Module) -> ModuleTap:
+        tap = self.own if module is self.root else ModuleTap(self, name, module)
+        tap.stays = any(is_inside(name, part) for part in self.compiled)
+        return tap
+
+    # -- compiled parts ----------------------------------------------------------------------------------------------
+
+    def find_compiled(self, *, is_whole: bool = False) -> None:
+        """Put hooks on every module of the parts that are compiled, before a graph is traced through them: they stay.
+
+        is_whole: the chunk itself is being compiled, however that came to pass.
+        """
+        self._num_looks += 1
+        parts = [""] if is_whole else compiled_parts(self.structure.modules)
+        fresh = [part for part in parts if not any(is_inside(part, known) for known in self.compiled)]
+        if not fresh:
+            return
+        if unavailable:
+            self.recorder.sites.blind("compiled", f"{unavailable}: the inside of compiled modules is not measured")
+            return
+        self.compiled += fresh
+        for name, module in self.structure.modules.items():
+            if any(is_inside(name, part) for part in fresh):
+                tap = self.taps.get(name)
+                if tap is None:
+                    tap = self.taps[name] = self._new_tap(name, module)
+                tap.stand()
+
+    def _traced_whole(self) -> None:
+        """A graph is being traced that holds a chunk's whole forward, perhaps this one's."""
+        self.find_compiled(is_whole=True)
+
+    def _tell_blind_parts(self) -> None:
+        """A whole forward has passed: say which part was compiled before its hooks were there, so that none of them ran."""
+        for part in self.compiled:
+            inner = [tap for name, tap in self.taps.items() if name != part and is_inside(name, part)]
+            asked = [tap for tap in inner if tap.takes_in or tap.takes_out]
+            top = self.taps.get(part)
+            was_called = not part or top is None or top.has_passed
+            if asked and was_called and not any(tap.has_passed for tap in inner):
+                self.recorder.sites.blind("compiled_before_attach", TOO_LATE.format(part or "the model"), part)
+
+    # -- the Listener of compiled_ops.py: a forward that is inside a graph from its beginning to its end -------------
+
+    def forward_begins(self) -> None:
+        """The graph begins the chunk's forward."""
+        if self.in_forward:  # The last one never ended: it failed.
+            self._fail()
+        if self.recorder.is_alive and not self.recorder.is_paused and self._is_trained() and not in_inference():
+            self._begin()
+
+    def forward_ends(self) -> Ticket:
+        """The graph ends the chunk's forward."""
+        if not self.in_forward:
+            return NO_TICKET
+        self._end()
+        self.recorder.after_forward(self)
+        return Ticket(int(self.site), -1, self.micro_step, self.recorder.ended_steps, new_serial())
+
+    def gradient_passes(self, gradient: torch.Tensor, ticket: Ticket) -> None:
+        """The gradient of the chunk's output arrived."""
+        if ticket.step == self.recorder.ended_steps and self.graphs.is_first_answer(ticket):
+            BackwardMark(self, ticket.micro_step)(gradient)
+
+    def tensor_passes(self, tensor: torch.Tensor, path: str, how: int) -> Ticket:
+        """Never: the chunk's own tensors pass at `own`."""
+        return NO_TICKET
+
+    def passes_again(self, ticket: Ticket, path: str, how: int) -> None:
+        """Never: the chunk's own tensors pass at `own`."""
+
+    def guard_op(self, error: Exception) -> None:
+        """Count and tell an exception that stops here."""
+        self.recorder.guard("", error)
+
+    # -- its hooks -----------------------------------------------------------------------------------------------------
 
     def _is_training(self) -> bool:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_inference() or in_backward():
+            return False
+        return self._is_trained()
+
+    def _is_trained(self) -> bool:
+        if in_backward():
             return False
         if self.root.training:
             self.has_trained = True
@@ -123,45 +251,58 @@ class Chunk:
         return not self.has_trained
 
     def _root_pre(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            if module is self.root:
+                trace_begin(self.site)
+                trace_tensors(self.own.site, module, (args, kwargs), self.own.is_border_in, IS_INPUT | IS_FIRST)
+            return
+        former = compiler_steps_aside()
+        try:
+            self._called(module, args, kwargs, is_compiled=former is not None)
+        finally:
+            compiler_is_back(former)
+
+    def _root_post(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            if module is self.root:
+                trace_tensors(self.own.site, module, (output,), self.own.is_border_out, IS_FIRST)
+                trace_end(self.site, output)
+            return
+        former = compiler_steps_aside()
+        try:
+            self._returned(module, output)
+        finally:
+            compiler_is_back(former)
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any, *, is_compiled: bool) -> None:
         if module is not self.root or not self.recorder.is_alive:
             return
         try:
+            if is_compiled or self._num_looks < MAX_LOOKS:
+                self.find_compiled(is_whole=is_compiled)
             self.in_forward = False
             if self.recorder.is_paused or not self._is_training():
                 return
-            self.recorder.before_forward(self)
-            self.in_forward = True
-            self._seen, self._pending, self._cursor = {}, [], 0
-            self.locals.begin(self.recorder.sites.place)
-            if self.aliases is not None:
-                self.aliases.forget()
+            self._begin()
             for tap in self.taps.values():
                 tap.come_last()
-            own = self.taps.get("")
-            if own is not None:
-                own.take_inputs(args, kwargs)
+            if "" in self.taps:
+                self.own.take_inputs(args, kwargs)
         except Exception as error:
             self.recorder.guard("", error)
 
-    def _root_post(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _returned(self, module: nn.Module, output: Any) -> None:
         if module is not self.root or not self.in_forward:
             return
         try:
             # Called with None while an exception passes: the forward failed and may be tried again.
             if output is None and sys.exc_info()[0] is not None:
-                self.in_forward, self._seen, self._pending = False, {}, []
-                self.locals.forget()
-                self.recorder.forward_failed(self)
+                self._fail()
                 return
-            tap = self.taps.get("")
-            if tap is not None:
-                tap.take_outputs(output)
+            if "" in self.taps:
+                self.own.take_outputs(output)
             self.settle("")
-            self.in_forward, self._seen = False, {}
-            if not self._is_placed:
-                self._is_placed = True
-                for one in self.taps.values():
-                    one.rest()
+            self._end()
             self._mark(output)
             if self.locals.is_split:
                 self.recorder.sites.placed(self.locals.resolve(tensor for _, tensor in tensors_in(output)))
@@ -170,6 +311,30 @@ class Chunk:
         except Exception as error:
             self.in_forward = False
             self.recorder.guard("", error)
+
+    def _begin(self) -> None:
+        self.recorder.before_forward(self)
+        self.in_forward = True
+        self._seen, self._pending, self._cursor = {}, [], 0
+        self.locals.begin(self.recorder.sites.place)
+        self.graphs.begin(self.recorder.ended_steps)
+        if self.aliases is not None:
+            self.aliases.forget()
+
+    def _end(self) -> None:
+        self.in_forward, self._seen = False, {}
+        self.graphs.forget()
+        if not self._is_placed:
+            self._is_placed = True
+            self._tell_blind_parts()
+            for one in self.taps.values():
+                one.rest()
+
+    def _fail(self) -> None:
+        self.in_forward, self._seen, self._pending = False, {}, []
+        self.locals.forget()
+        self.graphs.forget()
+        self.recorder.forward_failed(self)
 
     def _mark(self, output: Any) -> None:
         """A bare hook on the output tells that a backward runs, and whose: also where its gradient is not measured here."""
@@ -185,12 +350,15 @@ class Chunk:
         found = self._seen.get(id(tensor))
         if found is not None and found[0]() is tensor and found[1] == tensor._version:
             return found[2]
-        return self.aliases.find(tensor) if self.aliases is not None else None
+        entry = self.graphs.find(tensor) if self.compiled else None
+        return self.aliases.find(tensor) if entry is None and self.aliases is not None else entry
 
     def remember(self, tensor: torch.Tensor, entry: Entry) -> None:
         """Let later sites of this forward find the tensor."""
         self._seen[id(tensor)] = (weakref.ref(tensor), tensor._version, entry)
         self.locals.remember(tensor, entry)
+        if self.compiled:
+            self.graphs.remember(tensor, entry)
         if self.aliases is not None:
             self.aliases.remember(tensor, entry)
 
@@ -271,3 +439,7 @@ class Chunk:
             # A leaf outlives the step: a pipeline's receive buffer would collect one hook a step.
             hook.handle = handle
             self.recorder.keep_until_step_ends(handle)
+
+
+for _hook in (Chunk._root_pre, Chunk._root_post):
+    run_as_it_is(_hook.__code__)

@@ -374,14 +374,19 @@ def test_gradients_cleared_by_hand_end_a_skipped_step(run: Path) -> None:
     assert [end.num_micro_steps for end in said.ends] == [2] * 5
 
 
-def test_model_compiled_after_attach_is_said_and_its_gradients_still_measured(run: Path) -> None:
+@pytest.mark.parametrize("is_called_before", [False, True], ids=["attached first", "called first"])
+def test_forward_that_was_compiled_away_before_attach_is_said_and_its_gradients_measured(
+    run: Path, is_called_before: bool
+) -> None:
     model = TinyModel()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    compiled = torch.compile(lambda seed: loss_of(model, seed), backend="eager")
+    if is_called_before:
+        compiled(0)
     monitor = sentinel.attach(model, optimizer)
-    compiled = torch.compile(model, backend="eager")
     for step in range(3):
         optimizer.zero_grad()
-        loss_of(compiled, step).backward()
+        compiled(step).backward()
         optimizer.step()
         monitor.log(at=step)
     monitor.detach()
@@ -389,7 +394,8 @@ def test_model_compiled_after_attach_is_said_and_its_gradients_still_measured(ru
     said = Said(run)
 
     assert [end.scalars["at"] for end in said.ends] == [0, 1, 2]
-    assert "blind_forward" in {health.code for health in said.health}
+    assert ("blind_forward" in {health.code for health in said.health}) == is_called_before
+    assert all(bool(said.of(step, "activation")) != is_called_before for step in range(3))
     assert all(len(said.of(step, "wgrad")) == len(list(model.parameters())) for step in range(3))
 
 

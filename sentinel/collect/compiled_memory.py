@@ -1,0 +1,66 @@
+"""What a chunk remembers of the tensors that pass between its compiled graphs and what is around them."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from sentinel.collect.compiled_ops import Ticket
+from sentinel.collect.tensors import Entry
+
+_Key: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+class GraphMemory:
+    """Entries by the memory of their tensors: a graph's outputs leave it under other objects than its ops saw.
+
+    Only what enters or leaves a graph is asked for and kept: inside, one memory holds one tensor after the other.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[int, Entry] = {}
+        """Id -> entry of what passed in a compiled graph: tickets name them."""
+        self._held: dict[_Key, tuple[StorageWeakRef, int, Entry]] = {}
+        self._answered: set[int] = set()
+        """Serials of the tickets whose gradients came in this step."""
+        self._step = -1
+
+    def begin(self, step: int) -> None:
+        """A forward begins; step: the number of steps that have ended."""
+        self._held = {}
+        if step != self._step:
+            self._step, self._answered = step, set()
+
+    def forget(self) -> None:
+        """A forward is over."""
+        self._held = {}
+
+    def remember(self, tensor: torch.Tensor, entry: Entry) -> None:
+        """Let others find a tensor that leaves a graph or enters one, as long as its memory lives and does not change."""
+        if tensor.layout is torch.strided and not hasattr(tensor, "_local_tensor"):
+            memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            self._held[_key(tensor)] = (memory, tensor._version, entry)
+
+    def find(self, tensor: torch.Tensor) -> Entry | None:
+        """Return the entry under which a tensor was measured on the other side."""
+        if not self._held or tensor.layout is not torch.strided or hasattr(tensor, "_local_tensor"):
+            return None
+        memory, version, entry = self._held.get(_key(tensor), (None, 0, None))
+        if memory is None or memory.expired() or version != tensor._version:  # type: ignore[no-untyped-call]
+            return None
+        return entry
+
+    def is_first_answer(self, ticket: Ticket) -> bool:
+        """Whether this gradient comes for the first time: zero-bubble schedules and retained graphs walk twice."""
+        if ticket.serial in self._answered:
+            return False
+        self._answered.add(ticket.serial)
+        return True
+
+
+def _key(tensor: torch.Tensor) -> _Key:
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
