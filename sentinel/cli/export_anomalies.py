@@ -42,7 +42,7 @@ def export_anomalies(
     seen_names: set[str] = set()
     seen_steps: set[int] = set()
     num_others = 0
-    with WholeDirectory(output) as whole, contextlib.closing(MsprobeAnomalies(whole.scratch)) as records:
+    with WholeDirectory(output) as whole, contextlib.closing(MsprobeAnomalies(whole.scratch, _numbered(paths))) as records:
         for one in _anomalies(found):
             if not steps[0] <= one.step <= steps[1] or (times is not None and not times[0] <= one.time <= times[1]):
                 continue
@@ -69,6 +69,14 @@ def export_anomalies(
     written.num_rows, written.num_series = records.num_records, records.num_tags
     written.num_steps, written.num_files = len(seen_steps), len(records.files)
     return written
+
+
+def _numbered(paths: RunPaths) -> set[tuple[str, str]]:
+    """Return (kind, module) of those that take or give several tensors, as the first step has them."""
+    with RecordedRun(paths) as recorded:
+        view = next((view for view, _ in recorded.views()), None)
+    names = [] if view is None else [(one.kind, one.name) for one in view.tensors]
+    return {(kind, name.partition(":")[0]) for kind, name in names if ":" in name}
 
 
 def _newest(paths: RunPaths) -> dict[int, int]:

@@ -342,11 +342,11 @@ class _Worker:
 
     def stop(self) -> None:
         """End the process."""
+        # It holds nothing that would have to be put in order. Waiting for it to see the closed pipe would not do: the
+        # processes started after it have the pipe open too.
+        self._process.terminate()
+        self._process.join()
         self._pipe.close()
-        self._process.join(1)
-        if self._process.is_alive():
-            self._process.terminate()
-            self._process.join()
 
 
 def _encode_steps(pipe: Connection, encoder: Encoder) -> None:
@@ -412,9 +412,8 @@ def write_parquet(
 
     load()
     with WholeFile(Path(output)) as whole:
-        table = ParquetTable(whole.file, encoder.columns, about)
-        written = write(reading, encoder, ParquetSink(table), jobs=jobs, is_quiet=is_quiet)
-        table.close()
+        with ParquetTable(whole.file, encoder.columns, about) as table:
+            written = write(reading, encoder, ParquetSink(table), jobs=jobs, is_quiet=is_quiet)
         whole.is_wanted = written.num_rows > 0
     return written
 

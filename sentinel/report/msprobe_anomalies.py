@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import IO
 
@@ -16,12 +17,16 @@ NO_CALL = -1
 _WHOLE = re.compile(r"(?:model|stage\d+)(?=$|:)")
 """Names of a whole chunk, which msProbe has no name for."""
 
+_SEEN_AS = {"nans": "nan", "infs": "inf"}
+
 
 class MsprobeAnomalies:
     """Writes the files, a record at a time: memory holds their keys alone."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, numbered: Collection[tuple[str, str]] = ()) -> None:
+        """numbered: (kind, module) of those that hand over several tensors of a kind: all of them have a number."""
         self._directory = directory
+        self._numbered = frozenset(numbered)
         self._files: dict[int, IO[str]] = {}
         self._num_of_key: dict[str, int] = {}
         self._tags: set[str] = set()
@@ -37,7 +42,10 @@ class MsprobeAnomalies:
         """Write one record into the file of its rank; of a merged tensor: of the lowest rank that holds it."""
         rank = anomaly.rank if anomaly.rank is not None else min(anomaly.ranks, default=0)
         name = _WHOLE.sub("", anomaly.tag_name)
-        tag = tag_of(anomaly.vpp_stage, name, anomaly.kind, rank, anomaly.micro_step)
+        kind = anomaly.kind
+        tag = tag_of(
+            anomaly.vpp_stage, name, kind, rank, anomaly.micro_step, lambda module: (kind, module) in self._numbered
+        )
         call_id = NO_CALL if anomaly.call_id is None else anomaly.call_id
         record = {
             "rank": rank,
@@ -82,9 +90,12 @@ class MsprobeAnomalies:
 
 def _message(anomaly: Anomaly, tag: str) -> str:
     """Return the message in msProbe's words: its readers take rule, statistic, value and mean out of it."""
-    value = anomaly.value_text or ("nan" if anomaly.value is None else repr(anomaly.value))
+    statistic, value = anomaly.statistic, anomaly.value_text or ("nan" if anomaly.value is None else repr(anomaly.value))
+    if statistic in _SEEN_AS:
+        # It does not judge counts of NaN and infinities: it sees them in the norm.
+        statistic, value = "norm", _SEEN_AS[statistic]
     mean = "nan" if anomaly.baseline is None else repr(anomaly.baseline)
     return (
-        f"Rule {anomaly.detector} reports anomaly signal in ('{tag}', '{anomaly.statistic}') at step {anomaly.step}, "
+        f"Rule {anomaly.detector} reports anomaly signal in ('{tag}', '{statistic}') at step {anomaly.step}, "
         f"current value {value}, history mean {mean}."
     )

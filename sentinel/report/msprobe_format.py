@@ -106,14 +106,21 @@ def file_of_kind(kind: str) -> str | None:
     return next((file for file, (one, shift) in TENSOR_FILES.items() if one == kind and file != "param_updated"), None)
 
 
-def tag_of(vpp_stage: int, name: str, kind: str, rank: int, micro_step: int | None) -> str:
+def tag_of(
+    vpp_stage: int,
+    name: str,
+    kind: str,
+    rank: int,
+    micro_step: int | None,
+    has_others: Callable[[str], bool] = lambda module: False,
+) -> str:
     """Return the tag of a tensor: `0:encoder.layers.0.linear1.output:0/rank0/actv`, `0:emb.weight/rank0/post_grad`.
 
-    name: as Sentinel names it; micro_step: of an activation or its gradient, None: 0.
+    name: as Sentinel names it; micro_step: of an activation or its gradient, None: 0; has_others: as of `slot_name`.
     """
     word = TAG_OF_KIND.get(kind, kind)
     if word in ("actv", "actv_grad"):
-        name = f"{slot_name(kind, name, lambda module: False)}:{micro_step or 0}"
+        name = f"{slot_name(kind, name, has_others)}:{micro_step or 0}"
     return f"{vpp_stage}:{name}/rank{rank}/{word}"
 
 

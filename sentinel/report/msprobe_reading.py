@@ -346,7 +346,7 @@ def stats_of(lines: list[Observation]) -> npt.NDArray[np.void]:
     stats["mean"] = np.where(is_clean & np.isfinite(mean), mean, np.nan)
     with np.errstate(over="ignore", invalid="ignore"):
         m2 = np.maximum(norm * norm - n * mean * mean, 0.0)
-        # No elements between min and max vary more (Bhatia and Davis 2000). What rounded digits leave of equal elements goes,
+        # No elements between min and max vary more (Bhatia and Davis 2000). What rounded digits leave of equal ones goes,
         # as long as that costs no more of the norm than rounding does: of tiny elements the norm alone still has digits.
         least = np.minimum(m2, n * np.maximum(high - mean, 0.0) * np.maximum(mean - low, 0.0))
         is_close = np.abs(np.sqrt(least + n * mean * mean) - norm) <= ROUNDING * norm

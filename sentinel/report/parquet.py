@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from sentinel.errors import ConfigError
@@ -110,7 +111,13 @@ class ParquetTable:
             self._writer.write_table(table, row_group_size=self._rows_per_group)
         self._waiting, self._num_waiting = [], 0
 
-    def close(self) -> None:
-        """Write what waits, and the footer."""
-        self._flush()
-        self._writer.close()
+    def __enter__(self) -> ParquetTable:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Write what waits, and the footer; after an error nothing more, nor when it is collected."""
+        if error is None:
+            self._flush()
+            self._writer.close()
+        else:
+            self._writer.is_open = False
