@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from sentinel.cli.import_config import msprobe_config
 from sentinel.cli.import_msprobe import msprobe
 
 
@@ -13,3 +14,4 @@ def import_() -> None:
 
 
 import_.add_command(msprobe)
+import_.add_command(msprobe_config)
