@@ -70,6 +70,8 @@ class Flag(enum.IntFlag):
     """The site is a border of the black box."""
     PER_RANK = 64
     """The placement is unknown: this row is never merged with another rank's."""
+    DIFFERENCE = 128
+    """An update that no formula is known for: what the weights show of it, rounded as they are."""
 
 
 NONE_ID = 0xFFFFFFFF

@@ -86,8 +86,8 @@ class Recording:
         """Measure one tensor into a row begun before."""
         self.kernel.measure((tensor,), self.rows, row, zero_eps=self.zero_eps, checksum=checksum and self.checksum)
 
-    def observe_all(self, entries: Sequence[Entry], tensors: Sequence[torch.Tensor], flags: Sequence[int]) -> int:
-        """Measure many tensors in one pass; returns the row of the first, the others follow."""
+    def reserve_all(self, entries: Sequence[Entry], flags: Sequence[int]) -> int:
+        """Begin a row for each entry, of no micro-step; returns the first, the others follow."""
         rows = self.rows
         if not entries:
             return rows.num_rows
@@ -98,7 +98,14 @@ class Recording:
             rows.add(entry.id, entry.kind, entry.flags | flag, -1, self.call_id, entry.site_pos)
             self.call_id += 1
         self.at = entries[-1]
-        self.kernel.measure(tensors, rows, first, zero_eps=self.zero_eps, checksum=self.checksum)
+        return first
+
+    def observe_all(self, entries: Sequence[Entry], tensors: Sequence[torch.Tensor], flags: Sequence[int]) -> int:
+        """Measure many tensors in one pass; returns the row of the first, the others follow."""
+        first = self.reserve_all(entries, flags)
+        if not entries:
+            return first
+        self.kernel.measure(tensors, self.rows, first, zero_eps=self.zero_eps, checksum=self.checksum)
         if self.onlookers:
             for entry, tensor in zip(entries, tensors, strict=True):
                 self.show(entry, tensor, -1)

@@ -14,12 +14,14 @@ from sentinel.collect.probes.context import Event, Events, ProbeContext
 from sentinel.collect.probes.optimizer_state import OptimizerState
 from sentinel.collect.probes.precision import Precision
 from sentinel.collect.probes.saturation import Saturation
+from sentinel.collect.probes.update import Update
 from sentinel.collect.probes.wgrad_unreduced import WgradUnreduced
 
 Probe = Callable[[ProbeContext], object]
 
 PROBES: tuple[Probe, ...] = (
     WgradUnreduced,
+    Update,
     OptimizerState,
     Communication,
     Precision,

@@ -1,0 +1,50 @@
+"""Rows of one value each: ratios, norms, shares that were formed on the device. Nothing waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sentinel.collect.buffer import WORDS
+from sentinel.collect.recording import Recording
+from sentinel.collect.tensors import Entry
+
+_COUNT, _MEAN, _, _, _, _MIN, _MAX, _NAN, _POS_INF, _NEG_INF, _ZERO, _ = range(WORDS)
+
+
+def value_words(values: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
+    """Return [n, 12] int64 words, for each of `values`, [n], the statistics of that one element.
+
+    counts: [n] bool, whether it is defined at all: else the row is that of nothing, which nobody judges. None: all are.
+    """
+    wide = values.detach().double()
+    words = torch.zeros((values.numel(), WORDS), dtype=torch.int64, device=values.device)
+    real = words.view(torch.float64)
+    is_there = torch.ones_like(wide, dtype=torch.bool) if counts is None else counts
+    is_finite = wide.isfinite() & is_there
+    words[:, _COUNT] = is_finite
+    words[:, _NAN] = wide.isnan() & is_there
+    words[:, _POS_INF] = (wide == torch.inf) & is_there
+    words[:, _NEG_INF] = (wide == -torch.inf) & is_there
+    words[:, _ZERO] = is_finite & (wide == 0.0)
+    real[:, _MEAN] = torch.where(is_finite, wide, 0.0)
+    real[:, _MIN] = torch.where(is_finite, wide, torch.inf)
+    real[:, _MAX] = torch.where(is_finite, wide, -torch.inf)
+    return words
+
+
+def observe_words(
+    recording: Recording, entries: Sequence[Entry], words: torch.Tensor, rows: dict[int, int], flags: int = 0
+) -> None:
+    """Make row i of words, [n, 12] int64 on any device, the row of entries[i] in the running step.
+
+    rows: id of an entry -> its row, where the step has one already: it is written anew.
+    """
+    fresh = [at for at, entry in enumerate(entries) if entry.id not in rows]
+    first = recording.reserve_all([entries[at] for at in fresh], [flags] * len(fresh))
+    if len(fresh) == len(entries) and entries:
+        recording.rows.stats_on(words.device, first, len(entries)).copy_(words)
+    rows.update({entries[at].id: first + number for number, at in enumerate(fresh)})
+    for at, entry in enumerate(entries) if len(fresh) < len(entries) else ():
+        recording.rows.stats_on(words.device, rows[entry.id], 1)[0].copy_(words[at])

@@ -1,0 +1,357 @@
+"""What the optimizer adds to each parameter in a step, in fp32, and how large that is beside the parameter.
+
+A formula for each known rule (update_rules.py) reads the state behind the step. Of any other optimizer the weights are
+copied before it steps and compared with afterwards: a copy of what is measured, and rows flagged DIFFERENCE, for weights in
+low precision round most of an update away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from sentinel.collect.probes.context import ProbeContext
+from sentinel.collect.probes.pieces import ROOM, PiecedRow, side_by_side
+from sentinel.collect.probes.single_values import observe_words, value_words
+from sentinel.collect.probes.stepped import Stepped, per_rank, stepped_by
+from sentinel.collect.probes.update_rules import Formula, Given, Rule, difference, needs_norm_before, reaches, rule_of
+from sentinel.collect.tensors import Entry
+from sentinel.record import Flag, Kind
+
+NORMALISED = ":adam"
+"""Suffix of the rows of Adam's step before its rate: the first moment over the root of the second, both corrected."""
+
+NOTHING = 1e-4
+"""Weights of less than this share of their update were zero but for rounding (chosen)."""
+
+
+@dataclasses.dataclass
+class _Wanted:
+    """One parameter whose update is measured now."""
+
+    stepped: Stepped
+    update: Entry | None
+    ratio: Entry | None
+    normalised: Entry | None
+
+    def __bool__(self) -> bool:
+        return bool(self.update or self.ratio or self.normalised)
+
+
+class Update:
+    """Rows of update (moments of what was added) and update_ratio (its norm over that of the weights before)."""
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context = context
+        self._pieced = PiecedRow(context.recording)
+        self._rules: weakref.WeakKeyDictionary[Any, Rule | None] = weakref.WeakKeyDictionary()
+        self._before: dict[int, torch.Tensor] = {}
+        """id of a parameter -> its weights before the step, where they must be compared."""
+        self._norms: dict[int, torch.Tensor] = {}
+        self._unannounced: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Optimizers that step with a closure: their weights are copied when the step begins."""
+        self._announced: set[int] = set()
+        self._rows: dict[int, int] = {}
+        self._scratch: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+        context.events.planned.subscribe("update", self._plan)
+        context.events.begun.subscribe("update", self._begin)
+        context.events.updating.subscribe("update", self._prepare)
+        context.events.updated.subscribe("update", self._measure)
+        context.events.removed.subscribe("update", self._forget)
+
+    @property
+    def _is_due(self) -> bool:
+        plan = self._context.plan
+        return plan.takes(Kind.UPDATE) or plan.takes(Kind.UPDATE_RATIO)
+
+    def _plan(self) -> None:
+        plan = self._context.plan
+        if not (plan.wants(Kind.UPDATE) or plan.wants(Kind.UPDATE_RATIO)):
+            self._forget()
+
+    def _forget(self) -> None:
+        self._before, self._norms, self._scratch = {}, {}, {}
+
+    def _begin(self) -> None:
+        self._rows.clear()
+        self._before, self._norms = {}, {}
+        self._announced.clear()
+        if self._unannounced and self._is_due:
+            for optimizer in list(self._unannounced):
+                self._keep(optimizer)
+
+    def _rule(self, optimizer: Any) -> Rule | None:
+        inner = getattr(optimizer, "optim", optimizer)
+        if inner not in self._rules:
+            self._rules[inner] = rule_of(inner)
+        return self._rules[inner]
+
+    # -- before the step -----------------------------------------------------------------------------------------------
+
+    def _prepare(self, optimizer: Any) -> None:
+        """The optimizer is about to step: keep what only the weights of now can tell."""
+        if self._is_due:
+            self._announced.add(id(optimizer))
+            if optimizer not in self._unannounced:
+                self._keep(optimizer)
+
+    @torch.no_grad()
+    def _keep(self, optimizer: Any) -> None:
+        rule = self._rule(optimizer)
+        for wanted in self._wanted(optimizer):
+            param, local = wanted.stepped.param, wanted.stepped.held.tensor
+            if rule is None or not reaches(rule, param, wanted.stepped.grad):
+                self._before[id(param)] = local.clone()
+            elif needs_norm_before(rule):
+                self._norms[id(param)] = torch.linalg.vector_norm(local, dtype=_arithmetic(local))
+
+    # -- behind it -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _measure(self, optimizer: Any) -> None:
+        """Measure what an optimizer has just added. Does not wait."""
+        if not self._is_due:
+            return
+        if id(optimizer) not in self._announced and optimizer not in self._unannounced:
+            self._unannounced.add(optimizer)  # It runs the whole step in a closure: before it there was no last moment.
+        due: dict[str, int] = {}
+        batch = _Batch(self._context, self._rows, self._scratch)
+        ratios: list[tuple[Entry, torch.Tensor, torch.Tensor, int]] = []
+        stopped = found_inf_of(optimizer)
+        for wanted in self._wanted(optimizer):
+            if wanted.stepped.grad is None:
+                continue  # The optimizer leaves it alone: what it keeps for it is of an earlier step.
+            formula, flag = self._formula(optimizer, wanted.stepped)
+            if formula is None:
+                continue
+            self._describe(wanted)
+            work = _Work(wanted, formula, flag, stopped)
+            if work.num_slots * work.local.numel() <= ROOM:
+                norms = batch.take(work)
+            else:
+                batch.flush()  # Its room is taken.
+                norms = self._in_pieces(work)
+            if wanted.ratio is not None and norms is not None:
+                ratios.append((wanted.ratio, *norms, flag))
+            for entry in (wanted.update, wanted.ratio, wanted.normalised):
+                if entry is not None and (entry is not wanted.normalised or formula.is_normalised):
+                    label = Kind(entry.kind).label
+                    due[label] = due.get(label, 0) + 1
+        batch.flush()
+        self._observe_ratios(ratios)
+        self._context.count(due)
+
+    def _formula(self, optimizer: Any, stepped: Stepped) -> tuple[Formula | None, int]:
+        """Return the formula of one parameter's update, and its flag; None: nobody knows."""
+        before = self._before.get(id(stepped.param))
+        if before is not None and before.shape == stepped.held.tensor.shape:
+            return difference(before), int(Flag.DIFFERENCE)
+        rule = self._rule(optimizer)
+        if rule is not None and stepped.grad is not None and reaches(rule, stepped.param, stepped.grad):
+            given = Given(
+                getattr(optimizer, "optim", optimizer), stepped.group, stepped.state, stepped.param, stepped.grad,
+                self._norms.get(id(stepped.param)),
+            )  # fmt: skip
+            formula = rule(given)
+            if formula is not None:
+                return formula, 0
+        name = type(optimizer).__name__
+        message = f"the update of {stepped.one.entry.name} by {name} is not known: no formula fits, no copy was made in time"
+        self._context.recording.tell("unsupported", message, f"update {name}")
+        return None, 0
+
+    def _wanted(self, optimizer: Any) -> Iterator[_Wanted]:
+        """Yield the parameters of an optimizer that the running step measures."""
+        plan, table = self._context.plan, self._context.table
+        has_update, has_ratio = plan.takes(Kind.UPDATE), plan.takes(Kind.UPDATE_RATIO)
+        for stepped in stepped_by(optimizer, self._context.parameters):
+            if not stepped.held.tensor.is_floating_point() or stepped.held.tensor.layout is not torch.strided:
+                continue
+            one = stepped.one.entry
+
+            def entry(is_taken: bool, name: str, kind: Kind, one: Entry = one) -> Entry | None:
+                if not is_taken:
+                    return None
+                found = table.entry(one.chunk, name, kind)
+                found.site_pos = one.site_pos
+                return found if plan.measures(found) else None
+
+            wanted = _Wanted(
+                stepped,
+                entry(has_update, one.name, Kind.UPDATE),
+                entry(has_ratio, one.name, Kind.UPDATE_RATIO),
+                entry(has_ratio, one.name + NORMALISED, Kind.UPDATE_RATIO),
+            )
+            if wanted:
+                yield wanted
+
+    def _describe(self, wanted: _Wanted) -> None:
+        held, table = wanted.stepped.held, self._context.table
+        shown = torch.empty(0, dtype=_arithmetic(held.tensor))
+        shape = held.shape if held.shape is not None else tuple(held.tensor.shape)
+        for entry in (wanted.update, wanted.normalised):
+            if entry is not None:
+                table.describe(entry, shown, held.placements, held.part, shape)
+        if wanted.ratio is not None:
+            table.describe(wanted.ratio, shown, per_rank(held.placements), "", ())
+
+    def _in_pieces(self, work: _Work) -> tuple[torch.Tensor, torch.Tensor]:
+        """Measure an update that is too large to be formed at once; return the norms of it and of the weights before."""
+        recording = self._context.recording
+        out = _room(self._scratch, work.local)
+        squares = torch.zeros(2, dtype=torch.float64, device=work.local.device)
+        wanted = work.wanted
+        if work.formula.prepare is not None:
+            work.formula.prepare((one[:-1] for one in work.pieces()), out.dtype)
+
+        def updates() -> Iterator[torch.Tensor]:
+            for *pieces, param in work.pieces():
+                view = out[: param.numel()].view(param.shape)
+                work.write(view, tuple(pieces), param)
+                if wanted.ratio is not None:
+                    squares.add_(torch.stack([_square(view), _square(param - view)]))
+                if wanted.update is not None:
+                    recording.show(wanted.update, view, -1)
+                yield view
+
+        def directions() -> Iterator[torch.Tensor]:
+            for *pieces, param in work.pieces():
+                view = out[: param.numel()].view(param.shape)
+                work.formula.direct(view, *pieces, param)
+                yield view
+
+        if wanted.update is not None:
+            self._pieced.fill(self._row(wanted.update, work.flag), updates())
+        elif wanted.ratio is not None:
+            for _ in updates():
+                pass
+        if wanted.normalised is not None and work.formula.is_normalised:
+            self._pieced.fill(self._row(wanted.normalised, work.flag), directions())
+        return squares[0].sqrt(), squares[1].sqrt()
+
+    def _row(self, entry: Entry, flag: int) -> int:
+        if entry.id not in self._rows:
+            self._rows[entry.id] = self._context.recording.reserve_all([entry], [flag])
+        return self._rows[entry.id]
+
+    def _observe_ratios(self, ratios: list[tuple[Entry, torch.Tensor, torch.Tensor, int]]) -> None:
+        for device in {norm.device for _, norm, _, _ in ratios}:
+            for flag in {flag for _, _, _, flag in ratios}:
+                mine = [one for one in ratios if one[1].device == device and one[3] == flag]
+                if mine:
+                    added = torch.stack([norm.double() for _, norm, _, _ in mine])
+                    before = torch.stack([norm.double() for _, _, norm, _ in mine])
+                    # Weights that were all zero have no scale to compare with; that is no infinite step.
+                    words = value_words(added / before, ~(before <= NOTHING * added))
+                    observe_words(self._context.recording, [one[0] for one in mine], words, self._rows, flag)
+
+
+class _Work:
+    """One update to be formed."""
+
+    def __init__(self, wanted: _Wanted, formula: Formula, flag: int, stopped: torch.Tensor | None) -> None:
+        self.wanted = wanted
+        self.formula = formula
+        self.flag = flag
+        self.local = wanted.stepped.held.tensor.detach()
+        self.num_slots = 1 + (wanted.normalised is not None and formula.is_normalised)
+        self._stopped = stopped
+
+    def pieces(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yield (pieces of the formula's tensors..., piece of the weights)."""
+        return side_by_side([*self.formula.tensors, self.local])
+
+    def write(
+        self, out: torch.Tensor, pieces: tuple[torch.Tensor, ...], param: torch.Tensor, direction: torch.Tensor | None = None
+    ) -> None:
+        """Put a piece of the update into `out`; none where the optimizer was told to leave the weights alone."""
+        self.formula.write(out, pieces, param, direction)
+        if self._stopped is not None:
+            out.masked_fill_(self._stopped.to(out.device, non_blocking=True), 0.0)
+
+
+class _Batch:
+    """Small updates, formed one behind the other in one room, and measured in one pass when it is full."""
+
+    def __init__(
+        self, context: ProbeContext, rows: dict[int, int], scratch: dict[tuple[torch.device, torch.dtype], torch.Tensor]
+    ) -> None:
+        self._recording = context.recording
+        self._rows = rows
+        self._scratch = scratch
+        self._room: torch.Tensor | None = None
+        self._used = 0
+        self._entries: list[Entry] = []
+        self._views: list[torch.Tensor] = []
+        self._flags: list[int] = []
+
+    def take(self, work: _Work) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Form an update and keep it until it is measured; return the norms of it and of the weights before, if wanted."""
+        wanted, local = work.wanted, work.local
+        room = _room(self._scratch, local)
+        if room is not self._room or self._used + work.num_slots * local.numel() > ROOM:
+            self.flush()
+            self._room = room
+        ((*pieces, param),) = work.pieces()
+        if work.formula.prepare is not None:
+            work.formula.prepare(iter([tuple(pieces)]), room.dtype)
+        direction = None
+        if work.num_slots > 1 and wanted.normalised is not None:
+            direction = self._slot(local)
+            work.formula.direct(direction, *pieces, param)
+            self._keep(wanted.normalised, direction, work.flag)
+        view = self._slot(local)
+        work.write(view, tuple(pieces), param, direction)
+        if wanted.update is not None:
+            self._keep(wanted.update, view, work.flag)
+        if wanted.ratio is None or local.numel() == 0:
+            return None
+        return torch.linalg.vector_norm(view), torch.linalg.vector_norm(local - view)
+
+    def _slot(self, local: torch.Tensor) -> torch.Tensor:
+        assert self._room is not None
+        view = self._room[self._used : self._used + local.numel()].view(local.shape)
+        self._used += local.numel()
+        return view
+
+    def _keep(self, entry: Entry, view: torch.Tensor, flag: int) -> None:
+        if entry.id in self._rows:  # The optimizer steps for the second time in this step.
+            self._recording.fill(self._rows[entry.id], view)
+            return
+        self._entries.append(entry)
+        self._views.append(view)
+        self._flags.append(flag)
+
+    def flush(self) -> None:
+        """Measure what has been formed, and begin with an empty room."""
+        first = self._recording.observe_all(self._entries, self._views, self._flags)
+        self._rows.update({entry.id: first + at for at, entry in enumerate(self._entries)})
+        self._entries, self._views, self._flags, self._used = [], [], [], 0
+
+
+def found_inf_of(optimizer: Any) -> torch.Tensor | None:
+    """Return whether a scaler tells this optimizer to leave the weights alone, 0-dim bool on its device; None: none does."""
+    found = getattr(optimizer, "found_inf", None)
+    return found.reshape(()) != 0 if isinstance(found, torch.Tensor) else None
+
+
+def _arithmetic(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
+
+
+def _room(scratch: dict[tuple[torch.device, torch.dtype], torch.Tensor], local: torch.Tensor) -> torch.Tensor:
+    """Return the room for updates on a device: 16 MiB in fp32, kept while updates are wanted."""
+    key = local.device, _arithmetic(local)
+    if key not in scratch:
+        scratch[key] = torch.empty(ROOM, dtype=key[1], device=key[0])
+    return scratch[key]
+
+
+def _square(tensor: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor)
+    return norm.double().square()
+

@@ -1,0 +1,313 @@
+"""What a step really added to the weights, as rows say it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sentinel
+from sentinel.collect.probes import pieces, update
+from sentinel.record import Flag
+
+from ..conftest import Said, TinyModel, loss_of, norm
+from .test_wgrad_unreduced import WithDropout, assert_row_is
+
+CONFIG: dict[str, Any] = {"kinds": ["update", "update_ratio"]}
+Optimizers = Callable[[Any], torch.optim.Optimizer]
+
+KNOWN: dict[str, Optimizers] = {
+    "adamw": lambda params: torch.optim.AdamW(params, 0.01, weight_decay=0.1),
+    "adamw_foreach": lambda params: torch.optim.AdamW(params, 0.01, weight_decay=0.1, foreach=True),
+    "adamw_fused": lambda params: torch.optim.AdamW(params, 0.01, weight_decay=0.1, fused=True),
+    "sgd": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "sgd_alone": lambda params: torch.optim.SGD(params, 0.1),
+    "adafactor": lambda params: torch.optim.Adafactor(params, 0.1),
+}
+OTHERS: dict[str, Optimizers] = {
+    "rmsprop": lambda params: torch.optim.RMSprop(params, 0.01),
+    "nadam": lambda params: torch.optim.NAdam(params, 0.01),
+}
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def train(
+    model: nn.Module, optimizer: Any, num_steps: int = 3, *, clip: float | None = 0.1, micro_steps: int = 2
+) -> list[dict[str, torch.Tensor]]:
+    """Return the weights before each step and behind the last."""
+    torch.manual_seed(1)
+    seen = [weights(model)]
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        for micro_step in range(micro_steps):
+            loss_of(model, 10 * step + micro_step).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        seen.append(weights(model))
+    return seen
+
+
+def assert_said_is_true(said: Said, seen: list[dict[str, torch.Tensor]], flag: int = 0, rel: float = 1e-3) -> None:
+    for step, (before, after) in enumerate(itertools.pairwise(seen)):
+        assert set(said.names(step, "update")) == set(before)
+        for name in before:
+            truth = (after[name].double() - before[name].double()).flatten()
+            (row,) = said.of(step, "update", name)
+            assert int(row["count"]) == truth.numel()
+            assert norm(row) == pytest.approx(float(truth.norm()), rel=rel)
+            assert float(row["max"]) == pytest.approx(float(truth.max()), rel=rel, abs=1e-6)
+            assert float(row["mean"]) == pytest.approx(float(truth.mean()), rel=10 * rel, abs=1e-6)
+            assert int(row["flags"]) & Flag.DIFFERENCE == flag
+            (ratio,) = said.of(step, "update_ratio", name)
+            size = float(before[name].double().norm())
+            assert int(ratio["count"]) == (size > 0)
+            if size:
+                assert float(ratio["mean"]) == pytest.approx(float(truth.norm()) / size, rel=rel)
+
+
+@pytest.mark.parametrize("name", [*KNOWN, *OTHERS])
+def test_the_update_is_what_the_weights_show(name: str, run: Path) -> None:
+    model = TinyModel()
+    optimizer = {**KNOWN, **OTHERS}[name](model.parameters())
+    monitor = sentinel.attach(model, optimizer, CONFIG)
+    seen = train(model, optimizer)
+    monitor.detach()
+
+    said = Said(run)
+
+    assert_said_is_true(said, seen, Flag.DIFFERENCE if name in OTHERS else 0)
+    assert not said.health
+    num = len(seen[0])
+    assert said.ends[0].due == {"update": num, "update_ratio": 2 * num if "adamw" in name else num, "wgrad": 0}
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "rmsprop"])
+def test_a_large_parameter_is_measured_in_pieces(name: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "ROOM", 20)
+    monkeypatch.setattr(update, "ROOM", 20)
+    monkeypatch.setattr(pieces.side_by_side, "__defaults__", (20,))
+    model = TinyModel()
+    model.blocks[0].fc1.weight.data = model.blocks[0].fc1.weight.data.t().contiguous().t()
+    optimizer = {**KNOWN, **OTHERS}[name](model.parameters())
+    monitor = sentinel.attach(model, optimizer, CONFIG)
+    seen = train(model, optimizer)
+    monitor.detach()
+
+    assert_said_is_true(Said(run), seen, Flag.DIFFERENCE if name in OTHERS else 0)
+
+
+def test_adams_step_before_its_rate_is_a_row(run: Path) -> None:
+    model = TinyModel()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.1, eps=1e-3)
+    monitor = sentinel.attach(model, optimizer, {"kinds": ["update_ratio"]})
+    train(model, optimizer, 2)
+    state = optimizer.state[model.head.weight]
+    truth = state["exp_avg"].double() / (1 - 0.9**2) / ((state["exp_avg_sq"].double() / (1 - 0.999**2)).sqrt() + 1e-3)
+    monitor.detach()
+
+    (row,) = Said(run).of(1, "update_ratio", "head.weight:adam")
+
+    assert_row_is(row, truth)
+    assert not Said(run).of(1, "update")
+
+
+def test_defect_of_bf16_the_update_does_not_round_to_zero(run: Path) -> None:
+    torch.manual_seed(0)
+    model = TinyModel().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+    monitor = sentinel.attach(model, optimizer, CONFIG)
+    seen = train(model, optimizer, 2)
+    monitor.detach()
+
+    (row,) = Said(run).of(1, "update", "head.weight")
+
+    shown = seen[2]["head.weight"].float() - seen[1]["head.weight"].float()
+    assert float((shown == 0).float().mean()) > 0.5  # The positive control: the weights show less than half of it.
+    assert int(row["num_zero"]) == 0
+    assert norm(row) == pytest.approx(1e-4 * shown.numel() ** 0.5, rel=0.3)
+
+
+def test_defect_9_what_receives_no_gradient_has_no_update(run: Path) -> None:
+    model = TinyModel()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    monitor = sentinel.attach(model, optimizer, CONFIG)
+    train(model, optimizer, 1)
+    model.head.bias.requires_grad_(False)
+    train(model, optimizer, 1)
+    monitor.detach()
+
+    said = Said(run)
+
+    assert said.of(0, "update", "head.bias")
+    assert not said.of(1, "update", "head.bias")
+    assert said.of(1, "update", "head.weight")
+
+
+def test_defect_8_a_step_that_is_skipped_has_no_update(run: Path) -> None:
+    model = TinyModel()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    monitor = sentinel.attach(model, optimizer, CONFIG)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step) * (float("inf") if step == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    monitor.detach()
+
+    said = Said(run)
+
+    assert [bool(said.of(step, "update")) for step in range(3)] == [True, False, True]
+    assert [end.is_skipped for end in said.ends] == [False, True, False]
+
+
+@pytest.mark.parametrize("build", ["adamw_fused", "sgd_fused"])
+def test_an_optimizer_that_skips_by_itself_adds_nothing(build: str, run: Path) -> None:
+    model = TinyModel()
+    made: dict[str, Any] = {
+        "adamw_fused": lambda: torch.optim.AdamW(model.parameters(), 0.01, fused=True),
+        "sgd_fused": lambda: torch.optim.SGD(model.parameters(), 0.1, fused=True),
+    }
+    optimizer = made[build]()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    monitor = sentinel.attach(model, optimizer, CONFIG)
+    seen = [weights(model)]
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step) * (float("inf") if step == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(weights(model))
+    monitor.detach()
+
+    said = Said(run)
+
+    assert all(torch.equal(seen[1][name], seen[2][name]) for name in seen[1])
+    assert_said_is_true(said, seen)
+    assert all(norm(row) == 0 and row["num_nan"] == 0 for row in said.of(1, "update"))
+
+
+@pytest.mark.parametrize("name", ["adamw", "rmsprop", "adafactor"])
+def test_optimizers_that_step_with_a_closure(name: str, run: Path) -> None:
+    model = TinyModel()
+    optimizer = {**KNOWN, **OTHERS}[name](model.parameters())
+    monitor = sentinel.attach(model, optimizer, CONFIG)
+    seen = [weights(model)]
+    for step in range(3):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        seen.append(weights(model))
+    monitor.detach()
+
+    said = Said(run)
+
+    # Without a formula the first of them passes unseen, and says so; from the second on the weights are kept in time.
+    assert bool(said.of(0, "update")) is (name == "adamw")
+    assert {h.code for h in said.health} == (set() if name == "adamw" else {"unsupported"})
+    for step in (1, 2):
+        for parameter in seen[0]:
+            truth = seen[step + 1][parameter].double() - seen[step][parameter].double()
+            assert norm(said.of(step, "update", parameter)[0]) == pytest.approx(float(truth.norm()), rel=1e-3)
+
+
+def test_two_optimizers_and_one_that_steps_twice(run: Path) -> None:
+    model = TinyModel()
+    first = torch.optim.AdamW(model.blocks.parameters(), 0.01)
+    second = torch.optim.SGD([p for n, p in model.named_parameters() if not n.startswith("blocks")], 0.1)
+    monitor = sentinel.attach(model, [first, second], CONFIG)
+    for step in range(2):
+        loss_of(model, step).backward()
+        first.step()
+        first.step()
+        second.step()
+        first.zero_grad()
+        second.zero_grad()
+        monitor.step()
+    monitor.detach()
+
+    said = Said(run)
+
+    assert len(said.of(1, "update")) == len(list(model.parameters()))
+    assert not said.health
+
+
+@pytest.mark.parametrize("build", [TinyModel, WithDropout])
+@pytest.mark.parametrize("name", ["adamw", "rmsprop"])
+def test_defect_18_training_is_bit_identical(build: Callable[[], nn.Module], name: str, run: Path) -> None:
+    torch.manual_seed(0)
+    bare = build()
+    watched = copy.deepcopy(bare)
+    optimizers = {**KNOWN, **OTHERS}
+
+    expected = train(bare, optimizers[name](bare.parameters()))
+    optimizer = optimizers[name](watched.parameters())
+    monitor = sentinel.attach(watched, optimizer, CONFIG)
+    seen = train(watched, optimizer)
+    monitor.detach()
+
+    assert all(torch.equal(a[n], b[n]) for a, b in zip(expected, seen, strict=True) for n in a)
+    assert Said(run).of(2, "update")
+
+
+def test_the_schedule_and_targets_are_kept_and_nothing_is_held_when_off(run: Path) -> None:
+    model = TinyModel()
+    optimizer = torch.optim.RMSprop(model.parameters(), 0.01)
+    config = {"kinds": [], "probes": {"update": {"step_interval": 2, "targets": ["blocks.0", "head.bias"]}}}
+    monitor = sentinel.attach(model, optimizer, config)
+    train(model, optimizer, 4)
+    probe = next(one for one in monitor._probes if isinstance(one, update.Update))
+    held = len(probe._scratch)
+    monitor.disable("update")
+    monitor.detach()
+
+    said = Said(run)
+
+    assert [bool(said.of(step, "update")) for step in range(4)] == [True, False, True, False]
+    names = {n for n, _ in model.named_parameters() if n.startswith("blocks.0.") or n == "head.bias"}
+    assert set(said.names(0, "update")) == names
+    assert not said.of(0, "update_ratio")
+    assert held == 1
+    assert not probe._scratch
+    assert not probe._before
+
+
+def test_an_update_that_nobody_knows_is_told_once(run: Path) -> None:
+    model = TinyModel()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    monitor = sentinel.attach(model, optimizer, CONFIG)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(3):
+
+            def closure(step: int = step) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, step)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            monitor.step()
+    monitor.detach()
+
+    said = Said(run)
+
+    assert [h.code for h in said.health][:1] == ["unsupported"]
+    (row,) = said.of(said.ends[-1].step, "update", "head.weight")
+    assert row["flags"] & Flag.DIFFERENCE
