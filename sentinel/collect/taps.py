@@ -68,6 +68,8 @@ class Chunk:
         self.tied: dict[str, str] = {}
         """Local name of a parameter that is a copy of another chunk's -> canonical name of that one."""
         self.in_forward = False
+        self.forward = object()
+        """Stands for the training forward that runs, or ran last."""
         self.micro_step = 0
         self.num_forwards = 0
         self.had_backward = False
@@ -314,7 +316,7 @@ class Chunk:
 
     def _begin(self) -> None:
         self.recorder.before_forward(self)
-        self.in_forward = True
+        self.in_forward, self.forward = True, object()
         self._seen, self._pending, self._cursor = {}, [], 0
         self.locals.begin(self.recorder.sites.place)
         self.graphs.begin(self.recorder.ended_steps)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from sentinel.collect.probes.attention import Attention
 from sentinel.collect.probes.channel import Channel
 from sentinel.collect.probes.comm import Communication
 from sentinel.collect.probes.context import Event, Events, ProbeContext
@@ -24,6 +25,7 @@ PROBES: tuple[Probe, ...] = (
     Update,
     OptimizerState,
     Communication,
+    Attention,
     Precision,
     Saturation,
     Channel,
