@@ -80,6 +80,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     f"{TENSORBOARD} and {MSPROBE_CSV}.",
 )
 @click.option(
+    "--vectors", is_flag=True,
+    help="What is no row instead: histograms, values for each head, expert or channel. JSON lines or Parquet.",
+)
+@click.option(
     "--squash-names", "squash", is_flag=True,
     help="Leave out what stands before the last part `layers` of a name (else embedding, final, output, norm), where the "
     "rest still names one tensor: decoder.layers.0.mlp is layers.0.mlp.",
@@ -111,6 +115,7 @@ def export(
     end_time: float | None,
     attempt: int | None,
     ranked: bool | None,
+    vectors: bool,
     squash: bool,
     steps_per_file: int,
     form: str | None,
@@ -135,7 +140,8 @@ def export(
 
     if form is None:
         by_name = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": PARQUET}
-        form = by_name.get(Path(output or "").suffix, "jsonl" if as_json and not output else "csv")
+        usual = "jsonl" if vectors or (as_json and not output) else "csv"
+        form = by_name.get(Path(output or "").suffix, usual)
     elif as_json and form == "csv" and output is None:
         raise click.UsageError("--json prints JSON lines and --format csv a table; give one of them")
     if output is None and form not in FORMATS:
@@ -151,7 +157,14 @@ def export(
         jobs=jobs, is_quiet=quiet,
     )  # fmt: skip
     paths = RunPaths.of(find_run(run), Path(state_dir) if state_dir else None)
-    if form == MSPROBE:
+    if vectors:
+        from sentinel.cli.export_vectors import export_vectors
+
+        if form not in ("jsonl", PARQUET) or aggregates or statistics or squash:
+            raise click.UsageError("--vectors: a row for each, as jsonl or parquet; --name, --kind and --steps choose them")
+        query = _query(options, (), names, kinds, None, steps)
+        written = export_vectors(paths, query, form, output, attempt, options.times)
+    elif form == MSPROBE:
         from sentinel.cli.export_anomalies import export_anomalies
 
         if aggregates or kinds or statistics or squash:

@@ -89,7 +89,7 @@ class ParquetTable:
         for field in self._schema:
             values = columns[field.name]
             if field.name == "time":
-                values = round(values * 1e6)
+                values = [round(one * 1e6) for one in values] if isinstance(values, list) else round(values * 1e6)
             if not hasattr(values, "__len__") or isinstance(values, str):
                 single = pa.scalar(values, field.type.value_type if pa.types.is_dictionary(field.type) else field.type)
                 array = pa.repeat(single, num_rows)

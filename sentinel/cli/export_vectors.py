@@ -1,0 +1,83 @@
+"""`sentinel export --vectors`: histograms and values for each head, expert or channel, as JSON lines or Parquet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from sentinel.aggregate import nearest_names
+from sentinel.cli.exporting import Written
+from sentinel.cli.main import say
+from sentinel.daemon.recorded_vectors import VECTOR_COLUMNS, VectorReader
+from sentinel.daemon.series import SeriesQuery
+from sentinel.errors import ConfigError
+from sentinel.report.output import WholeFile
+from sentinel.report.parquet import ParquetTable
+from sentinel.store.whereabouts import RunPaths
+
+ROWS_AT_ONCE = 256
+
+
+def export_vectors(
+    paths: RunPaths,
+    query: SeriesQuery,
+    form: str,
+    output: str | None,
+    attempt: int | None,
+    times: tuple[float, float] | None,
+) -> Written:
+    """Write a row for each vector, and return how many there are. ConfigError for a glob that no vector's name has."""
+    reader = VectorReader(paths, query, attempt, times)
+    written = Written(num_files=1)
+    series: set[tuple[str, str, str]] = set()
+    steps: set[int] = set()
+    with ExitStack() as stack:
+        whole = None if output is None else stack.enter_context(WholeFile(Path(output)))
+        table: ParquetTable | None = None
+        out: Any = None
+        if form == "parquet":
+            assert whole is not None
+            table = stack.enter_context(
+                ParquetTable(whole.file, VECTOR_COLUMNS, {"run": paths.name, "table": "vectors"}, ROWS_AT_ONCE)
+            )
+        else:
+            out = whole.file if whole is not None else stack.enter_context(click.open_file("-", "wb"))
+        for rows in _batches(reader, written, series, steps):
+            if table is not None:
+                table.add({name: [row[name] for row in rows] for name in VECTOR_COLUMNS}, len(rows))
+            else:
+                out.writelines(msgspec.json.encode(row) + b"\n" for row in rows)
+        for glob in query.names:
+            if glob not in reader.met and (reader.names or glob != "*"):
+                near = nearest_names([glob], reader.names)
+                hint = f"; nearest: {', '.join(near)}" if near else "; there are none at all"
+                raise ConfigError(f'"{glob}" matches no name of a vector{hint}')
+        if whole is not None:
+            whole.is_wanted = written.num_rows > 0
+    if reader.num_broken:
+        say(f"{reader.num_broken} vectors do not hold what they say, or are of tensors that nobody described")
+    if not written.num_rows:
+        say("no vectors there")
+    written.num_series, written.num_steps = len(series), len(steps)
+    return written
+
+
+def _batches(
+    reader: VectorReader, written: Written, series: set[tuple[str, str, str]], steps: set[int]
+) -> Iterator[list[dict[str, object]]]:
+    batch: list[dict[str, object]] = []
+    for one in reader:
+        batch.append(one.row())
+        written.num_rows += 1
+        series.add((one.tensor.kind, one.tensor.name, one.vector.statistic))
+        steps.add(one.step)
+        if len(batch) >= ROWS_AT_ONCE:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

@@ -1,0 +1,125 @@
+"""`sentinel export --vectors`: what is no row comes out with its name, its axis and every value."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from sentinel.cli.main import run_cli
+from sentinel.messages import Vector, Vectors
+from sentinel.testing import SyntheticRun
+from sentinel.wire.frame import FrameType, encode_message
+
+
+def write(run: SyntheticRun, num_steps: int, scale: float = 1.0) -> None:
+    """Write steps whose activations have a value a head and whose weight gradients have a histogram."""
+    for _ in range(num_steps):
+        for rank in range(run.num_ranks):
+            tensors = {(one.kind, one.name): one.id for one in run.descriptor(rank).tensors}
+            heads = np.array([[0.5, 1.5], [2.5, run.step]], "<f4") * np.float32(scale)
+            items = (
+                Vector(
+                    tensor=tensors["activation", "layers.0"], statistic="entropy", axis="micro_batch,head", micro_step=1,
+                    call_id=4, dtype="<f4", shape=(2, 2), values=heads.tobytes(),
+                ),
+                Vector(
+                    tensor=tensors["wgrad", "layers.0.mlp.weight"], statistic="histogram", axis="bin", dtype="<i8",
+                    shape=(3,), values=np.array([1, 2**53, 0], "<i8").tobytes(), edges=(-1.0, 0.0, 1e-7, 1.0),
+                ),
+            )  # fmt: skip
+            run._say(run._ranks[rank], FrameType.VECTOR, encode_message(Vectors(items=items)), run.step, 0)
+        run.write(1)
+
+
+def synthetic(directory: Path, **options: Any) -> SyntheticRun:
+    return SyntheticRun(directory, **{"pp": 2, "layers": 4, "d_model": 16, "elements": 8, **options})
+
+
+def rows(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert run_cli(["export", str(run), "--vectors", *arguments]) == code
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_vector_has_its_canonical_name_and_all_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(synthetic(tmp_path / "run"), 2)
+
+    found = rows(capsys, tmp_path / "run")
+
+    assert [(one["step"], one["rank"], one["kind"], one["name"]) for one in found[:4]] == [
+        (0, 0, "activation", "layers.0"), (0, 0, "wgrad", "layers.0.mlp.weight"),
+        (0, 1, "activation", "layers.2"), (0, 1, "wgrad", "layers.2.mlp.weight"),
+    ], "the second stage's layers go on counting"  # fmt: skip
+    heads, histogram = found[4], found[5]
+    assert (heads["statistic"], heads["axis"], heads["shape"]) == ("entropy", "micro_batch,head", [2, 2])
+    assert (heads["values"], heads["micro_step"], heads["call_id"]) == ([0.5, 1.5, 2.5, 1.0], 1, 4)
+    assert histogram["values"] == [1, 2**53, 0] and histogram["edges"] == [-1.0, 0.0, 1e-7, 1.0]
+
+
+def test_parquet_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(synthetic(tmp_path / "run"), 300)
+    expected = rows(capsys, tmp_path / "run")
+
+    assert run_cli(["export", str(tmp_path / "run"), "--vectors", "-o", str(tmp_path / "v.parquet")]) == 0
+
+    table = pq.read_table(tmp_path / "v.parquet").to_pylist()
+    assert len(table) == len(expected) == 1200
+    for row, one in zip(table, expected, strict=True):
+        assert row.pop("time").timestamp() == pytest.approx(one.pop("time"), abs=1e-6)
+        assert row == one
+
+
+def test_they_are_chosen_and_resumed_runs_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = synthetic(tmp_path / "run", pp=1)
+    write(run, 4)
+    run.restart(2, attempt=1)
+    write(run, 3, scale=2.0)
+
+    found = rows(capsys, tmp_path / "run", "--kind", "activation", "--name", "layers.*")
+
+    assert [(one["step"], one["attempt"], one["values"][0]) for one in found] == [
+        (0, 0, 0.5), (1, 0, 0.5), (2, 1, 1.0), (3, 1, 1.0), (4, 1, 1.0),
+    ]  # fmt: skip
+    assert {one["step"] for one in rows(capsys, tmp_path / "run", "--steps", "1:2")} == {1, 2}
+    assert {one["step"] for one in rows(capsys, tmp_path / "run", "--attempt", "0")} == {0, 1, 2, 3}
+    assert rows(capsys, tmp_path / "run", "--kind", "param", code=1) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--name", "layer.0*"], '"layer.0*" matches no name of a vector; nearest: layers.0'),
+        (["--format", "csv"], "as jsonl or parquet"),
+        (["--statistic", "norm"], "as jsonl or parquet"),
+        (["--format", "parquet"], "give -o FILE"),
+    ],
+)
+def test_what_cannot_be_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], what: str
+) -> None:
+    write(synthetic(tmp_path / "run"), 1)
+
+    assert rows(capsys, tmp_path / "run", *arguments, code=2) == []
+    run_cli(["export", str(tmp_path / "run"), "--vectors", *arguments])
+    assert what in capsys.readouterr().err
+
+
+def test_a_vector_that_lies_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = synthetic(tmp_path / "run", pp=1)
+    write(run, 1)
+    lies = [
+        Vector(tensor=0, statistic="x", axis="head", shape=(9,), values=b"\0" * 4),
+        Vector(tensor=0, statistic="x", axis="head", dtype="O", shape=(1,), values=b"\0" * 8),
+        Vector(tensor=10**6, statistic="x", axis="head", shape=(1,), values=b"\0" * 4),
+    ]
+    run._say(run._ranks[0], FrameType.VECTOR, encode_message(Vectors(items=tuple(lies))), 1, 0)
+    run.write(1)
+
+    assert run_cli(["export", str(tmp_path / "run"), "--vectors"]) == 0
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 2 and "3 vectors do not hold what they say" in err
