@@ -35,7 +35,7 @@ static Guess guess_about(double center, double low, double high, int dtype)
 /* Zero is the cheapest center, and as good as the mean where that is small beside the deviations. */
 static Guess guess_from(double mean, double variance, double low, double high, int dtype)
 {
-    return guess_about(mean * mean <= 0.0625 * variance ? 0.0 : mean, low, high, dtype);
+    return guess_about(mean * mean <= 0.5 * variance ? 0.0 : mean, low, high, dtype);
 }
 
 /* A guess from some thirty elements. */
@@ -69,7 +69,7 @@ static Guess guess_from_sample(const void *p, int n, int dtype)
         squares += x[i] * scale * (x[i] * scale);
     }
     const double mean = sum / m, unit = power_of_two(exponent);
-    if (mean * mean <= 0.0625 * (squares / m - mean * mean)) return guess_about(0.0, low, high, dtype);
+    if (mean * mean <= 0.5 * (squares / m - mean * mean)) return guess_about(0.0, low, high, dtype);
     return guess_about(mean * unit, low, high, dtype);
 }
 
@@ -96,8 +96,8 @@ static void measure_span(const Isa *isa, const void *p, int n, int dtype, double
         if (count == 0) break;
         if (d.d4 <= DBL_MAX) {
             const double e = d.d1 / count, variance = d.d2 / count - e * e;
-            /* Within half a deviation of the mean, rounding is magnified by less than ten. */
-            if (tries >= 3 || d.low == d.high || (e * e <= 0.25 * variance && d.d4 >= smallest)) break;
+            /* Within a deviation of the mean, rounding is magnified by less than twenty. */
+            if (tries >= 3 || d.low == d.high || (e * e <= variance && d.d4 >= smallest)) break;
             center += e * unit;
         } else if (fabs(d.d1) <= DBL_MAX) {
             center += d.d1 / count * unit;

@@ -115,7 +115,7 @@ static uint16_t bf16_of_fp8(unsigned byte, int mantissa_bits, int bias, int is_f
 /* Moments about the true mean from sums of powers about `center`, in units of 2^exponent. */
 static void recenter(Stats *out, int n, double center, const Sums *d, int exponent)
 {
-    const double e = d->d1 / n, unit = power_of_two(exponent), square = unit * unit;
+    const double e = d->d1 / n, unit = power_of_two(exponent);
     double m2 = d->d2 - e * d->d1, m4 = d->d4 - 4.0 * e * d->d3 + 6.0 * e * e * d->d2 - 3.0 * e * e * e * d->d1;
     const double m3 = d->d3 - 3.0 * e * d->d2 + 2.0 * e * e * d->d1;
     if (m2 < 0.0) m2 = 0.0;
@@ -123,9 +123,10 @@ static void recenter(Stats *out, int n, double center, const Sums *d, int expone
     out->mean = center + e * unit;
     if (out->mean < out->min) out->mean = out->min;
     if (out->mean > out->max) out->mean = out->max;
-    out->m2 = m2 * square;
-    out->m3 = m3 * unit * square;
-    out->m4 = m4 * unit * unit * square;
+    /* One factor after the other: zero times a power that overflows would be nan. */
+    out->m2 = m2 * unit * unit;
+    out->m3 = m3 * unit * unit * unit;
+    out->m4 = m4 * unit * unit * unit * unit;
 }
 
 static void merge(Stats *a, const Stats *b)

@@ -1,14 +1,15 @@
-"""The kernel for any device: plain torch, in chunks, never waiting for the device."""
+"""The kernel for any device: plain torch, in chunks, never waiting for the device. Chunks on the host: torch_host."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from sentinel.collect.buffer import StepRows
+from sentinel.collect.kernels import torch_host
 from sentinel.collect.kernels.native import NativeKernel
 from sentinel.collect.kernels.reading import CONVERTED, in_storage_order, is_dense, pieces, plain
 from sentinel.errors import SentinelError
@@ -16,8 +17,8 @@ from sentinel.errors import SentinelError
 BLOCK = 2048
 """Elements that share a centre and a scale."""
 
-CHUNK = {"cpu": 1 << 20}
-"""Elements read at a time, by device: on a CPU 4 MiB of fp32, which its outer cache holds (measured 2^15 to 2^20)."""
+CHUNK = {"cpu": torch_host.CHUNK}
+"""Elements read at a time, by device."""
 
 LARGEST_CHUNK = 1 << 21
 """Elements read at a time elsewhere: 16 MiB in float64, and no temporary is larger."""
@@ -31,10 +32,12 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 class TorchKernel:
     """Measures tensors with torch operations: some forty launches a chunk, so it is for where nothing better runs."""
 
-    def __init__(self, device: str = "cpu", on_cpu: NativeKernel | None = None) -> None:
+    def __init__(self, device: str = "cpu", on_cpu: NativeKernel | None = None, *, may_look: bool = True) -> None:
+        """on_cpu: measures tensors on the CPU instead. may_look: false measures those too without looking at a value."""
         self.name = f"torch ({device})"
         self._on_cpu = on_cpu
-        self._scratch: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
+        self._may_look = may_look
+        self._host = torch_host.HostSums()
 
     def measure(
         self,
@@ -63,7 +66,11 @@ class TorchKernel:
     def _measure_one(self, tensor: torch.Tensor, out: torch.Tensor, zero_eps: float, checksum: bool) -> None:
         """Write the statistics of `tensor` into `out`, [12] int64 words on its device. Does not synchronize."""
         most = CHUNK.get(tensor.device.type, LARGEST_CHUNK)
-        scratch = self._room(tensor, most)
+        if tensor.is_cpu and self._may_look:
+            stats = self._host.measure(_chunks(tensor, most), zero_eps, checksum)
+            out.copy_(torch.from_numpy(stats.view(np.int64)))
+            return
+        scratch = _room(tensor, most)
         parts: list[torch.Tensor] = []
         sums: list[Sums] = []
         num_blocks = 0
@@ -86,21 +93,12 @@ class TorchKernel:
         else:
             out.copy_(_nothing(tensor.device))
 
-    def _room(self, tensor: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
-        """Return three vectors as long as a chunk, in the arithmetic type: room for what is computed.
 
-        Kept from call to call on a CPU, where fresh pages cost more than the sums; elsewhere the allocator keeps it.
-        """
-        dtype = torch.float64 if CONVERTED.get(tensor.dtype, tensor.dtype) is torch.float64 else torch.float32
-        size = min(most, tensor.numel())
-        if not tensor.is_cpu:
-            return tuple(torch.empty(size, dtype=dtype, device=tensor.device) for _ in range(3))
-        room = self._scratch.get(dtype)
-        if room is None or len(room[0]) < size:
-            # Vectors at like offsets of their pages would fight for the same cache lines: four times slower.
-            room = tuple(torch.empty(size + 2048, dtype=dtype)[at : at + size] for at in (0, 336, 672))
-            self._scratch[dtype] = room
-        return room
+def _room(tensor: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
+    """Return three vectors as long as a chunk, in the arithmetic type: room for what is computed."""
+    dtype = torch.float64 if CONVERTED.get(tensor.dtype, tensor.dtype) is torch.float64 else torch.float32
+    size = min(most, tensor.numel())
+    return tuple(torch.empty(size, dtype=dtype, device=tensor.device) for _ in range(3))
 
 
 def _chunks(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
@@ -136,67 +134,42 @@ class Sums:
     low: torch.Tensor
     high: torch.Tensor
     center: torch.Tensor
-    unit: torch.Tensor | None
-    """Deviations below are in this unit, a power of two; None: 1."""
+    unit: torch.Tensor
+    """Deviations below are in this unit, a power of two."""
     d1: torch.Tensor
     d2: torch.Tensor
     d3: torch.Tensor
     d4: torch.Tensor
     """Sums of powers of the deviations from `center`."""
     counts: list[torch.Tensor]
-    """0-dim int64, all blocks together: zeros, and where some may be, NaN, +inf, -inf."""
+    """0-dim int64, all blocks together: zeros, NaN, +inf, -inf."""
     checksum: torch.Tensor | None = None
 
 
 def _sum_blocks(x: torch.Tensor, zero_eps: float, scratch: tuple[torch.Tensor, ...]) -> Sums:
-    """Return the sums of each block of x: [blocks, size] floats. Looks at values only where looking is no wait."""
+    """Return the sums of each block of x: [blocks, size] floats. Looks at no value: that would be a wait."""
     rows, size = x.shape
     room, d, dd = (flat[: rows * size].view(rows, size) for flat in scratch)
     if x.dtype != room.dtype:
         x = room.copy_(x)
-    total = x.sum(dim=1)
-    # On a CPU looking costs no wait, and nearly every block is finite throughout, which its sum shows.
-    is_clean = x.is_cpu and math.isfinite(total.sum().item())
-    if is_clean:
-        num = torch.full((rows,), size, dtype=torch.int64, device=x.device)
-        low, high = x.amin(dim=1), x.amax(dim=1)
-        center = torch.clamp(total / size, low, high)
-    else:
-        is_finite = x.isfinite()
-        num = is_finite.sum(dim=1)
-        some = num > 0
-        low = torch.where(is_finite, x, torch.inf).amin(dim=1)
-        high = torch.where(is_finite, x, -torch.inf).amax(dim=1)
-        total = torch.where(is_finite, x, 0.0).sum(dim=1)
-        # Near the mean is near enough; inside the block's range also where the sum overflowed.
-        near = torch.clamp((total / num.clamp(min=1)).nan_to_num(), low, high)
-        center = torch.where(some, near, 0.0)
-    if zero_eps == 0.0 and is_clean:
-        # A sign is 0 or of size 1, and a sum of so few of them is exact in fp32: three times faster than comparing.
-        signs = torch.sign(x, out=dd).view(-1)
-        counts = [x.numel() - torch.dot(signs, signs).long()]
-    else:
-        zero = x == 0.0 if zero_eps == 0.0 else x.abs() <= _at_most(zero_eps, x.dtype)
-        counts = [zero.sum()]
-    if not is_clean:
-        counts += [x.isnan().sum(), (x == torch.inf).sum(), (x == -torch.inf).sum()]
-
+    is_finite = x.isfinite()
+    num = is_finite.sum(dim=1)
+    low = torch.where(is_finite, x, torch.inf).amin(dim=1)
+    high = torch.where(is_finite, x, -torch.inf).amax(dim=1)
+    total = torch.where(is_finite, x, 0.0).sum(dim=1)
+    # Near the mean is near enough; inside the block's range also where the sum overflowed.
+    near = torch.clamp((total / num.clamp(min=1)).nan_to_num(), low, high)
+    center = torch.where(num > 0, near, 0.0)
+    zero = x == 0.0 if zero_eps == 0.0 else x.abs() <= torch_host.at_most(zero_eps, x.dtype)
+    counts = [zero.sum(), x.isnan().sum(), (x == torch.inf).sum(), (x == -torch.inf).sum()]
     wide = center.double()
-    reach = torch.maximum(high.double() - wide, wide - low.double())
-    unit: torch.Tensor | None = None
-    # Ordinary sizes need no scaling: their fourth powers are far from the ends of the range.
-    smallest, largest = (bound.item() for bound in reach.aminmax()) if is_clean else (0.0, 0.0)
-    if smallest >= 2.0**-16 and largest <= 2.0**16:
-        torch.sub(x, center[:, None], out=d)
-    else:
-        limit = 126 if x.dtype == torch.float32 else 1000
-        exponent = torch.frexp(torch.where(num > 0, reach, 0.0))[1].clamp(-limit, limit)
-        unit = torch.ldexp(torch.ones_like(reach), exponent)
-        scale = (1.0 / unit).to(x.dtype)[:, None]
-        torch.mul(x, scale, out=d)
-        d -= center[:, None] * scale
-        if not is_clean:
-            d.masked_fill_(~is_finite, 0.0)
+    reach = torch.where(num > 0, torch.maximum(high.double() - wide, wide - low.double()), 0.0)
+    limit = 126 if x.dtype == torch.float32 else 1000
+    unit = torch.ldexp(torch.ones_like(reach), torch.frexp(reach)[1].clamp(-limit, limit))
+    scale = (1.0 / unit).to(x.dtype)[:, None]
+    torch.mul(x, scale, out=d)
+    d -= center[:, None] * scale
+    d.masked_fill_(~is_finite, 0.0)
     torch.mul(d, d, out=dd)
     d1, d2 = d.sum(dim=1), dd.sum(dim=1)
     d3, d4 = d.mul_(dd).sum(dim=1), dd.mul_(dd).sum(dim=1)
@@ -210,7 +183,7 @@ def _joined(sums: list[Sums]) -> torch.Tensor:
     real = stats.view(torch.float64)
     low, high, center = (torch.cat(v).double() for v in zip(*((s.low, s.high, s.center) for s in sums), strict=True))
     d1, d2, d3, d4 = (torch.cat(v).double() for v in zip(*((s.d1, s.d2, s.d3, s.d4) for s in sums), strict=True))
-    unit = torch.cat([torch.ones_like(s.center, dtype=torch.float64) if s.unit is None else s.unit for s in sums])
+    unit = torch.cat([s.unit for s in sums])
     e = d1 / num.clamp(min=1)
     square = unit * unit
     stats[:, 0] = num
@@ -225,9 +198,7 @@ def _joined(sums: list[Sums]) -> torch.Tensor:
     real[:, 5], real[:, 6] = low, high
     whole = _merged(stats).clone()
     for word, position in ((10, 0), (7, 1), (8, 2), (9, 3)):
-        found = [s.counts[position] for s in sums if position < len(s.counts)]
-        if found:
-            whole[word] = torch.stack(found).sum()
+        whole[word] = torch.stack([s.counts[position] for s in sums]).sum()
     checksums = [s.checksum for s in sums if s.checksum is not None]
     if checksums:
         whole[11] = torch.stack(checksums).sum()
@@ -268,11 +239,3 @@ def _nothing(device: torch.device) -> torch.Tensor:
     out.view(torch.float64)[5].fill_(torch.inf)
     out.view(torch.float64)[6].fill_(-torch.inf)
     return out
-
-
-def _at_most(zero_eps: float, dtype: torch.dtype) -> float:
-    """Return the largest number of `dtype` that is not above zero_eps, so that the comparison is the exact one."""
-    rounded = torch.tensor(zero_eps, dtype=dtype)
-    if rounded.item() > zero_eps:
-        rounded = torch.nextafter(rounded, torch.tensor(-torch.inf, dtype=dtype))
-    return float(rounded.item())
