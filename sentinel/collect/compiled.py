@@ -118,10 +118,10 @@ def trace_tensors(site: torch.Tensor, module: nn.Module, values: tuple[Any, ...]
     for value in values:
         for path, tensor in _floating_in(value):
             if how & IS_FIRST:
-                observe(tensor, site, path, how | (IS_PARAMETER if isinstance(tensor, nn.Parameter) else 0))
+                observe(tensor, site, None, path, how | (IS_PARAMETER if isinstance(tensor, nn.Parameter) else 0))
                 how &= ~IS_FIRST
             elif gate.sites and not isinstance(tensor, nn.Parameter) and (tensor.requires_grad or not how & IS_INPUT):
-                observe(tensor, site, path, how)
+                observe(tensor, site, None, path, how)
 
 
 def trace_begin(site: torch.Tensor) -> None:

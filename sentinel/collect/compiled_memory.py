@@ -20,8 +20,8 @@ class GraphMemory:
     """
 
     def __init__(self) -> None:
-        self.entries: dict[int, Entry] = {}
-        """Id -> entry of what passed in a compiled graph: tickets name them."""
+        self._entries: dict[tuple[int, int], Entry] = {}
+        """(site, id) -> entry of what passed in a compiled graph: tickets name them."""
         self._held: dict[_Key, tuple[StorageWeakRef, int, Entry]] = {}
         self._answered: set[int] = set()
         """Serials of the tickets whose gradients came in this step."""
@@ -36,6 +36,14 @@ class GraphMemory:
     def forget(self) -> None:
         """A forward is over."""
         self._held = {}
+
+    def note(self, ticket: Ticket, entry: Entry) -> None:
+        """A ticket was given for this entry."""
+        self._entries[ticket.site, ticket.entry] = entry
+
+    def entry_of(self, ticket: Ticket) -> Entry | None:
+        """Return what a ticket names; None: nothing, or another chunk's."""
+        return self._entries.get((ticket.site, ticket.entry))
 
     def remember(self, tensor: torch.Tensor, entry: Entry) -> None:
         """Let others find a tensor that leaves a graph or enters one, as long as its memory lives and does not change."""

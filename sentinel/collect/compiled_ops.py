@@ -18,10 +18,12 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode_temporarily
 
 log = logging.getLogger("sentinel")
 
@@ -48,9 +50,8 @@ class Ticket(NamedTuple):
 class Listener(Protocol):
     """What stands behind a site: a module's tap, or a chunk."""
 
-    def tensor_passes(self, tensor: torch.Tensor, path: str, how: int) -> Ticket: ...
-
-    def passes_again(self, ticket: Ticket, path: str, how: int) -> None: ...
+    def tensor_passes(self, tensor: torch.Tensor, former: Ticket, path: str, how: int) -> Ticket:
+        """A tensor passes; former: what another site answered to the very same tensor, in the same graph."""
 
     def gradient_passes(self, gradient: torch.Tensor, ticket: Ticket) -> None: ...
 
@@ -75,7 +76,8 @@ def enlist(listener: Listener) -> torch.Tensor:
     """Return the site of a listener: [] int64, on the host. It is forgotten with the listener."""
     number = next(_numbers)
     _listeners[number] = listener
-    return torch.tensor(number, dtype=torch.int64, device="cpu")
+    with _disable_current_modes():  # While a graph is traced new tensors are not real.
+        return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
 def new_serial() -> int:
@@ -102,12 +104,11 @@ def _run(site: int, call: Callable[[Listener], Ticket | None]) -> torch.Tensor:
     return _paper(NO_TICKET if ticket is None else ticket)
 
 
-def _observe(tensor: torch.Tensor, site: torch.Tensor, path: str, how: int) -> torch.Tensor:
-    return _run(int(site), lambda listener: listener.tensor_passes(tensor, path, how))
-
-
-def _share(ticket: torch.Tensor, site: torch.Tensor, path: str, how: int) -> None:
-    _run(int(site), lambda listener: listener.passes_again(Ticket(*ticket.tolist()), path, how))
+def _observe(
+    tensor: torch.Tensor, site: torch.Tensor, former: torch.Tensor | None, path: str, how: int
+) -> torch.Tensor:
+    told = NO_TICKET if former is None else Ticket(*former.tolist())
+    return _run(int(site), lambda listener: listener.tensor_passes(tensor, told, path, how))
 
 
 def _observe_gradient(gradient: torch.Tensor, ticket: torch.Tensor) -> None:
@@ -134,16 +135,16 @@ def _kept(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Traced:
-    """The tensors of the graphs that are being traced now, each with the ticket of its first site."""
+    """The tensors of the graphs that are being traced now, each with the ticket of its last site."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, list[torch.Tensor]]] = {}
 
-    def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def find(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
         found = self._seen.get(id(tensor))
         return found[2] if found is not None and found[0]() is tensor and found[1] == tensor._version else None
 
-    def remember(self, tensor: torch.Tensor, ticket: torch.Tensor) -> None:
+    def remember(self, tensor: torch.Tensor, ticket: list[torch.Tensor]) -> None:
         number = id(tensor)
         gone = weakref.ref(tensor, lambda reference: self._forget(number, reference))
         self._seen[number] = (gone, tensor._version, ticket)
@@ -198,34 +199,50 @@ def _writes(node: fx.Node) -> bool:
     return is_in_place or name == "__setitem__" or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
 
 
-def _observe_traced(tensor: torch.Tensor, site: torch.Tensor, path: str, how: int) -> Any:
+def _stays_in_forward() -> AbstractContextManager[Any]:
+    """Take the ops that are being traced out of a checkpointed part around them: its order may not be recomputed."""
+    for key in ("recompute", "ac_graph_id"):
+        fx.traceback.current_meta.pop(key, None)
+    if type(_get_current_dispatch_mode()).__name__ in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode"):
+        return _pop_mode_temporarily()
+    return nullcontext()
+
+
+def _observe_traced(
+    tensor: torch.Tensor, site: torch.Tensor, former: torch.Tensor | None, path: str, how: int
+) -> Any:
     """Autograd's kernel of `observe`: the tensor and its future are known here, below it they are not."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     if how & IN_GRAPH:  # Traced before: the graph runs.
         with torch._C._AutoDispatchBelowAutograd():
-            return _OBSERVE(tensor, site, path, how)
+            return _OBSERVE(tensor, site, former, path, how)
     kept = _kept(tensor)
     is_graph = isinstance(kept, FunctionalTensor)
+    known = _traced.find(tensor) if is_graph else None
     if is_graph:
         how |= IN_GRAPH | _position(_OBSERVE)
-        ticket = _traced.find(tensor)
-        if ticket is not None:
-            with torch._C._AutoDispatchBelowAutograd():
-                _SHARE(ticket, site, path, how)
-            return ticket
     if not torch.is_grad_enabled():
         how |= IS_WITHOUT_GRAPH
     elif tensor.requires_grad and not how & IS_PARAMETER:
         how |= HAS_GRADIENT
-    with torch._C._AutoDispatchBelowAutograd():
-        ticket = _OBSERVE(kept, site, path, how)
+    with _stays_in_forward(), torch._C._AutoDispatchBelowAutograd():
+        ticket = _OBSERVE(kept, site, known[0] if known is not None else None, path, how)
+    if known is not None:
+        known[0] = ticket  # The hook below asks with the last one: it holds what all sites of the tensor have answered.
+        return ticket
+    held = [ticket]
     if is_graph:
-        _traced.remember(tensor, ticket)
+        _traced.remember(tensor, held)
     if how & HAS_GRADIENT and not isinstance(kept, FakeTensor):
-        tensor.register_hook(lambda gradient: _OBSERVE_GRADIENT(_kept(gradient), ticket))  # type: ignore[no-untyped-call]
+        tensor.register_hook(lambda gradient: _answer(gradient, held[0]))  # type: ignore[no-untyped-call]
     return ticket
+
+
+def _answer(gradient: torch.Tensor | None, ticket: torch.Tensor) -> None:
+    if gradient is not None:
+        _OBSERVE_GRADIENT(_kept(gradient), ticket)
 
 
 def _end_forward_traced(output: torch.Tensor, site: torch.Tensor) -> Any:
@@ -233,7 +250,7 @@ def _end_forward_traced(output: torch.Tensor, site: torch.Tensor) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
         ticket = _END_FORWARD(_kept(output), site)
     if torch.is_grad_enabled() and output.requires_grad:
-        output.register_hook(lambda gradient: _OBSERVE_GRADIENT(_kept(gradient), ticket))  # type: ignore[no-untyped-call]
+        output.register_hook(lambda gradient: _answer(gradient, ticket))  # type: ignore[no-untyped-call]
     return ticket
 
 
@@ -269,9 +286,9 @@ def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any], trac
 
 
 _OBSERVE = _define(
-    "observe(Tensor tensor, Tensor site, str path, int how) -> Tensor", _observe, _fake_ticket, _observe_traced
-)
-_SHARE = _define("share(Tensor ticket, Tensor site, str path, int how) -> ()", _share, _fake_nothing)
+    "observe(Tensor tensor, Tensor site, Tensor? former, str path, int how) -> Tensor",
+    _observe, _fake_ticket, _observe_traced,
+)  # fmt: skip
 _OBSERVE_GRADIENT = _define(
     "observe_gradient(Tensor gradient, Tensor ticket) -> ()", _observe_gradient, _fake_nothing, _observe_gradient_traced
 )
@@ -288,7 +305,7 @@ def _make_effectful() -> str:
         from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
     except ImportError:
         return f"torch {torch.__version__} knows no effectful ops"
-    for op in (_OBSERVE, _SHARE, _OBSERVE_GRADIENT, _BEGIN_FORWARD, _END_FORWARD):
+    for op in (_OBSERVE, _OBSERVE_GRADIENT, _BEGIN_FORWARD, _END_FORWARD):
         try:
             _register_effectful_op(op._name, _EffectType.ORDERED)
         except Exception:

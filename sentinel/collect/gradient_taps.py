@@ -29,10 +29,10 @@ class GradientTap:
         self.handle: RemovableHandle | None = None
         self.is_done = False
 
-    def __call__(self, gradient: torch.Tensor) -> None:
+    def __call__(self, gradient: torch.Tensor | None) -> None:
         recorder = self.chunk.recorder
-        if self.is_done or not recorder.is_alive:
-            return
+        if gradient is None or self.is_done or not recorder.is_alive:
+            return  # Of a node with several outputs, one that nobody used has none.
         self.is_done = True  # Zero-bubble schedules walk the graph twice.
         try:
             if self.handle is not None:

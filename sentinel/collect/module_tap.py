@@ -73,6 +73,8 @@ class ModuleTap:
         """In a compiled part: hooks stay on, whatever is wanted."""
         self.has_passed = False
         """Its module was called, and was seen."""
+        self._former: list[Any] = []
+        """What `compiler_is_back` needs, while the module runs without it."""
         self._answers: dict[tuple[bool, str], tuple[Entry, bool]] = {}
         """(is input, path) -> what passed there in the last compiled forward, and whether its gradient is wanted."""
 
@@ -145,7 +147,10 @@ class ModuleTap:
         try:
             self._called(module, args, kwargs)
         finally:
-            compiler_is_back(former)
+            if former is not None and self._is_left_alone(module):
+                self._former.append(former)  # Until it returns; if it raises, until the compiled call has ended.
+            else:
+                compiler_is_back(former)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -155,7 +160,12 @@ class ModuleTap:
         try:
             self._returned(module, output)
         finally:
-            compiler_is_back(former)
+            compiler_is_back(self._former.pop() if self._former else former)
+
+    def _is_left_alone(self, module: nn.Module) -> bool:
+        """Whether the compiler, which met a module of torch's by itself, would compile it for no reason but our hooks."""
+        is_torchs = type(module).__module__.startswith(("torch.nn.", "torch.ao.")) and not module._modules
+        return is_torchs and len(module._forward_hooks) == len(module._forward_pre_hooks) == 1 and self._post is not None
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         chunk = self.chunk
@@ -269,20 +279,24 @@ class ModuleTap:
 
     # -- in compiled graphs (the Listener of compiled_ops.py) ---------------------------------------------------------
 
-    def tensor_passes(self, tensor: torch.Tensor, path: str, how: int) -> Ticket:
+    def tensor_passes(self, tensor: torch.Tensor, former: Ticket, path: str, how: int) -> Ticket:
         """A compiled graph runs, and hands over what passes here."""
         chunk, sites = self.chunk, self.chunk.recorder.sites
         self.has_passed = True
         if not chunk.recorder.is_alive or (self.may_rest and not sites.is_due):
-            return NO_TICKET
+            return former
         is_input, was_first = bool(how & IS_INPUT), bool(how & IS_FIRST)
-        if in_backward():
+        if former.entry < 0 and in_backward():
             # A checkpointed part runs again: its backward gets this ticket instead of the first one.
             entry, is_wanted = self._answers.get((is_input, path), (None, False))
-            return NO_TICKET if entry is None else self._ticket(entry, chunk.backward_micro_step, is_wanted)
+            return former if entry is None else self._ticket(entry, chunk.backward_micro_step, is_wanted)
         takes = self.takes_in if is_input else self.takes_out
-        if not chunk.in_forward or not takes or not (was_first or self.takes_all):
-            return NO_TICKET
+        if not chunk.in_forward or in_backward() or not takes or not (was_first or self.takes_all):
+            return former
+        known = chunk.graphs.entry_of(former)
+        if known is not None:
+            self._name_again(known, path, is_input, was_first)
+            return former
         known = chunk.known(tensor) if how & ENTERS_GRAPH or not how & IN_GRAPH else None
         if known is not None:
             self._answers[is_input, path] = known, False
@@ -299,23 +313,14 @@ class ModuleTap:
         if grad_kind in takes and not how & IS_PARAMETER:
             grad = self._own_gradient(entry, tensor, grad_kind, path)
             is_wanted = bool(how & (HAS_GRADIENT | IS_WITHOUT_GRAPH)) and sites.is_looked_at(grad)
+        if former.entry >= 0:  # Another model's tensor too: the graph has one ticket for it.
+            return former
         self._answers[is_input, path] = entry, is_wanted
         return self._ticket(entry, chunk.micro_step, is_wanted)
 
-    def passes_again(self, ticket: Ticket, path: str, how: int) -> None:
-        """The very tensor of a ticket passes here too."""
-        chunk = self.chunk
-        self.has_passed = True
-        entry = chunk.graphs.entries.get(ticket.entry)
-        is_input, was_first = bool(how & IS_INPUT), bool(how & IS_FIRST)
-        takes = self.takes_in if is_input else self.takes_out
-        is_open = chunk.in_forward and chunk.recorder.is_alive and not in_backward()
-        if entry is not None and is_open and takes and (was_first or self.takes_all):
-            self._name_again(entry, path, is_input, was_first)
-
     def gradient_passes(self, gradient: torch.Tensor, ticket: Ticket) -> None:
         """The gradient of a ticket's tensor arrived."""
-        entry = self.chunk.graphs.entries.get(ticket.entry)
+        entry = self.chunk.graphs.entry_of(ticket)
         if entry is not None and entry.grad is not None and self.chunk.graphs.is_first_answer(ticket):
             tap = GradientTap(self.chunk, entry.grad, ticket.micro_step)
             tap.step = ticket.step
@@ -333,9 +338,11 @@ class ModuleTap:
         self.chunk.recorder.guard(self.name, error)
 
     def _ticket(self, entry: Entry, micro_step: int, is_wanted: bool) -> Ticket:
-        chunk = self.chunk
-        chunk.graphs.entries[entry.id] = entry
-        return Ticket(int(self.site), entry.id, micro_step, chunk.recorder.ended_steps, new_serial() if is_wanted else 0)
+        ticket = Ticket(
+            int(self.site), entry.id, micro_step, self.chunk.recorder.ended_steps, new_serial() if is_wanted else 0
+        )
+        self.chunk.graphs.note(ticket, entry)
+        return ticket
 
     # -- names ---------------------------------------------------------------------------------------------------------
 

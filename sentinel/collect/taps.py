@@ -225,12 +225,9 @@ class Chunk:
         if ticket.step == self.recorder.ended_steps and self.graphs.is_first_answer(ticket):
             BackwardMark(self, ticket.micro_step)(gradient)
 
-    def tensor_passes(self, tensor: torch.Tensor, path: str, how: int) -> Ticket:
+    def tensor_passes(self, tensor: torch.Tensor, former: Ticket, path: str, how: int) -> Ticket:
         """Never: the chunk's own tensors pass at `own`."""
-        return NO_TICKET
-
-    def passes_again(self, ticket: Ticket, path: str, how: int) -> None:
-        """Never: the chunk's own tensors pass at `own`."""
+        return former
 
     def guard_op(self, error: Exception) -> None:
         """Count and tell an exception that stops here."""
