@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from sentinel.collect.probes.alignment import Alignment
 from sentinel.collect.probes.attention import Attention
 from sentinel.collect.probes.channel import Channel
 from sentinel.collect.probes.comm import Communication
@@ -22,6 +23,7 @@ Probe = Callable[[ProbeContext], object]
 
 PROBES: tuple[Probe, ...] = (
     WgradUnreduced,
+    Alignment,
     Update,
     OptimizerState,
     Communication,

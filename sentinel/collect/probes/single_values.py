@@ -10,7 +10,7 @@ from sentinel.collect.buffer import WORDS
 from sentinel.collect.recording import Recording
 from sentinel.collect.tensors import Entry
 
-_COUNT, _MEAN, _, _, _, _MIN, _MAX, _NAN, _POS_INF, _NEG_INF, _ZERO, _ = range(WORDS)
+_COUNT, _MEAN, _, _, _, _MIN, _MAX, NUM_NAN, _POS_INF, _NEG_INF, _ZERO, _ = range(WORDS)
 
 
 def value_words(values: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
@@ -24,7 +24,7 @@ def value_words(values: torch.Tensor, counts: torch.Tensor | None = None) -> tor
     is_there = torch.ones_like(wide, dtype=torch.bool) if counts is None else counts
     is_finite = wide.isfinite() & is_there
     words[:, _COUNT] = is_finite
-    words[:, _NAN] = wide.isnan() & is_there
+    words[:, NUM_NAN] = wide.isnan() & is_there
     words[:, _POS_INF] = (wide == torch.inf) & is_there
     words[:, _NEG_INF] = (wide == -torch.inf) & is_there
     words[:, _ZERO] = is_finite & (wide == 0.0)

@@ -81,14 +81,14 @@ class Given:
     def kept(self, key: str) -> torch.Tensor | None:
         """Return this rank's piece of a tensor of the state, if it is shaped and cut as the parameter is."""
         tensor = self.state.get(key)
-        if not isinstance(tensor, torch.Tensor) or not _is_cut_alike(tensor, self.param):
+        if not isinstance(tensor, torch.Tensor) or not is_cut_alike(tensor, self.param):
             return None
         local = local_of(tensor)
         return local if local.shape == self.local.shape else None
 
     def gradient(self) -> torch.Tensor | None:
         """Return this rank's piece of the gradient, if it is cut as the parameter is."""
-        return local_of(self.grad).detach() if _is_cut_alike(self.grad, self.param) else None
+        return local_of(self.grad).detach() if is_cut_alike(self.grad, self.param) else None
 
 
 Rule = Callable[[Given], "Formula | None"]
@@ -117,7 +117,7 @@ def reaches(rule: Rule, param: Any, grad: Any) -> bool:
     """Return whether a rule's formula holds for a parameter as it is cut over the ranks."""
     if rule in (adafactor, adafactor_of_transformers, muon):
         return not is_dtensor(param)  # They use sums over the whole parameter: those of a shard are others.
-    return rule not in (sgd, lion) or grad is None or _is_cut_alike(grad, param)
+    return rule not in (sgd, lion) or grad is None or is_cut_alike(grad, param)
 
 
 def as_number(value: Any, device: torch.device) -> Number:
@@ -383,7 +383,7 @@ def _is_at_least_one(value: Number) -> bool:
     return not isinstance(value, torch.Tensor) and value >= 1.0
 
 
-def _is_cut_alike(tensor: Any, param: Any) -> bool:
+def is_cut_alike(tensor: Any, param: Any) -> bool:
     """Return whether a tensor lies on the ranks as a parameter does."""
     if is_dtensor(tensor) != is_dtensor(param):
         return False
