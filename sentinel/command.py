@@ -63,6 +63,38 @@ class ChangeConfig(msgspec.Struct, frozen=True, kw_only=True, tag="ChangeConfig"
     attempt: int = ANY_ATTEMPT
 
 
+class DumpTensors(msgspec.Struct, frozen=True, kw_only=True, tag="DumpTensors"):
+    """Write raw tensors into `<run>/dumps`, each rank what it holds. Obeyed only where the trainer's config allows it."""
+
+    id: str
+    seq: int
+    at_step: int
+    kinds: tuple[str, ...] = ("wgrad",)
+    targets: tuple[str, ...] = ()
+    """Names or globs of modules and parameters; empty: all."""
+    for_steps: int = 1
+    step_interval: int = 1
+    """Dump every this many steps, counted from at_step."""
+    first_n: int | None = None
+    """Only the first so many elements of each dimension of what a rank holds; None: all."""
+    ranks: tuple[int, ...] = ()
+    """Ranks that are meant; empty: all."""
+    reason: str = ""
+    attempt: int = ANY_ATTEMPT
+
+
+class DescribeStructure(msgspec.Struct, frozen=True, kw_only=True, tag="DescribeStructure"):
+    """Write down the model's structure as one step's first forward shows it, into `<run>/structure`."""
+
+    id: str
+    seq: int
+    at_step: int
+    ranks: tuple[int, ...] = ()
+    """Ranks that are meant; empty: all."""
+    reason: str = ""
+    attempt: int = ANY_ATTEMPT
+
+
 class WithdrawCommand(msgspec.Struct, frozen=True, kw_only=True, tag="WithdrawCommand"):
     """Forget a command that not every rank could obey in time."""
 
@@ -73,5 +105,5 @@ class WithdrawCommand(msgspec.Struct, frozen=True, kw_only=True, tag="WithdrawCo
     reason: str = ""
 
 
-Command = EnableMonitoring | DisableMonitoring | ChangeConfig | WithdrawCommand
+Command = EnableMonitoring | DisableMonitoring | ChangeConfig | DumpTensors | DescribeStructure | WithdrawCommand
 """Told apart by the JSON field `type`."""

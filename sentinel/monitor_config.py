@@ -29,7 +29,9 @@ PARAMETER_KINDS = (
 SITE_PLACEMENTS = ("shard", "replicate", "partial", "unknown")
 """What a user may say of a plain activation."""
 MEASURED_LABELS = tuple(kind.label for kind in MEASURED)
-COMMANDS = ("EnableMonitoring", "DisableMonitoring", "ChangeConfig")
+COMMANDS = ("EnableMonitoring", "DisableMonitoring", "ChangeConfig", "DescribeStructure", "DumpTensors")
+DEFAULT_COMMANDS = COMMANDS[:-1]
+"""Raw tensors are training data and fill disks: nobody orders them unless the trainer's own config says so."""
 MAX_CONFIG_BYTES = 2**20
 """A config is small; what is larger is another file."""
 
@@ -144,6 +146,44 @@ class SpoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"spool.max_bytes must be at least 2 x spool.file_bytes, got {self.max_bytes}")
 
 
+class DumpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Raw tensors, written as safetensors into `<run>/dumps`: each rank what it holds."""
+
+    kinds: tuple[str, ...] = ()
+    """What is dumped by itself; empty: nothing, until a command asks (`allow_commands`: DumpTensors)."""
+    targets: tuple[str, ...] = ()
+    """Modules or parameters, as in `targets`; empty: all."""
+    start_step: int = 0
+    """First step that is dumped."""
+    end_step: int | None = None
+    """Last step that may be dumped; None: no end but the quota's."""
+    step_interval: int = 1
+    """Dump every this many steps, counted from start_step."""
+    first_n: int | None = None
+    """Only the first so many elements of each dimension of what a rank holds; None: all."""
+    quota_bytes: int = 16 * 2**30
+    """Most bytes of dumps of one rank in a run, commands' included; 0: no dump at all. Past it a step is not dumped."""
+    in_flight_bytes: int = 2**30
+    """Most bytes held in memory on their way to the disk; what is more is left out, and said."""
+
+    def __post_init__(self) -> None:
+        for at, kind in enumerate(self.kinds):
+            _check_kind(f"dump.kinds[{at}]", kind)
+        for at, target in enumerate(self.targets):
+            try:
+                Target.parse(target)
+            except ValueError as error:
+                raise ConfigError(f"dump.targets[{at}]: {error}") from error
+        for key, least in (
+            ("start_step", 0), ("step_interval", 1), ("first_n", 1), ("quota_bytes", 0), ("in_flight_bytes", 2**20),
+        ):  # fmt: skip
+            value = getattr(self, key)
+            if value is not None and value < least:
+                raise ConfigError(f"dump.{key} must be at least {least}, got {value}")
+        if self.end_step is not None and self.end_step < self.start_step:
+            raise ConfigError(f"dump.end_step must be at least dump.start_step ({self.start_step}), got {self.end_step}")
+
+
 class MonitorConfig(Measurement, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What attach measures. Every field has a default: `attach(model, optimizer)` needs no config."""
 
@@ -160,8 +200,13 @@ class MonitorConfig(Measurement, frozen=True, kw_only=True, forbid_unknown_field
     """Elements with |x| <= zero_eps count as zeros; 0 counts exact zeros."""
     checksum: bool = True
     """Sum the bit patterns of params and reduced wgrads, so that replicas can be compared."""
-    allow_commands: tuple[str, ...] = COMMANDS
-    """Commands of the daemon that this trainer obeys; empty: none. ChangeConfig is an edit of this very file."""
+    allow_commands: tuple[str, ...] = DEFAULT_COMMANDS
+    """Commands of the daemon that this trainer obeys; empty: none. ChangeConfig is an edit of this very file, and
+    DumpTensors is obeyed only where it is named here."""
+    dump: DumpConfig = DumpConfig()
+    """Raw tensors."""
+    struct: bool = False
+    """Write down the model's structure at the first step, for `sentinel struct`, which can also ask at any time."""
     layer_offset: int | None = None
     """Number to add to this rank's local layer numbers; default: worked out by the daemon."""
     name_map: dict[str, str] = {}
@@ -327,6 +372,9 @@ def _convert(plain: dict[str, Any], kind: type[_StructT], where: Any) -> _Struct
 def _listed(plain: dict[str, Any]) -> dict[str, Any]:
     """Let one word stand for a list of one, and a probe that says nothing for one with the common schedule."""
     listed = {key: [value] if isinstance(value, str) and key in _LISTS else value for key, value in plain.items()}
+    dump = listed.get("dump")
+    if isinstance(dump, dict):
+        listed["dump"] = _listed(dump)
     probes = listed.get("probes")
     if isinstance(probes, list):
         probes = {kind: None for kind in probes if isinstance(kind, str)}

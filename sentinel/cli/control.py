@@ -1,4 +1,4 @@
-"""`sentinel enable` and `sentinel disable`: order more or less monitoring in a run that trains; no daemon needed."""
+"""`sentinel enable`, `disable` and `dump`: order monitoring, or raw tensors, in a run that trains; no daemon needed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import msgspec
 from sentinel.cli.main import CLEAN, FOUND, say
 from sentinel.cli.places import find_run
 from sentinel.cli.standing import Standing, standing_of
-from sentinel.command import DisableMonitoring, EnableMonitoring
+from sentinel.command import DescribeStructure, DisableMonitoring, DumpTensors, EnableMonitoring
 from sentinel.control.commands import CommandDesk
 from sentinel.control.policy import first_step
 from sentinel.errors import ConfigError
+from sentinel.monitor_config import MEASURED_LABELS
 from sentinel.record import KIND_LABELS
 
 PERSON_LATENCY_S = 0.5
@@ -95,6 +96,52 @@ def disable(run: str | None, kinds: str | None, targets: str | None, at_step: st
     return say_deaf(run_dir, standing)
 
 
+@click.command()
+@_RUN
+@click.option("--kinds", default="wgrad", show_default=True, metavar="KIND,...",
+              help=f"What is dumped, among {', '.join(MEASURED_LABELS)}.")  # fmt: skip
+@click.option("--targets", metavar="GLOB,...", help="Names of modules or parameters, `layers.3`. Default: all.")
+@_AT_STEP
+@click.option("--for-steps", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Steps it stands.")
+@click.option("--step-interval", type=click.IntRange(1), default=1, show_default=True, metavar="N",
+              help="Dump every so many of them.")  # fmt: skip
+@click.option("--first", "first_n", type=click.IntRange(0), default=0, show_default=True, metavar="N",
+              help="Only the first N elements of each dimension of what a rank holds; 0: all.")  # fmt: skip
+@click.option("--ranks", metavar="R,...", help="Ranks that are meant. Default: all; shards of others are then missing.")
+@_JSON
+def dump(
+    run: str | None,
+    kinds: str,
+    targets: str | None,
+    at_step: str,
+    for_steps: int,
+    step_interval: int,
+    first_n: int,
+    ranks: str | None,
+    as_json: bool,
+) -> int:
+    """Have each rank write raw tensors of a run that trains into RUN/dumps, as safetensors with their placement.
+
+    Obeyed only where the trainer's own config names DumpTensors in `allow_commands`, within its `dump.quota_bytes`. Join
+    them with `sentinel export RUN --format tensors`. Exit 1 when nobody listens.
+    """
+    run_dir, now = find_run(run), time.time()
+    standing = standing_of(run_dir, now)
+    command = desk_of(run_dir, standing).dump_tensors(
+        at_step=parse_step(run_dir, at_step, standing),
+        kinds=parse_measured(kinds),
+        targets=split(targets),
+        for_steps=for_steps,
+        step_interval=step_interval,
+        first_n=first_n or None,
+        ranks=parse_ranks(ranks),
+        reason="asked for at the command line",
+        now=now,
+    )
+    show(run_dir, command, as_json)
+    return say_deaf(run_dir, standing)
+
+
 def desk_of(run_dir: Path, standing: Standing) -> CommandDesk:
     """Return the desk of a run, for commands to those who train now; to whoever comes where nobody does."""
     desk = CommandDesk(run_dir)
@@ -111,7 +158,9 @@ def say_deaf(run_dir: Path, standing: Standing) -> int:
     return FOUND
 
 
-def show(run_dir: Path, command: EnableMonitoring | DisableMonitoring, as_json: bool) -> None:
+def show(
+    run_dir: Path, command: EnableMonitoring | DisableMonitoring | DumpTensors | DescribeStructure, as_json: bool
+) -> None:
     """Print what was ordered."""
     path = run_dir / "control" / f"{command.seq:06d}.json"
     if as_json:
@@ -132,6 +181,26 @@ def parse_kinds(text: str | None) -> tuple[str, ...]:
         if kind not in KIND_LABELS:
             raise ConfigError(f'--kinds: unknown kind "{kind}"; known: {", ".join(KIND_LABELS)}')
     return kinds
+
+
+def parse_measured(text: str) -> tuple[str, ...]:
+    """Return kinds that a trainer can measure; ConfigError names what is none."""
+    kinds = split(text)
+    for kind in kinds:
+        if kind not in MEASURED_LABELS:
+            raise ConfigError(f'--kinds: unknown kind "{kind}"; known: {", ".join(MEASURED_LABELS)}')
+    if not kinds:
+        raise ConfigError(f"--kinds: expected some of {', '.join(MEASURED_LABELS)}, got none")
+    return kinds
+
+
+def parse_ranks(text: str | None) -> tuple[int, ...]:
+    """Return the ranks between commas; ConfigError names what is none."""
+    words = split(text)
+    for word in words:
+        if not word.isdecimal():
+            raise ConfigError(f'--ranks: expected numbers of at least 0, got "{word}"')
+    return tuple(sorted({int(word) for word in words}))
 
 
 def parse_step(run_dir: Path, text: str, standing: Standing) -> int:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 PARQUET, TENSORBOARD, MSPROBE_CSV, MSPROBE, MEGATRON = "parquet", "tensorboard", "msprobe-csv", "msprobe", "megatron-stats"
 TABLES = (*FORMATS, PARQUET)
-DIRECTORIES = (TENSORBOARD, MSPROBE_CSV, MSPROBE, MEGATRON)
+TENSORS = "tensors"
+DIRECTORIES = (TENSORBOARD, MSPROBE_CSV, MSPROBE, MEGATRON, TENSORS)
 """Formats of several files: -o names a directory."""
 MEGATRON_FOLDER = "training_stats"
 
@@ -133,6 +134,7 @@ def export(
         sentinel export RUN --kind wgrad --statistic norm --aggregate 'global_grad_norm=*'
         sentinel export RUN --format parquet -o run.parquet --jobs 4
         sentinel export RUN --format tensorboard -o tb
+        sentinel export RUN --format tensors --steps 100 -o whole
 
     Exit 1 when there is nothing to write, 2 when a glob matches no name.
     """
@@ -156,6 +158,12 @@ def export(
         times=(start_time or 0.0, float("inf") if end_time is None else end_time) if timed else None,
         jobs=jobs, is_quiet=quiet,
     )  # fmt: skip
+    if form == TENSORS:
+        from sentinel.cli.export_tensors import export_tensors
+
+        if aggregates or statistics or timed or squash:
+            raise click.UsageError(f"--format {TENSORS} joins dumped tensors: --name, --kind, --steps, --attempt choose them")
+        return export_tensors(find_run(run), Path(output or ""), names, kinds, steps, attempt, as_json)
     paths = RunPaths.of(find_run(run), Path(state_dir) if state_dir else None)
     if vectors:
         from sentinel.cli.export_vectors import export_vectors

@@ -30,6 +30,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "check-config": ("sentinel.cli.check_config:check_config", "Check configuration files."),
     "enable": ("sentinel.cli.control:enable", "Switch monitoring on in a run that trains."),
     "disable": ("sentinel.cli.control:disable", "Switch monitoring off again."),
+    "dump": ("sentinel.cli.control:dump", "Have a run that trains write raw tensors."),
+    "struct": ("sentinel.cli.struct:struct", "Show a model's structure as its ranks see it."),
     "notify": ("sentinel.cli.notify:notify", "Try out notifications."),
     "doctor": ("sentinel.cli.doctor:doctor", "Say what this machine offers and what is missing."),
     "demo": ("sentinel.cli.demo:demo", "Train a small model, plant a fault, and find it."),

@@ -159,7 +159,7 @@ class Monitor:
         context = ProbeContext(
             self.recording, self._table, self.sites, self.plan, self.parameters, self.chunks, self._events, self.guard,
             place=lambda: self.place, step=lambda: self.current_step, is_measuring=lambda: self._is_measuring,
-            count=self._running.count,
+            count=self._running.count, config=self.config, attempt=self._attempt, descriptor=self._descriptor,
         )  # fmt: skip
         return [probe(context) for probe in PROBES]
 

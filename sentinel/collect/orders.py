@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from sentinel.collect.plan import Plan, parse_kinds
-from sentinel.command import ANY_ATTEMPT, ChangeConfig, Command, DisableMonitoring, EnableMonitoring, WithdrawCommand
+from sentinel.collect.plan import Dump, Plan, parse_kinds, parse_targets
+from sentinel.command import (
+    ANY_ATTEMPT,
+    ChangeConfig,
+    Command,
+    DescribeStructure,
+    DisableMonitoring,
+    DumpTensors,
+    EnableMonitoring,
+    WithdrawCommand,
+)
 from sentinel.errors import ConfigError
 from sentinel.messages import Ack
 from sentinel.monitor_config import Measurement, measurement_of
 from sentinel.place import Place
 
+Obeyed = EnableMonitoring | DisableMonitoring | ChangeConfig | DumpTensors | DescribeStructure
+"""Commands that wait for their step."""
 FROM_FILE = "file-"
 """How the id of a command begins that a rank made for itself from its config file."""
 
@@ -37,7 +48,7 @@ class Orders:
         self._allowed = frozenset(allowed)
         self._monitor = monitor
         self._attempt = attempt
-        self._pending: dict[str, EnableMonitoring | DisableMonitoring | ChangeConfig] = {}
+        self._pending: dict[str, Obeyed] = {}
         self._withdrawn: list[WithdrawCommand] = []
         self._active: dict[str, int | None] = {}
         self._former: dict[str, tuple[Measurement, str]] = {}
@@ -114,7 +125,7 @@ class Orders:
                 changed = True
         return changed
 
-    def _obey(self, order: EnableMonitoring | DisableMonitoring | ChangeConfig, step: int) -> None:
+    def _obey(self, order: Obeyed, step: int) -> None:
         plan = self._monitor.plan
         if isinstance(order, ChangeConfig):
             self._former = {order.id: (plan.measurement, plan.text_hash)}
@@ -125,6 +136,15 @@ class Orders:
                 first_step=step, command=order.id,
             )  # fmt: skip
             self._active[order.id] = request.ends_before
+        elif isinstance(order, DumpTensors):
+            request = plan.enable(
+                order.kinds, order.targets, per_micro_step=False, for_steps=order.for_steps, first_step=step,
+                command=order.id, step_interval=order.step_interval, dump=Dump(first_n=order.first_n),
+            )  # fmt: skip
+            self._active[order.id] = request.ends_before
+        elif isinstance(order, DescribeStructure):
+            plan.describe_structure(step, order.id)
+            self._active[order.id] = step + 1
         else:
             plan.disable(parse_kinds(order.kinds), order.targets, from_code=False)
             self._active = {n: e for n, e in self._active.items() if any(r.command == n for r in plan.requests)}
@@ -133,11 +153,21 @@ class Orders:
         self._monitor.acknowledge(Ack(command=command, state=state, step=step, reason=reason))
 
 
-def _check(command: EnableMonitoring | DisableMonitoring | ChangeConfig) -> None:
-    """Raise ConfigError for what this version cannot measure."""
+def _check(command: Obeyed) -> None:
+    """Raise ConfigError for what this version cannot do."""
+    if isinstance(command, DescribeStructure):
+        return
     if isinstance(command, ChangeConfig):
         measurement_of(command.settings)
         return
     parse_kinds(command.kinds)
-    if isinstance(command, EnableMonitoring) and command.for_steps is not None and command.for_steps < 1:
+    if isinstance(command, DisableMonitoring):
+        return
+    if command.for_steps is not None and command.for_steps < 1:
         raise ConfigError(f"for_steps must be at least 1, got {command.for_steps}")
+    if isinstance(command, DumpTensors):
+        parse_targets(command.targets)
+        if command.step_interval < 1:
+            raise ConfigError(f"step_interval must be at least 1, got {command.step_interval}")
+        if command.first_n is not None and command.first_n < 1:
+            raise ConfigError(f"first_n must be at least 1, got {command.first_n}")

@@ -23,8 +23,15 @@ _GOLDEN = 2654435769
 """2**32 over the golden ratio: neighbours in the forward get turns that lie far apart, and every turn as many."""
 
 
+class Dump(msgspec.Struct, frozen=True, kw_only=True):
+    """How the tensors that a request measures are written as they are, besides."""
+
+    first_n: int | None = None
+    """Only the first so many elements of each dimension; None: all."""
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One wish to measure more, in every step while it stands."""
+    """One wish to measure more, in every step while it stands, or every so many."""
 
     kinds: frozenset[Kind]
     targets: tuple[str, ...] = ()
@@ -34,15 +41,27 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """First step that no longer belongs to it."""
     command: str = ""
     """Id of the command it came from; empty: from code."""
+    first_step: int = 0
+    step_interval: int = 1
+    dump: Dump | None = None
+    is_structure: bool = False
+    """It asks for the structure of the model, and for no kind."""
 
 
 class Wish:
-    """Kinds that share a schedule: a part of the config, or a request (which has none: it is due at every step)."""
+    """Kinds that share a schedule: a part of the config, or a request (which has none: it is due while it stands)."""
 
-    def __init__(self, kinds: frozenset[Kind], targets: Sequence[str], schedule: ProbeSchedule | None) -> None:
+    def __init__(
+        self,
+        kinds: frozenset[Kind],
+        targets: Sequence[str],
+        schedule: ProbeSchedule | None,
+        request: Request | None = None,
+    ) -> None:
         self.kinds = kinds
         self.targets = tuple(Target.parse(text) for text in targets)
         self.schedule = schedule
+        self.request = request
         self.num_collected = 0
         """Measured steps since this config came in force."""
         self.is_due = schedule is None
@@ -56,7 +75,10 @@ class Wish:
         """Return (is open, is due) at `step`."""
         one = self.schedule
         if one is None:
-            return True, True
+            if self.request is None or self.request.dump is None:
+                return True, True
+            since = step - self.request.first_step
+            return since >= 0, since >= 0 and since % self.request.step_interval == 0
         since = step - (one.start_step or 0)
         is_over = one.collect_times is not None and self.num_collected >= one.collect_times
         if since < 0 or is_over or not is_enabled or (one.ranks and rank not in one.ranks):
@@ -89,6 +111,8 @@ class Plan:
         """Kinds of the config that code has switched off."""
         self._config: list[Wish] = []
         self._wishes: list[Wish] = []
+        self._step = 0
+        """The running step, or the one that comes next."""
         self._due: frozenset[int] = frozenset()
         """Kinds of which the running step measures some tensors, or all."""
         self._whole: frozenset[int] = frozenset()
@@ -112,7 +136,10 @@ class Plan:
         self._renew()
 
     def _renew(self) -> None:
-        self._wishes = [*self._config, *(Wish(r.kinds, r.targets, None) for r in self.requests)]
+        asked = [Wish(r.kinds, r.targets, None, r) for r in self.requests]
+        for wish in asked:
+            wish.is_open, wish.is_due = wish.decide(self._step, self._rank(), True)
+        self._wishes = [*self._config, *asked]
         self.generation += 1
         self._sum_up()
 
@@ -158,12 +185,14 @@ class Plan:
 
     def foresee(self, step: int) -> None:
         """Decide what hooks the first step will need: a compiled model must have them before it is called."""
+        self._step = step
         for wish in self._wishes:
             wish.is_open, wish.is_due = wish.decide(step, self._rank(), self.measurement.enabled)
         self._sum_up()
 
     def begin(self, step: int) -> bool:
         """Decide what `step` measures, and count it; True when hooks must change."""
+        self._step = step
         former = [wish.is_open for wish in self._wishes]
         for wish in self._wishes:
             wish.begin(step, self._rank(), self.measurement.enabled)
@@ -230,6 +259,8 @@ class Plan:
         for_steps: int | None,
         first_step: int,
         command: str = "",
+        step_interval: int = 1,
+        dump: Dump | None = None,
     ) -> Request:
         """Measure more, beginning with `first_step`; ConfigError on unknown kinds, broken targets, less than one step."""
         if for_steps is not None and for_steps < 1:
@@ -240,10 +271,53 @@ class Plan:
             per_micro_step=per_micro_step,
             ends_before=None if for_steps is None else first_step + for_steps,
             command=command,
+            first_step=first_step,
+            step_interval=step_interval,
+            dump=dump,
         )
         self.requests.append(request)
         self._renew()
         return request
+
+    def describe_structure(self, step: int | None, command: str = "") -> None:
+        """Ask for the structure of the model as the forward of `step` shows it; None: as the next one does."""
+        ends = None if step is None else step + 1
+        self.requests.append(Request(kinds=frozenset(), ends_before=ends, command=command, is_structure=True))
+        self._renew()
+
+    def forget_structure(self) -> None:
+        """The structure is known."""
+        self._keep([request for request in self.requests if not request.is_structure])
+
+    @property
+    def asks_for_structure(self) -> bool:
+        """Whether somebody wants the structure of the model from the running step, or the next."""
+        return any(request.is_structure for request in self.requests)
+
+    def dumps(self, entry: Entry) -> list[Request]:
+        """Return the requests that want this tensor as it is, in the running step."""
+        if not self.is_dumping:
+            return []
+        name, _, path = entry.name.partition(":")
+        return [
+            wish.request
+            for wish in self._wishes
+            if wish.is_due
+            and wish.request is not None
+            and wish.request.dump is not None
+            and entry.kind in wish.kinds
+            and means(wish.targets, (name,), path)
+        ]
+
+    @property
+    def is_dumping(self) -> bool:
+        """Whether the running step dumps anything."""
+        return any(wish.is_due and wish.request is not None and wish.request.dump is not None for wish in self._wishes)
+
+    @property
+    def will_dump(self) -> bool:
+        """Whether a dump is asked for, in this step or a later one."""
+        return any(request.dump is not None for request in self.requests)
 
     def withdraw(self, request: Request) -> None:
         """Forget one request."""
@@ -266,7 +340,7 @@ class Plan:
         ]
         if from_code and not targets:
             self._gone |= gone
-        self._keep([request for request in left if request.kinds])
+        self._keep([request for request in left if request.kinds or request.is_structure])
         self._renew()
         return before != (self._gone, self.requests)
 

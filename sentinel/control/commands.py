@@ -23,7 +23,9 @@ from sentinel.command import (
     ANY_ATTEMPT,
     ChangeConfig,
     Command,
+    DescribeStructure,
     DisableMonitoring,
+    DumpTensors,
     EnableMonitoring,
     WithdrawCommand,
 )
@@ -45,7 +47,11 @@ MAX_REMEMBERED = 1000
 SCAN_INTERVAL_S = 0.2
 """Least time between two looks for commands that others wrote (chosen; a remote directory is slow to list)."""
 
-_CommandT = TypeVar("_CommandT", EnableMonitoring, DisableMonitoring, ChangeConfig, WithdrawCommand)
+Obeyed = EnableMonitoring | DisableMonitoring | ChangeConfig | DumpTensors | DescribeStructure
+"""Commands that ranks obey at their step."""
+_CommandT = TypeVar(
+    "_CommandT", EnableMonitoring, DisableMonitoring, ChangeConfig, DumpTensors, DescribeStructure, WithdrawCommand
+)
 _FILE = re.compile(r"(\d{6,})\.json")
 _DECODER: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 
@@ -193,6 +199,46 @@ class CommandDesk:
             "config", key, now,
         )  # fmt: skip
 
+    def dump_tensors(
+        self,
+        *,
+        at_step: int,
+        now: float,
+        kinds: tuple[str, ...] = ("wgrad",),
+        targets: tuple[str, ...] = (),
+        for_steps: int = 1,
+        step_interval: int = 1,
+        first_n: int | None = None,
+        ranks: tuple[int, ...] = (),
+        reason: str = "",
+        source: str = "cli",
+        key: str = "",
+    ) -> DumpTensors:
+        """Write an order to dump raw tensors from `at_step` on; the one already written when `key` was used before."""
+        known = self.find(key)
+        if known is not None and isinstance(known.command, DumpTensors):
+            return known.command
+        return self._write(
+            lambda seq: DumpTensors(
+                id=command_id(seq, at_step, key or repr(now)), seq=seq, at_step=at_step, kinds=kinds, targets=targets,
+                for_steps=for_steps, step_interval=step_interval, first_n=first_n, ranks=ranks, reason=reason,
+                attempt=self.attempt,
+            ),
+            source, key, now,
+        )  # fmt: skip
+
+    def describe(
+        self, *, at_step: int, now: float, ranks: tuple[int, ...] = (), reason: str = "", source: str = "cli"
+    ) -> DescribeStructure:
+        """Write an order to write down the model's structure as the forward of `at_step` shows it."""
+        return self._write(
+            lambda seq: DescribeStructure(
+                id=command_id(seq, at_step, repr(now)), seq=seq, at_step=at_step, ranks=ranks, reason=reason,
+                attempt=self.attempt,
+            ),
+            source, "", now,
+        )  # fmt: skip
+
     def withdraw(self, command: str, *, now: float, reason: str = "", source: str = "policy") -> WithdrawCommand:
         """Write that a command is to be forgotten."""
         return self._write(
@@ -326,7 +372,7 @@ class CommandDesk:
             elif live and len(set(obeying)) == len(live):
                 self._enter_state(status, "applied", now)
         if status.state in ("applied", "partial") and live:
-            if not isinstance(command, EnableMonitoring):
+            if not isinstance(command, (EnableMonitoring, DumpTensors)):
                 if isinstance(command, DisableMonitoring):
                     self._end_disabled(command, now)
                 self._enter_state(status, "ended", now)
@@ -339,7 +385,7 @@ class CommandDesk:
     def _move_issued(
         self,
         status: CommandStatus,
-        command: EnableMonitoring | DisableMonitoring | ChangeConfig,
+        command: Obeyed,
         ended: Mapping[int, int],
         acks: Mapping[int, str],
         obeying: Collection[int],
@@ -382,7 +428,7 @@ class CommandDesk:
         for status in self._statuses.values():
             command = status.command
             if (
-                isinstance(command, EnableMonitoring)
+                isinstance(command, (EnableMonitoring, DumpTensors))
                 and status.state in ("issued", "armed", "applied", "partial")
                 and command.seq < disable.seq
                 and (not disable.kinds or set(command.kinds) <= set(disable.kinds))
@@ -476,7 +522,7 @@ def command_id(seq: int, at_step: int, what: str) -> str:
     return f"c{seq:06d}-" + hashlib.blake2b(f"{seq}\x1f{at_step}\x1f{what}".encode(), digest_size=4).hexdigest()
 
 
-def _is_over(command: EnableMonitoring, step: int) -> bool:
+def _is_over(command: EnableMonitoring | DumpTensors, step: int) -> bool:
     return command.for_steps is not None and step >= command.at_step + command.for_steps
 
 

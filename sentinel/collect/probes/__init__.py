@@ -13,9 +13,11 @@ from sentinel.collect.probes.attention import Attention
 from sentinel.collect.probes.channel import Channel
 from sentinel.collect.probes.comm import Communication
 from sentinel.collect.probes.context import Event, Events, ProbeContext
+from sentinel.collect.probes.dump import TensorDump
 from sentinel.collect.probes.optimizer_state import OptimizerState
 from sentinel.collect.probes.precision import Precision
 from sentinel.collect.probes.saturation import Saturation
+from sentinel.collect.probes.structure_print import StructurePrint
 from sentinel.collect.probes.update import Update
 from sentinel.collect.probes.wgrad_unreduced import WgradUnreduced
 
@@ -27,6 +29,8 @@ PROBES: tuple[Probe, ...] = (
     Update,
     OptimizerState,
     Communication,
+    TensorDump,
+    StructurePrint,
     Attention,
     Precision,
     Saturation,

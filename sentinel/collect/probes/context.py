@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from sentinel.collect.attempt import Attempt
 from sentinel.collect.gradients import Parameters
 from sentinel.collect.inert import Inert
 from sentinel.collect.plan import Plan
@@ -17,6 +18,8 @@ from sentinel.collect.recording import Recording
 from sentinel.collect.sites import Sites
 from sentinel.collect.taps import Chunk, in_backward
 from sentinel.collect.tensors import TensorTable
+from sentinel.messages import Descriptor
+from sentinel.monitor_config import MonitorConfig
 from sentinel.place import Place
 
 P = ParamSpec("P")
@@ -81,6 +84,12 @@ class ProbeContext:
     """Whether a step runs: what is seen outside of one belongs to nobody."""
     count: Callable[[dict[str, int]], None]
     """Take note of tensors measured: kind to number (`EndStep.due`)."""
+    config: MonitorConfig
+    """As it was at attach; what may change while training is in the plan."""
+    attempt: Attempt
+    """The run, its directory, and the attempt."""
+    descriptor: Callable[[], Descriptor]
+    """What this rank says of itself, made now: not at every step."""
 
     def watch(self, chunk: Chunk, name: str, module: nn.Module, call: ForwardCall) -> RemovableHandle:
         """Call `call(args, kwargs, output, micro_step)` after each counted training forward of a module.

@@ -1,0 +1,115 @@
+"""The thread that writes dumps: waits for copies, counts the quota, and leaves no half of a file behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from sentinel.dump import DUMPS, HEAD_KEY, DumpHead, dump_path
+from sentinel.tensor_file import header_of, total_bytes, write_tensors
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32",
+    torch.uint64: "U64", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}  # fmt: skip
+"""Dtype -> as the safetensors format calls it."""
+
+
+@dataclasses.dataclass
+class StepDump:
+    """What one rank dumps of one step."""
+
+    head: DumpHead
+    tensors: dict[str, torch.Tensor]
+    """Name in the file -> a copy on the host, or on its way there."""
+    events: list[Any]
+    """Of the streams that copy."""
+    num_bytes: int
+
+
+class DumpWriter:
+    """Writes what `submit` hands over, in order. Its thread begins with the first dump."""
+
+    def __init__(self, run_dir: Path, quota_bytes: int, tell: Callable[[str, str, str], None]) -> None:
+        """tell: (code, message, site): notes something for the log and the daemon."""
+        self.is_full = False
+        """The quota is used up: nothing more need be copied."""
+        self.num_written = 0
+        """Bytes that no longer wait, written or given up. Only this thread changes it."""
+        self._run_dir = run_dir
+        self._quota_bytes = quota_bytes
+        self._tell = tell
+        self._queue: queue.SimpleQueue[StepDump | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._used: int | None = None
+
+    def submit(self, dump: StepDump) -> None:
+        """Hand a step over; does not wait."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="sentinel-dump", daemon=True)
+            self._thread.start()
+        self._queue.put(dump)
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what there is and end; False when that took too long."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return True
+        self._queue.put(None)
+        thread.join(timeout_s)
+        return not thread.is_alive()
+
+    def _run(self) -> None:
+        while (dump := self._queue.get()) is not None:
+            try:
+                self._write(dump)
+            except Exception as error:
+                self._tell("dump_failed", f"step {dump.head.step}: {type(error).__name__}: {error}", "")
+            finally:
+                self.num_written += dump.num_bytes
+            del dump
+
+    def _write(self, dump: StepDump) -> None:
+        head = dump.head
+        for event in dump.events:
+            event.synchronize()
+        stored = {
+            name: (DTYPES[tensor.dtype], tuple(tensor.shape), _bytes_of(tensor)) for name, tensor in dump.tensors.items()
+        }
+        metadata = {"format": "pt", HEAD_KEY: msgspec.json.encode(head).decode()}
+        start, _ = header_of({name: one[:2] for name, one in stored.items()}, metadata)
+        num_bytes = len(start) + dump.num_bytes
+        if self._used is None:
+            # Of all attempts: a run that restarts has the disk that it had.
+            self._used = total_bytes((self._run_dir / DUMPS).glob(f"attempt*/step*/rank{head.rank}.safetensors"))
+        if self._used + num_bytes > self._quota_bytes:
+            self.is_full = True
+            self._tell(
+                "dump_quota",
+                f"step {head.step} is not dumped: {num_bytes} bytes more than the {self._used} there would pass "
+                f"dump.quota_bytes ({self._quota_bytes})",
+                "",
+            )
+            return
+        path = dump_path(self._run_dir, head.attempt, head.step, head.rank)
+        try:
+            self._used += write_tensors(path, stored, metadata)
+        except FileExistsError:
+            self._tell("dump_failed", f"step {head.step}: {path} is there already and stays as it is", "")
+        except OSError as error:
+            code = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "dump_failed"
+            self._tell(code, f"step {head.step} is not dumped: {path}: {error.strerror or error}", "dump")
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
