@@ -100,7 +100,7 @@ def measure_one(
     if all(size > 0 for _, size in pairs):
         for stride, size in pairs:
             times *= size if stride == 0 else 1
-        pairs = [pair for pair in pairs if pair[0] != 0]
+        pairs = _joined([pair for pair in pairs if pair[0] != 0])
     width = ELEMENT_BYTES[dtype]
     parts = [_measure_chunk(chunk, dtype, zero_eps, checksum) for chunk in _chunks(pointer, pairs, dtype, width)]
     whole = merge_rows(np.concatenate(parts), np.zeros(len(parts), np.int32), 1) if parts else np.full(1, EMPTY_STATS)
@@ -109,6 +109,17 @@ def measure_one(
     if accumulate:
         whole = merge_rows(np.concatenate([words, whole]), np.zeros(2, np.int32), 1)
     words[:] = whole
+
+
+def _joined(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return (stride, size) pairs where those that follow one another without a gap are one."""
+    joined: list[tuple[int, int]] = []
+    for stride, size in pairs:
+        if joined and joined[-1][0] == stride * size:
+            joined[-1] = (stride, joined[-1][1] * size)
+        else:
+            joined.append((stride, size))
+    return joined
 
 
 def _chunks(pointer: int, pairs: list[tuple[int, int]], dtype: int, width: int) -> Iterator[np.ndarray]:
@@ -162,13 +173,17 @@ def fp8_values(dtype: int) -> np.ndarray:
     exponent, mantissa = rest >> mantissa_bits, rest & (1 << mantissa_bits) - 1
     size = np.where(exponent > 0, mantissa + (1 << mantissa_bits), mantissa).astype(np.float64)
     size = np.ldexp(size, np.maximum(exponent, 1) - bias - mantissa_bits)
+    bits = np.where(byte < 0x80, size, -size).astype(np.float32).view(np.uint32)
+    # The patterns of what is not finite are those that torch widens them to, but for the one nan of fnuz.
+    sign = (byte >> 7).astype(np.uint32) << np.uint32(31)
     if is_fnuz:
-        size[0x80] = np.nan
+        bits[0x80] = 0x7FC00000
     elif mantissa_bits == 3:
-        size[rest == 0x7F] = np.nan
+        bits[rest == 0x7F] = sign[rest == 0x7F] | 0x7FF00000
     else:
-        size[exponent == 31] = np.where(mantissa[exponent == 31] > 0, np.nan, np.inf)
-    values: np.ndarray = np.where(byte < 0x80, size, -size).astype(np.float32)
+        payload = np.array([0x7F800000, 0x7FE00000, 0x7FC00000, 0x7FE00000], np.uint32)
+        bits[exponent == 31] = sign[exponent == 31] | payload[mantissa[exponent == 31]]
+    values: np.ndarray = bits.view(np.float32)
     return values
 
 

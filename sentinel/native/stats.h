@@ -103,8 +103,13 @@ static uint16_t bf16_of_fp8(unsigned byte, int mantissa_bits, int bias, int is_f
     const int exponent = (int)(rest >> mantissa_bits), top = (1 << (7 - mantissa_bits)) - 1;
     float f;
     uint32_t bits;
-    if (is_fnuz ? byte == 0x80u : mantissa_bits == 3 ? rest == 0x7fu : exponent == top && mantissa) return 0x7fc0u;
-    if (!is_fnuz && mantissa_bits == 2 && exponent == top) return sign ? 0xff80u : 0x7f80u;
+    if (is_fnuz) {
+        if (byte == 0x80u) return 0x7fc0u;
+    } else if (mantissa_bits == 3) {
+        if (rest == 0x7fu) return (uint16_t)(sign << 15 | 0x7ff0u);
+    } else if (exponent == top) { /* infinity; nans as they are widened by way of fp16 */
+        return (uint16_t)(sign << 15 | (mantissa ? 0x7fc0u | mantissa << 5 : 0x7f80u));
+    }
     const double unit = power_of_two((exponent ? exponent : 1) - bias - mantissa_bits);
     f = (float)((double)(mantissa + (exponent ? 1u << mantissa_bits : 0)) * unit);
     if (sign) f = -f;

@@ -138,6 +138,72 @@ def test_kurtosis_within_1e_5_far_from_zero(library, dtype, mean_over_std):
 
 
 @implementations
+@pytest.mark.parametrize(
+    ("mean_over_std", "scale"), [(10.0, 1.0), (100.0, 1.0), (1e3, 1.0), (1e4, 1.0), (0.0, 1e-25), (1.0, 1e-25), (0.0, 1e12)]
+)
+def test_rows_of_the_field_notes(library, mean_over_std, scale):
+    x = (np.random.default_rng(5).standard_normal(1_000_000) + mean_over_std) * scale
+    memory = stored(x**2 / scale if scale == 1e-25 else x, "f32")
+
+    assert_same(measured(library, memory, "f32"), reference(memory))
+
+
+@st.composite
+def stretches(draw) -> tuple[str, np.ndarray]:
+    """Stretches of nothing alike: what was learned from one, or from a sample, misleads about the next."""
+    dtype = draw(st.sampled_from(["f32", "f32", "bf16", "f64", "f16"]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    parts = []
+    for _ in range(draw(st.integers(1, 4))):
+        size = draw(st.sampled_from([1, 500, 32_768, 40_000, 70_001]))
+        mean = draw(st.sampled_from([0.0, 0.0, 1.0, -300.0, 1e4]))
+        shape = draw(st.sampled_from(["normal", "constant", "ramp", "steps", "spikes", "zeros", "positive"]))
+        part = {
+            "normal": lambda n=size: rng.standard_normal(n),
+            "constant": lambda n=size: np.full(n, 0.1),
+            "ramp": lambda n=size: np.linspace(-3, 3, n),
+            "steps": lambda n=size: np.repeat(rng.standard_normal(n // 500 + 1) * 100, 500)[:n],
+            "spikes": lambda n=size: (rng.random(n) < 1e-3) * 100.0,
+            "zeros": np.zeros,
+            "positive": lambda n=size: rng.standard_normal(n) ** 2,
+        }[shape]
+        part = (part(size) if shape == "zeros" else part() + mean) * 10.0 ** draw(st.sampled_from([0, 0, -3, 2]))
+        parts.append(part)
+    x = np.concatenate(parts) * 10.0 ** (0 if dtype == "f16" else draw(st.sampled_from([0, -20, 12])))
+    if draw(st.booleans()):
+        x[:: x.size // 4 + 1] = 0.0
+    memory = stored(x, dtype)
+    for bad in draw(st.sets(st.sampled_from([np.nan, np.inf, -np.inf]), max_size=2)):
+        spots = slice(draw(st.integers(0, x.size - 1)), None, draw(st.sampled_from([1, 2, 5000, 10**9])))
+        memory[spots] = stored(np.array([bad]), dtype)
+    return dtype, memory
+
+
+@implementations
+@settings(max_examples=40, deadline=None)
+@given(case=stretches())
+def test_no_guess_misleads(library, case):
+    dtype, memory = case
+
+    assert_same(measured(library, memory, dtype), reference(memory))
+
+
+@implementations
+@pytest.mark.parametrize("dtype", ["f32", "f64", "bf16", "f16"])
+def test_checksum_of_every_size_and_of_extreme_patterns(library, dtype):
+    """The sum is kept in parts, each modulo something: none may slip, whatever the patterns."""
+    bits = {"f32": np.uint32, "f64": np.uint64, "bf16": np.uint16, "f16": np.uint16}[dtype]
+    top = int(np.iinfo(bits).max)
+    for pattern in ([0], [top], [0, top], [1], [top // 2 + 1], [top, top // 2]):
+        words = np.resize(np.array(pattern, bits), 100_003)
+        for size in (*range(70), 32_768, 100_003):
+            memory = words[:size] if dtype in ("bf16",) else words[:size].view(stored(np.zeros(1), dtype).dtype)
+            expected = int(words[:size].astype(np.uint64).sum(dtype=np.uint64))
+
+            assert measured(library, memory, dtype)["checksum"] == expected
+
+
+@implementations
 def test_largest_finite_values_do_not_overflow(library):
     memory = np.full(10_000, np.finfo(np.float32).max, np.float32)
     memory[::2] *= -1
