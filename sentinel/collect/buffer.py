@@ -1,11 +1,23 @@
-"""The rows of one step: preallocated, filled in place by the kernels, on the host or on the way to it."""
+"""The rows of one step: preallocated, filled in place by the kernels, on the host or on the way to it.
+
+A row measured on an accelerator travels by itself, as soon as it is finished: the kernel's last program writes it straight
+into pinned host memory, which the device addresses as its own (or, from kernels that cannot, a small copy behind the
+kernel takes it there). No call is needed to fetch it, so a step that ends in a device assert, after which every call
+raises, still leaves what was finished before; and so does a step that hangs. A copy at the end of the step, or every so
+many rows, would lose just the rows beside the fault; and a write of 128 bytes costs the kernel less than any copy.
+
+Such a row lies in a slot of 16 words: its statistics, the epoch of the buffer, and a seal, which is a digest of both. The
+host takes a slot whose seal fits and whose epoch is the running one. So no order of the writes is relied upon, a slot of
+which only a part has arrived is not taken for a row, and to forget a step is to count the epoch on: no memory is touched.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,15 +28,17 @@ from sentinel.record import NONE_ID, ROW_DTYPE, STATS_DTYPE, STATS_OFFSET, Flag,
 
 WORDS = STATS_DTYPE.itemsize // 8
 """Words of statistics a row: twelve."""
+SLOT_WORDS = 16
+"""Words of a slot in pinned memory: the statistics, epoch, seal, two that mean nothing. One line of memory."""
+SLOT_BYTES = 8 * SLOT_WORDS
+EPOCH, SEAL = WORDS, WORDS + 1
+SEAL_FACTOR = 0x9E3779B97F4A7C15
 
 GRADIENT_KINDS = [int(Kind.DGRAD), int(Kind.DGRAD_IN), int(Kind.WGRAD_UNREDUCED)]
 """Read while a backward runs: nobody has divided them by the scale of the loss yet."""
 SCALED_KINDS = [int(Kind.WGRAD), *GRADIENT_KINDS]
 
 _META = struct.Struct("<IBBHiIIIIIii")
-_NOT_ARRIVED = -1
-"""The count of a row whose statistics have not reached the host."""
-
 _EMPTY_ROW = np.zeros((), ROW_DTYPE)
 _EMPTY_ROW["min"], _EMPTY_ROW["max"] = np.inf, -np.inf
 
@@ -32,11 +46,11 @@ _EMPTY_ROW["min"], _EMPTY_ROW["max"] = np.inf, -np.inf
 class StepRows:
     """A buffer of rows. One thread fills it, hands it over, another one finishes and resets it: never both at once.
 
-    Rows of CPU tensors are written straight into `array`. Rows of tensors on an accelerator are written into a buffer
-    there, which `begin_copy` sends home and `finish` waits for.
+    Rows of CPU tensors are written straight into `array`. Those of tensors on an accelerator go to pinned memory, each
+    when it is finished; `finish` waits for the last of them and moves them into `array`.
     """
 
-    def __init__(self, capacity: int = 4096) -> None:
+    def __init__(self, capacity: int = 4096, open_device: Callable[[torch.device, int], DeviceStats] | None = None) -> None:
         self.array = np.full(capacity, _EMPTY_ROW)
         """[capacity] ROW_DTYPE. Its rows up to num_rows count; complete after `finish`."""
         self.num_rows = 0
@@ -53,6 +67,7 @@ class StepRows:
         self._bytes = memoryview(b"")
         self._words = torch.empty(0)
         self._devices: dict[torch.device, DeviceStats] = {}
+        self._open_device = open_device or DeviceStats
         self._point_into_array()
 
     def _point_into_array(self) -> None:
@@ -92,7 +107,7 @@ class StepRows:
         self.array, self.capacity = array, capacity
         self._point_into_array()
         for device in self._devices.values():
-            device.grow(capacity)
+            device.grow(capacity, self.num_rows)
 
     def truncate(self, num_rows: int) -> None:
         """Forget the rows from `num_rows` on."""
@@ -105,10 +120,19 @@ class StepRows:
         """Return where a kernel writes the statistics of rows: [num_rows, 12] int64 words on `device` (f64 bits by view)."""
         if device.type == "cpu":
             return self._words[first_row : first_row + num_rows]
+        return self.on(device).staged(first_row, num_rows)
+
+    def on(self, device: torch.device) -> DeviceStats:
+        """Return the rows' statistics on an accelerator; the first call for a device allocates."""
         stats = self._devices.get(device)
         if stats is None:
-            stats = self._devices[device] = DeviceStats(device, self.capacity)
-        return stats.rows(first_row, num_rows)
+            stats = self._devices[device] = self._open_device(device, self.capacity)
+        return stats
+
+    def send(self) -> None:
+        """Send what `stats_on` was asked for and is written now on its way, behind the work that writes it."""
+        for device in self._devices.values():
+            device.send()
 
     def take_scale(self, scale: torch.Tensor | None, *, wgrads_are_scaled: bool) -> None:
         """Note what the loss was multiplied by; None: nothing, or an adapter said it already."""
@@ -116,14 +140,14 @@ class StepRows:
             self.grad_scale, self.wgrads_are_scaled = scale, wgrads_are_scaled or self.is_read_early
 
     def begin_copy(self) -> None:
-        """Send rows on accelerators towards the host, behind the work that fills them. Does not wait."""
+        """Note on every accelerator where the work that fills rows ends, so that `finish` can wait. Does not wait."""
         for device in self._devices.values():
-            device.begin_copy(self.num_rows)
+            device.close()
 
     def finish(self, *, wait: bool = True) -> int:
         """Complete `array`; return the number of rows that never arrived (0, unless the device failed).
 
-        Waits for the copy, so it is called off the training thread. With wait=False it makes no call to the device, and
+        Waits for the device, so it is called off the training thread. With wait=False it makes no call to the device, and
         takes what has arrived: after a device assert every call raises. Rows that did not arrive are empty and DEGRADED.
         """
         used = self.array[: self.num_rows]
@@ -151,84 +175,225 @@ class StepRows:
             device.reset()
 
 
-class DeviceStats:
-    """Statistics of rows on one accelerator, and their pinned mirror on the host."""
+class Accelerator:
+    """The few calls that rows need of a device's runtime."""
 
-    def __init__(self, device: torch.device, capacity: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._module = torch.get_device_module(device)
+        self.raw_stream: Callable[[], int] = self._stream_id
+        """Returns a number that tells the current streams apart: on CUDA their handle, in a tenth of a microsecond."""
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self.raw_stream = functools.partial(torch._C._cuda_getCurrentRawStream, index)
+
+    def _stream_id(self) -> int:
+        return int(self.current_stream().stream_id)
+
+    def current_stream(self) -> Any:
+        """Return the current stream of the device."""
+        return self._module.current_stream(self.device)
+
+    def event(self) -> Any:
+        """Return an event; it must not be recorded before it is needed."""
+        return self._module.Event()
+
+    def pinned(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return int64 zeros in pinned memory, which the device addresses as the host does."""
+        return torch.zeros(shape, dtype=torch.int64, pin_memory=True)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros on the device, filled on its current stream."""
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+
+class DeviceStats:
+    """Statistics of rows measured on one accelerator, and the pinned slots in which they reach the host."""
+
+    def __init__(self, device: torch.device, capacity: int, accelerator: Accelerator | None = None) -> None:
+        self.device = device
+        self.accelerator = accelerator or Accelerator(device)
         self.is_row = np.zeros(capacity, bool)
         """[capacity] which rows of the step are measured here."""
         self.is_used = False
-        self._stats = torch.empty((capacity, WORDS), dtype=torch.int64, device=device)
-        self._pinned = _pin(capacity)
-        self._module = torch.get_device_module(device)
+        self.epoch = 1
+        """How often this buffer was begun anew; in every slot that counts."""
+        self.boundary = 0
+        """Rows from this one on lie in the newest slots, those before in older ones: the buffer grew since."""
+        self.address = 0
+        """Where the slot of row 0 would lie among the newest; that of row i lies i * SLOT_BYTES behind."""
+        self.counters = 0
+        """Where on the device the int32 counter of row 0 lies, 0 between launches: how many parts of a row are done."""
+        self._slots: list[tuple[int, torch.Tensor]] = []
+        self._stage = torch.empty(0)
+        self._kept: list[torch.Tensor] = []
+        self.stage = 0
+        """Where row 0 lies on the device: 16 words a row, as in the slots."""
+        self._pending: list[tuple[int, int]] = []
         self._streams: dict[int, Any] = {}
-        self._copy_stream: Any = None
-        self._arrived: Any = None
+        self._ends: list[Any] = []
+        self._spare: list[Any] = []
+        self._make(capacity, 0)
 
-    def grow(self, capacity: int) -> None:
-        """Make room for more rows; those written on another stream than the current one must not be in flight."""
-        stats = torch.empty((capacity, WORDS), dtype=torch.int64, device=self.device)
-        current = self._module.current_stream(self.device)
+    def _make(self, capacity: int, first_row: int) -> None:
+        slots = self.accelerator.pinned((capacity, SLOT_WORDS))
+        counters = self.accelerator.zeros((capacity,), torch.int32)
+        stage = self.accelerator.zeros((capacity, SLOT_WORDS), torch.int64)
+        if self._kept:
+            stage[: len(self._stage)].copy_(self._stage)
+        # Never freed while the buffer lives: work that is on its way writes there, and no allocator knows of it.
+        self._kept += [slots, counters, stage]
+        self._slots.append((first_row, slots))
+        self._stage = stage
+        self.boundary, self.address = first_row, slots.data_ptr()
+        self.counters, self.stage = counters.data_ptr(), stage.data_ptr()
+        self._is_ready = self.accelerator.event()
+        self._is_ready.record(self.accelerator.current_stream())
+        self._streams.clear()
+
+    def grow(self, capacity: int, num_rows: int) -> None:
+        """Make room for more rows. The first num_rows stay where they are on their way to."""
+        self.send()
+        current = self.accelerator.current_stream()
         for stream in self._streams.values():
+            self._end(stream)
             if stream != current:
                 current.wait_stream(stream)
         old = len(self.is_row)
-        stats[:old].copy_(self._stats)
-        self._stats = stats
-        self._pinned = _pin(capacity)
+        self._make(capacity, num_rows)
         self.is_row = np.concatenate([self.is_row, np.zeros(capacity - old, bool)])
 
-    def rows(self, first_row: int, num_rows: int) -> torch.Tensor:
-        """Return [num_rows, 12] int64 to be written on the current stream."""
-        stream = self._module.current_stream(self.device)
-        self._streams[stream.stream_id] = stream
-        self.is_row[first_row : first_row + num_rows] = True
+    def slot(self, row: int) -> int:
+        """Return the address of the slot that a kernel on the current stream fills for `row`, sealed, when it is done."""
+        raw = self.accelerator.raw_stream()
+        if raw not in self._streams:
+            self._meet(raw)
+        self.is_row[row] = True
         self.is_used = True
-        return self._stats[first_row : first_row + num_rows]
+        if row >= self.boundary:
+            return self.address + row * SLOT_BYTES
+        return self._slots_of(row).data_ptr() + row * SLOT_BYTES
 
-    def begin_copy(self, num_rows: int) -> None:
-        """Copy the first `num_rows` rows to pinned memory on a stream of their own, behind all streams that wrote."""
+    def slots(self, first_row: int, num_rows: int) -> int:
+        """As `slot`, for rows that follow each other; 0 where they do not lie in one stretch."""
+        if first_row < self.boundary:
+            return 0
+        address = self.slot(first_row)
+        self.is_row[first_row : first_row + num_rows] = True
+        return address
+
+    def staged(self, first_row: int, num_rows: int) -> torch.Tensor:
+        """Return [num_rows, 12] int64 on the device, to be read or written on the current stream.
+
+        `send` takes what was written to the host, and `close` what was not sent before.
+        """
+        self.slot(first_row)
+        self.is_row[first_row : first_row + num_rows] = True
+        self._pending.append((first_row, num_rows))
+        return self._stage[first_row : first_row + num_rows, :WORDS]
+
+    def send(self) -> None:
+        """Seal the staged rows and copy them into their slots, on the current stream: behind the work that wrote them."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        first, last = pending[0][0], pending[0][0]
+        for begin, number in [*pending, (-1, 0)]:
+            if begin == last:
+                last += number
+                continue
+            if last > first:
+                self._send_rows(first, last)
+            first, last = begin, begin + number
+
+    def _send_rows(self, first: int, last: int) -> None:
+        slots = self._slots_of(first)
+        if slots is not self._slots_of(last - 1):
+            self._send_rows(first, self.boundary)
+            self._send_rows(self.boundary, last)
+            return
+        with torch.no_grad():
+            stage = self._stage[first:last]
+            stage[:, EPOCH] = self.epoch
+            mixed = stage[:, :SEAL] * (SEAL_FACTOR - 2**64)
+            mixed ^= (mixed >> 32) & 0xFFFFFFFF
+            stage[:, SEAL] = (mixed * torch.arange(1, 2 * SEAL, 2, device=self.device)).sum(dim=1)
+            slots[first:last].copy_(stage, non_blocking=True)
+
+    def _slots_of(self, row: int) -> torch.Tensor:
+        return next(slots for first, slots in reversed(self._slots) if row >= first)
+
+    def _meet(self, raw: int) -> None:
+        stream = self.accelerator.current_stream()
+        # The counters were made zero on the stream of then.
+        stream.wait_event(self._is_ready)
+        self._streams[raw] = stream
+
+    def _end(self, stream: Any) -> None:
+        event = self._spare.pop() if self._spare else self.accelerator.event()
+        event.record(stream)
+        self._ends.append(event)
+
+    def close(self) -> None:
+        """Note on every stream that filled rows where it stands now."""
         if not self.is_used:
             return
-        if self._copy_stream is None:
-            self._copy_stream = self._module.Stream(self.device)
-            self._arrived = self._module.Event()
+        self.send()
         for stream in self._streams.values():
-            self._copy_stream.wait_stream(stream)
-        with self._module.stream(self._copy_stream):
-            self._pinned[:num_rows].copy_(self._stats[:num_rows], non_blocking=True)
-            self._arrived.record(self._copy_stream)
+            self._end(stream)
 
     def finish(self, used: np.ndarray, wait: bool) -> int:
-        """Move what has arrived into `used`; return the number of rows that have not."""
+        """Move what has arrived into `used`, with `wait` all that is on its way; return the number of rows that have not."""
         if not self.is_used:
             return 0
-        if wait and self._arrived is not None:
+        if wait:
             with contextlib.suppress(RuntimeError):  # a device assert: what arrived before it is here all the same
-                self._arrived.synchronize()
-        here = np.flatnonzero(self.is_row[: len(used)])
-        stats = self._pinned.numpy().view(STATS_DTYPE).reshape(-1)[here]
-        has_arrived = stats["count"] != _NOT_ARRIVED
-        for name in STATS_DTYPE.names or ():
-            used[name][here[has_arrived]] = stats[name][has_arrived]
-        used["flags"][here[~has_arrived]] |= np.uint16(Flag.DEGRADED)
-        return int(np.count_nonzero(~has_arrived))
+                for event in self._ends:
+                    event.synchronize()
+        return self._take(used)
 
     def read_into(self, used: np.ndarray) -> None:
         """Put the statistics of the rows measured here into `used`, ROW_DTYPE. Waits for the device."""
-        here = np.flatnonzero(self.is_row[: len(used)])
-        self._module.synchronize(self.device)
-        stats = self._stats[: len(used)].cpu().numpy().view(STATS_DTYPE).reshape(-1)[here]
-        for name in STATS_DTYPE.names or ():
-            used[name][here] = stats[name]
+        self.close()
+        for event in self._ends:
+            event.synchronize()
+        self._take(used)
+
+    def _take(self, used: np.ndarray) -> int:
+        """Move what has arrived into `used`; return the number of rows that have not."""
+        num_missing = 0
+        for at, (first, slots) in enumerate(self._slots):
+            last = self._slots[at + 1][0] if at + 1 < len(self._slots) else len(used)
+            here = first + np.flatnonzero(self.is_row[first : min(last, len(used))])
+            # A copy first: the device may be writing still.
+            words = slots.numpy().view(np.uint64)[here]
+            has_arrived = (words[:, EPOCH] == self.epoch) & (words[:, SEAL] == seals(words))
+            stats = np.ascontiguousarray(words[has_arrived, :WORDS]).view(STATS_DTYPE).reshape(-1)
+            for name in STATS_DTYPE.names or ():
+                used[name][here[has_arrived]] = stats[name]
+            used["flags"][here[~has_arrived]] |= np.uint16(Flag.DEGRADED)
+            num_missing += int(np.count_nonzero(~has_arrived))
+        return num_missing
 
     def reset(self) -> None:
         """Forget the step. Makes no call to the device."""
         self.is_row[:] = False
         self.is_used = False
+        self.epoch += 1
+        self.boundary = 0
+        self._slots = [(0, self._slots[-1][1])]
+        self._pending.clear()
         self._streams.clear()
-        self._pinned[:, 0] = _NOT_ARRIVED
+        self._spare += self._ends
+        self._ends = []
+
+
+def seals(words: np.ndarray) -> np.ndarray:
+    """Return the digest of epoch and statistics of each slot in `words`, [n, 16] uint64."""
+    mixed = words[:, :SEAL] * np.uint64(SEAL_FACTOR)
+    mixed ^= mixed >> np.uint64(32)
+    factors = np.arange(1, 2 * SEAL, 2, dtype=np.uint64)
+    return np.asarray((mixed * factors).sum(axis=1, dtype=np.uint64))
 
 
 def scaled_kinds(wgrads_are_scaled: bool) -> Sequence[int]:
@@ -244,10 +409,3 @@ def divide_gradients(rows: np.ndarray, scale: float, kinds: Sequence[int]) -> No
     at = np.flatnonzero(np.isin(rows["kind"], kinds))
     for name, power in (("mean", 1), ("m2", 2), ("m3", 3), ("m4", 4), ("min", 1), ("max", 1)):
         rows[name][at] /= scale**power
-
-
-def _pin(capacity: int) -> torch.Tensor:
-    """Return [capacity, 12] int64 in pinned memory, marked as not arrived."""
-    pinned = torch.empty((capacity, WORDS), dtype=torch.int64, pin_memory=True)
-    pinned[:, 0] = _NOT_ARRIVED
-    return pinned

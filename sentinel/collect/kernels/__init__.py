@@ -1,7 +1,8 @@
 """Kernels: from tensors to the statistics of their rows, each element read once, without waiting for the device.
 
-    native      C, for CPU tensors
-    torch_ops   plain torch, any device, chunked: where there is nothing better
+    native          C, for CPU tensors
+    triton_kernel   Triton, for GPUs; what runs there is triton_moments
+    torch_ops       plain torch, any device, chunked: where there is nothing better
 
 Tensors of any shape and strides: dense ones, transposes too, are read in the order in which they lie in memory;
 others, broadcasts too, element by element of what they show. Booleans and integers are read as floats. Complex,
@@ -10,6 +11,8 @@ sparse, quantized and meta tensors raise SentinelError.
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -20,12 +23,14 @@ from sentinel.collect.kernels.native import NativeKernel
 from sentinel.collect.kernels.torch_ops import TorchKernel
 from sentinel.native import implementation
 
+log = logging.getLogger("sentinel")
+
 
 class Kernel(Protocol):
     """Measures tensors into rows. Stateless between calls but for scratch memory; one thread at a time."""
 
     name: str
-    """For people: `native (avx512)`, `torch (cuda)`."""
+    """For people: `native (avx512)`, `triton`, `torch (cuda)`."""
 
     def measure(
         self,
@@ -51,6 +56,14 @@ def choose_kernel(device: torch.device | str) -> Kernel:
         return TorchKernel(kind)
     if kind == "cpu":
         return NativeKernel()
+    if kind == "cuda" and torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+        try:
+            # Imported only here: a machine without a GPU has no use for it.
+            from sentinel.collect.kernels.triton_kernel import TritonKernel
+
+            return TritonKernel(on_cpu=NativeKernel())
+        except Exception as error:
+            log.warning("sentinel: triton cannot be imported, torch operations measure instead: %s", error)
     return TorchKernel(kind, on_cpu=NativeKernel())
 
 
