@@ -16,6 +16,7 @@ from sentinel.collect.probes.context import Event, Events, ProbeContext
 from sentinel.collect.probes.dump import TensorDump
 from sentinel.collect.probes.optimizer_state import OptimizerState
 from sentinel.collect.probes.precision import Precision
+from sentinel.collect.probes.router import RouterProbe
 from sentinel.collect.probes.saturation import Saturation
 from sentinel.collect.probes.structure_print import StructurePrint
 from sentinel.collect.probes.update import Update
@@ -32,6 +33,7 @@ PROBES: tuple[Probe, ...] = (
     TensorDump,
     StructurePrint,
     Attention,
+    RouterProbe,
     Precision,
     Saturation,
     Channel,

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from sentinel.collect.placements import axes_of, is_dtensor, is_shard, local_of, placements_of
+from sentinel.collect.placements import axes_of, is_dtensor, is_shard, local_of
 from sentinel.collect.probes.attention_calls import Attended, calls
 from sentinel.collect.probes.attention_scores import Logits, Scores, measure
 from sentinel.collect.probes.context import ProbeContext
+from sentinel.collect.probes.derived import describe_site
 from sentinel.collect.probes.prepared_rows import moments_words, write_rows
 from sentinel.collect.taps import Chunk, in_backward
 from sentinel.collect.tensors import Entry
@@ -168,11 +169,7 @@ class Attention:
         for entry, is_wanted, (one, counts), of_head in zip(entries, wanted, values, per_head, strict=True):
             if not is_wanted:
                 continue
-            placements = placements_of(shown, Kind.ATTENTION, context.place())
-            if entry.placements.get("tp", "unknown") != "unknown" and placements.get("tp") == "unknown":
-                placements["tp"] = entry.placements["tp"]  # As the graph told before.
-            context.table.describe(entry, shown, placements, "", tuple(one.shape))
-            chunk.locals.ask(entry, shown, module, True)
+            describe_site(context, chunk, entry, shown, module, tuple(one.shape))
             write_rows(context.recording, [entry], moments_words(one, counts), chunk.micro_step)
             context.recording.vector(entry, entry.name.removeprefix(f"{name}:").partition(":")[0], of_head, "head",
                                      chunk.micro_step)  # fmt: skip

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from sentinel.collect.placements import placements_of
 from sentinel.collect.probes.context import ProbeContext
+from sentinel.collect.taps import Chunk
 from sentinel.collect.tensors import Entry
 from sentinel.record import Flag, Kind
 
@@ -63,6 +65,21 @@ class DerivedEntries:
                     entry.flags &= ~Flag.PER_RANK
                 self._context.table.is_changed = True
         self._seen = {}
+
+
+def describe_site(
+    context: ProbeContext, chunk: Chunk, entry: Entry, shown: torch.Tensor, module: nn.Module, shape: tuple[int, ...]
+) -> None:
+    """Describe what is computed inside a module: over the axes it is placed as `shown` is, a tensor that it made.
+
+    Of a plain tensor that is asked of the graph, when the forward has ended.
+    """
+    placements = placements_of(shown, Kind(entry.kind), context.place())
+    if placements.get("tp") == "unknown":
+        placements["tp"] = entry.placements.get("tp", "unknown")  # As the graph told before.
+    context.table.describe(entry, shown, placements, "", shape)
+    if chunk.in_forward:
+        chunk.locals.ask(entry, shown, module, True)
 
 
 def producer(context: ProbeContext, entry: Entry) -> nn.Module | None:

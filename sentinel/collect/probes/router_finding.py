@@ -1,0 +1,189 @@
+"""Routers of mixtures of experts: which modules choose experts for tokens, among how many, and how many each token gets.
+
+Known by what they are called and by the experts beside them, not by class: the routers of Hugging Face, torchtitan,
+Megatron, OLMo-core and DeepSpeed, and a plain linear gate as wide as there are experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+GATES = frozenset({"gate", "router", "wg", "gating", "gate_network", "gating_network", "router_gate", "gate_layer"})
+"""Last parts of names that a router may have."""
+CLASSES = re.compile(r"router|top\w*gat|moe\w*gat|tokenchoice|expertchoice|^gat(e|ing)$", re.IGNORECASE)
+SURE = re.compile(r"router|top\w*gat|moe\w*gat|tokenchoice|expertchoice", re.IGNORECASE)
+"""Classes that are routers whatever is beside them."""
+NUM_EXPERTS = (
+    "num_experts", "n_routed_experts", "num_local_experts", "n_experts", "num_moe_experts", "moe_num_experts",
+    "num_routed_experts",
+)  # fmt: skip
+TOP_K = (
+    "top_k", "topk", "num_experts_per_tok", "num_experts_per_token", "moe_router_topk", "moe_top_k", "moe_k", "moe_topk",
+    "experts_per_token", "num_selected_experts", "num_experts_top_k", "top_k_experts", "n_activated_experts", "k",
+)  # fmt: skip
+SCORING = (
+    "score_function", "score_func", "scoring_func", "scoring_function", "gating_function", "moe_router_score_function",
+    "moe_score_function", "router_score_function",
+)  # fmt: skip
+BIASES = (
+    "expert_bias", "e_score_correction_bias", "score_correction_bias", "correction_bias", "expert_biases", "score_bias",
+    "routing_bias",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Router:
+    """One router of a chunk."""
+
+    name: str
+    module: nn.Module
+    holder: nn.Module | None
+    """The module that it is a child of: it may know what the router does not."""
+    num_experts: int
+    top_k: int
+    """Experts of each token; 0: not known."""
+    scoring: str
+    """softmax, sigmoid or sqrtsoftplus: how logits become scores."""
+    gate: nn.Module | None
+    """The linear layer whose output are the logits: the router itself, or one inside; None: it has a weight of its own."""
+
+    def bias(self) -> torch.Tensor | None:
+        """Return what is added to the scores, or to the logits, of each expert: [num_experts]."""
+        sources = (self.module, self.holder)
+        places = [(source, word) for word in BIASES for source in sources] + [(self.gate or self.module, "bias")]
+        for source, word in places:
+            value = getattr(source, word, None)
+            if isinstance(value, torch.Tensor) and value.shape == (self.num_experts,):
+                return value.detach()
+        return None
+
+    def has_choice_bias(self) -> bool:
+        """Whether experts are chosen by other numbers than the scores."""
+        return any(isinstance(getattr(source, word, None), torch.Tensor) for word in BIASES for source in _two(self))
+
+    def weight(self) -> torch.Tensor | None:
+        """Return the weight, [num_experts, width], where this rank holds it whole and open to read."""
+        value = getattr(self.gate or self.module, "weight", None)
+        if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, nn.Parameter) or not value.numel():
+            return None
+        if value.dim() == 1 and value.numel() % self.num_experts == 0:
+            return value.detach().view(self.num_experts, -1)  # OLMo-core keeps it flat.
+        return value.detach() if value.dim() == 2 and value.shape[0] == self.num_experts else None
+
+
+def _two(router: Router) -> tuple[nn.Module | None, nn.Module | None]:
+    return router.module, router.holder
+
+
+def find_routers(modules: Mapping[str, nn.Module], is_named: Callable[[str], bool] = lambda name: False) -> list[Router]:
+    """Return the routers among the modules of a chunk, name to module, outer ones before those inside them.
+
+    is_named: whether a target names this very module: then it is a router if it only has an output for each expert.
+    """
+    found: dict[str, Router] = {}
+    for name, module in modules.items():
+        last = name.rpartition(".")[2].lower()
+        kind = type(module).__name__
+        is_meant = is_named(name)
+        if not (is_meant or last in GATES or CLASSES.search(kind)) or _is_inside(name, found):
+            continue
+        holder = modules.get(name.rpartition(".")[0]) if name else None
+        told = _number(NUM_EXPERTS, module, holder)
+        gate = _gate(module, told)
+        width = _width(gate if gate is not None else module, told)
+        if width < 2 or (told and not is_meant and width != told):
+            continue
+        if is_meant or SURE.search(kind) or _has_experts(holder, width):
+            top_k = _number(TOP_K, module, holder)
+            top_k = top_k if top_k <= width else 0
+            found[name] = Router(name, module, holder, width, top_k, _scoring(module, holder), gate)
+    return list(found.values())
+
+
+def _is_inside(name: str, found: Mapping[str, Router]) -> bool:
+    while name:
+        name = name.rpartition(".")[0]
+        if name in found:
+            return True
+    return False
+
+
+def _sources(module: nn.Module, holder: nn.Module | None) -> Iterator[Any]:
+    for one in (module, holder):
+        if one is not None:
+            yield one
+            for word in ("config", "args", "router_config", "moe_args"):
+                config = getattr(one, word, None)
+                if config is not None and not isinstance(config, (nn.Module, torch.Tensor)):
+                    yield config
+
+
+def _number(words: tuple[str, ...], module: nn.Module, holder: nn.Module | None) -> int:
+    """Return the first whole number of one of these names that a router, its config or its holder has; 0: none."""
+    for source in _sources(module, holder):
+        for word in words:
+            value = source.get(word) if isinstance(source, dict) else getattr(source, word, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return 0
+
+
+def _scoring(module: nn.Module, holder: nn.Module | None) -> str:
+    for source in _sources(module, holder):
+        for word in SCORING:
+            value = getattr(source, word, None)
+            if value is not None and not callable(value):
+                text = str(getattr(value, "value", value)).lower()
+                for known in ("sqrtsoftplus", "sigmoid", "softmax"):
+                    if known in text:
+                        return known
+    # Balancing by a bias came with sigmoid scores (DeepSeek-V3); routers that follow it have it written into their forward.
+    is_corrected = any("correction" in word and hasattr(module, word) for word in BIASES)
+    return "sigmoid" if is_corrected else "softmax"
+
+
+def _gate(module: nn.Module, told: int) -> nn.Module | None:
+    """Return the linear layer that makes the logits: the module, or the last one inside it of that width."""
+    if _is_linear(module):
+        return module
+    inner = [one for one in module.modules() if one is not module and _is_linear(one)]
+    fitting = [one for one in inner if not told or _width(one, 0) == told]
+    own = getattr(module, "weight", None)
+    return fitting[-1] if fitting and not isinstance(own, torch.Tensor) else None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear layer: of torch, or anybody's that looks like one."""
+    if isinstance(module, nn.Linear):
+        return True
+    weight = getattr(module, "weight", None)
+    return "linear" in type(module).__name__.lower() and isinstance(weight, torch.Tensor) and weight.dim() == 2
+
+
+def _width(module: nn.Module, told: int) -> int:
+    """Return the number of outputs."""
+    out = getattr(module, "out_features", None)
+    if isinstance(out, int):
+        return out
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.numel():
+        return int(weight.shape[0])
+    return told
+
+
+def _has_experts(holder: nn.Module | None, width: int) -> bool:
+    """Whether a module holds experts: all of them, or this rank's share."""
+    if holder is None:
+        return False
+    for name, child in holder.named_children():
+        if "expert" in name.lower() and "shared" not in name.lower():
+            number = len(child) if isinstance(child, (nn.ModuleList, nn.ModuleDict)) else 0
+            if number == 0 or (number <= width and width % number == 0):
+                return True
+    return any(isinstance(getattr(holder, word, None), int) and getattr(holder, word) == width for word in NUM_EXPERTS)
