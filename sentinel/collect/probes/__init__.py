@@ -20,11 +20,13 @@ from sentinel.collect.probes.router import RouterProbe
 from sentinel.collect.probes.saturation import Saturation
 from sentinel.collect.probes.structure_print import StructurePrint
 from sentinel.collect.probes.update import Update
+from sentinel.collect.probes.weight_spectrum import WeightSpectrum
 from sentinel.collect.probes.wgrad_unreduced import WgradUnreduced
 
 Probe = Callable[[ProbeContext], object]
 
 PROBES: tuple[Probe, ...] = (
+    WeightSpectrum,
     WgradUnreduced,
     Alignment,
     Update,
