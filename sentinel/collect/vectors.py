@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import torch
 
 from sentinel.messages import Vector, Vectors
@@ -50,6 +51,26 @@ class StepVectors:
         if len(kept) != len(self._kept):
             self._kept = kept
             self._num_bytes = sum(values.numel() * values.element_size() for _, values in kept)
+
+    def add_up(self, statistic: str, *, keeps_micro_steps: bool) -> None:
+        """Make one of the vectors of each tensor that count alike, those of its micro-steps unless they stay apart.
+
+        On the device they lie on; does not wait. Of one vector nothing changes but its micro_step.
+        """
+        alike: dict[tuple[int, int], list[tuple[Vector, torch.Tensor]]] = {}
+        others = []
+        for head, values in self._kept:
+            if head.statistic == statistic:
+                alike.setdefault((head.tensor, head.micro_step if keeps_micro_steps else -1), []).append((head, values))
+            else:
+                others.append((head, values))
+        for (_, micro_step), pairs in alike.items():
+            head = msgspec.structs.replace(pairs[0][0], micro_step=micro_step)
+            values = pairs[0][1] if len(pairs) == 1 else torch.stack([one for _, one in pairs]).sum(dim=0)
+            others.append((head, values))
+        others.sort(key=lambda pair: pair[0].call_id)
+        self._kept = others
+        self._num_bytes = sum(values.numel() * values.element_size() for _, values in others)
 
     def begin_copy(self) -> None:
         """Send what lies on accelerators towards the host, behind the work that fills it. Does not wait."""

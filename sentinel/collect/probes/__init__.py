@@ -14,6 +14,7 @@ from sentinel.collect.probes.channel import Channel
 from sentinel.collect.probes.comm import Communication
 from sentinel.collect.probes.context import Event, Events, ProbeContext
 from sentinel.collect.probes.dump import TensorDump
+from sentinel.collect.probes.histogram import Histogram
 from sentinel.collect.probes.optimizer_state import OptimizerState
 from sentinel.collect.probes.precision import Precision
 from sentinel.collect.probes.router import RouterProbe
@@ -26,6 +27,7 @@ from sentinel.collect.probes.wgrad_unreduced import WgradUnreduced
 Probe = Callable[[ProbeContext], object]
 
 PROBES: tuple[Probe, ...] = (
+    Histogram,
     WeightSpectrum,
     WgradUnreduced,
     Alignment,

@@ -1,0 +1,107 @@
+"""A histogram of each tensor of the kinds whose schedule asks for one: sign and power of two, bins that never change.
+
+Bins that are the same everywhere add up: over micro-steps, shards, ranks and runs. What is not finite is in no bin; the
+tensor's row counts it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sentinel.collect.placements import local_of
+from sentinel.collect.probes.context import ProbeContext
+from sentinel.collect.probes.pieces import ROOM, side_by_side
+from sentinel.collect.tensors import Entry
+from sentinel.monitor_config import MEASURED
+from sentinel.record import Kind
+
+LEAST, MOST, END = -64, 16, 128
+"""|x| below 2**LEAST is in the bin around zero; the last bin on either side reaches from 2**MOST to 2**END."""
+PER_SIDE = MOST - LEAST + 1
+NUM_BINS = 2 * PER_SIDE + 1
+_ABOVE = (*(2.0**power for power in range(LEAST, MOST + 1)), 2.0**END)
+EDGES = (*(-edge for edge in reversed(_ABOVE)), *_ABOVE)
+"""164 edges of 163 bins: -2**128, -2**16, -2**15, ..., -2**-64, 2**-64, ..., 2**16, 2**128. A bin holds its edge nearer to
+zero, not the other; the middle one holds zeros and neither edge."""
+STATISTIC = "histogram"
+FOLD_AT = 512
+"""Vectors of this probe after which micro-steps are added up before the step ends."""
+
+
+class Histogram:
+    """Looks at every tensor that is measured, for as long as one kind's schedule says `histogram: true`."""
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context = context
+        self._kinds: frozenset[int] = frozenset()
+        self._num_added = 0
+        context.events.planned.subscribe(STATISTIC, self._plan)
+        context.events.ending.subscribe(STATISTIC, self._end)
+        context.events.removed.subscribe(STATISTIC, self._remove)
+
+    def _plan(self) -> None:
+        plan, onlookers = self._context.plan, self._context.recording.onlookers
+        self._kinds = frozenset(int(kind) for kind in MEASURED if plan.schedule_of(kind).histogram and plan.wants(kind))
+        if self._kinds and self.look not in onlookers:
+            onlookers.append(self.look)
+        elif not self._kinds:
+            self._remove()
+
+    def _remove(self) -> None:
+        if self.look in self._context.recording.onlookers:
+            self._context.recording.onlookers.remove(self.look)
+
+    def look(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
+        """Count one tensor's elements, if its kind and this step are asked for. Does not wait."""
+        if entry.kind not in self._kinds or not self._context.plan.measures(entry, Kind(entry.kind)):
+            return
+        with torch.no_grad():
+            counts = counted(local_of(tensor).detach())
+        self._context.recording.vector(entry, STATISTIC, counts, "bin", micro_step, EDGES)
+        self._num_added += 1
+        if self._num_added % FOLD_AT == 0:
+            self._fold()
+
+    def _fold(self) -> None:
+        self._context.recording.vectors.add_up(STATISTIC, keeps_micro_steps=self._context.plan.per_micro_step)
+
+    def _end(self) -> None:
+        if self._num_added:
+            self._fold()
+            self._num_added = 0
+
+
+def counted(tensor: torch.Tensor) -> torch.Tensor:
+    """Return [NUM_BINS] int64: how many finite elements of a tensor fall into each bin. Never waits for a device."""
+    total = torch.zeros(NUM_BINS + 1, dtype=torch.int64, device=tensor.device)
+    for (piece,) in side_by_side([tensor], ROOM // 4):
+        if piece.numel():
+            total += _tallied(bin_of(piece))
+    return total[:NUM_BINS]
+
+
+def bin_of(x: torch.Tensor) -> torch.Tensor:
+    """Return the number of each element's bin, int32, flat; NUM_BINS for what is not finite."""
+    if x.dtype not in (torch.float32, torch.float64):
+        x = x.to(torch.float64 if not x.is_floating_point() else torch.float32)
+    x = x.reshape(-1)
+    # x = m * 2**e with 0.5 <= |m| < 1: |x| lies in [2**(e-1), 2**e). A zero's exponent says nothing.
+    exponent = torch.frexp(x)[1].clamp_(LEAST, MOST + 1).sub_(LEAST)
+    exponent.mul_(x.sign().to(torch.int32)).add_(PER_SIDE)
+    return exponent.masked_fill_(~x.isfinite(), NUM_BINS)
+
+
+def _tallied(bins: torch.Tensor) -> torch.Tensor:
+    """Return [NUM_BINS + 1] int64: how often each number comes."""
+    if bins.is_cpu:
+        return torch.bincount(bins, minlength=NUM_BINS + 1)
+    if torch.are_deterministic_algorithms_enabled():
+        return tallied_in_order(bins)
+    # bincount would wait for the largest number. A piece has fewer than 2**24 elements: its counts are exact in fp32.
+    return torch.histc(bins.float(), NUM_BINS + 1, -0.5, NUM_BINS + 0.5).long()
+
+
+def tallied_in_order(bins: torch.Tensor) -> torch.Tensor:
+    """As `_tallied`, without atomic additions: where torch was told to be deterministic, it refuses the other way."""
+    edges = torch.arange(NUM_BINS + 2, dtype=bins.dtype, device=bins.device)
+    return torch.searchsorted(bins.sort()[0], edges).diff()

@@ -1,0 +1,230 @@
+"""Histograms of whatever kind asks for them: the same bins everywhere, so that they add up."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import sentinel
+from sentinel.collect.probes import histogram, pieces, update
+from sentinel.collect.probes.histogram import EDGES, NUM_BINS, counted
+from sentinel.messages import Descriptor, Vector, Vectors
+from sentinel.wire.frame import Frame, FrameType, decode_message, scan
+
+from ..conftest import Said, TinyModel, loss_of
+from .test_wgrad_unreduced import WithDropout
+
+
+class Heard:
+    """(step, kind, name, micro_step) -> vectors of a run."""
+
+    def __init__(self, run: Path) -> None:
+        self.vectors: dict[tuple[int, str, str], list[Vector]] = {}
+        for path in sorted(run.glob("spool/r00000-*/*.spool")):
+            data, offset, table = path.read_bytes(), 0, {}
+            while offset < len(data):
+                frame = scan(data, offset)
+                assert isinstance(frame, Frame)
+                offset = frame.offset_after
+                if frame.header.type == FrameType.ROWS:
+                    continue
+                message = decode_message(frame)
+                if isinstance(message, Descriptor):
+                    table = {tensor.id: tensor for tensor in message.tensors}
+                elif isinstance(message, Vectors):
+                    for item in message.items:
+                        info = table[item.tensor]
+                        self.vectors.setdefault((frame.header.step, info.kind, info.name), []).append(item)
+
+    def of(self, step: int, kind: str, name: str) -> list[np.ndarray]:
+        return [values_of(one) for one in self.vectors.get((step, kind, name), []) if one.statistic == "histogram"]
+
+
+def values_of(vector: Vector) -> np.ndarray:
+    return np.frombuffer(vector.values, vector.dtype).reshape(vector.shape)
+
+
+def truth_of(tensor: torch.Tensor) -> np.ndarray:
+    """One element after the other, by the words of the documentation."""
+    found = np.zeros(NUM_BINS, np.int64)
+    for x in tensor.double().flatten().tolist():
+        if np.isfinite(x):
+            at = np.searchsorted(EDGES, abs(x), side="right") - 1
+            at = max(at, NUM_BINS // 2)  # Nothing is nearer to zero than the middle bin.
+            found[at if x > 0 or at == NUM_BINS // 2 else NUM_BINS - 1 - at] += 1
+    return found
+
+
+def awkward() -> torch.Tensor:
+    powers = 2.0 ** torch.arange(-70.0, 20.0)
+    special = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1.0, 3e38, -3e38, 1e-45, 1.9999999])
+    return torch.cat([powers, -powers, powers * 0.999999, torch.randn(100), special])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32])
+def test_counts_are_those_of_each_element(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tensor = awkward().nan_to_num(0, 7, -7).clamp(-9, 9).to(dtype) if dtype is torch.int32 else awkward().to(dtype)
+
+    found = counted(tensor)
+
+    assert found.tolist() == truth_of(tensor).tolist()
+    assert int(found.sum()) == int(tensor.isfinite().sum())
+
+
+def test_edges_are_as_documented() -> None:
+    assert len(EDGES) == NUM_BINS + 1 == 164
+    assert list(EDGES) == sorted(set(EDGES))
+    assert EDGES[0] == -(2.0**128)
+    assert EDGES[NUM_BINS // 2 : NUM_BINS // 2 + 2] == (-(2.0**-64), 2.0**-64)
+    assert EDGES[-2:] == (2.0**16, 2.0**128)
+
+
+@pytest.mark.parametrize("room", [10**7, 40])
+def test_pieces_and_strides_do_not_matter(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(histogram, "ROOM", room)
+    tensor = torch.randn(10, 3, 8)
+
+    for one in (tensor, tensor.transpose(0, 2), tensor[:, 1:], tensor[:0], tensor[0, 0, 0]):
+        assert counted(one).tolist() == truth_of(one).tolist()
+
+
+def test_counting_in_order_counts_alike() -> None:
+    bins = torch.randint(0, NUM_BINS + 1, (1000,), dtype=torch.int32)
+
+    assert histogram.tallied_in_order(bins).tolist() == torch.bincount(bins, minlength=NUM_BINS + 1).tolist()
+
+
+def train(model: nn.Module, config: dict[str, Any] | None, num_steps: int = 3) -> list[dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    monitor = sentinel.attach(model, optimizer, config) if config is not None else None
+    seen = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        for micro_step in range(2):
+            loss_of(model, 10 * step + micro_step).backward()
+        seen.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    if monitor is not None:
+        monitor.detach()
+    return seen
+
+
+KINDS = ["param", "wgrad", "activation", "dgrad", "exp_avg", "exp_avg_sq", "update", "wgrad_unreduced"]
+CONFIG: dict[str, Any] = {"kinds": [], "black_box": False, "probes": {kind: {"histogram": True} for kind in KINDS}}
+
+
+def test_every_kind_that_asks_has_one_a_step_and_its_row_counts_as_many(run: Path) -> None:
+    model = TinyModel()
+    seen = train(model, CONFIG)
+
+    said, heard = Said(run), Heard(run)
+
+    assert not said.health
+    for step in range(3):
+        for kind in KINDS:
+            rows = {name: said.of(step, kind, name) for name in set(said.names(step, kind))}
+            assert rows, kind
+            for name, (row,) in rows.items():
+                (counts,) = heard.of(step, kind, name)
+                assert counts.sum() == row["count"], (kind, name)
+        for name, weights in seen[step].items():
+            assert heard.of(step, "param", name)[0].tolist() == truth_of(weights).tolist()
+    (vector,) = heard.vectors[0, "param", "head.weight"]
+    assert (vector.axis, vector.edges, vector.micro_step) == ("bin", EDGES, -1)
+
+
+def test_micro_steps_stay_apart_on_request(run: Path) -> None:
+    train(TinyModel(), {**CONFIG, "per_micro_step": True}, 1)
+
+    heard = Heard(run)
+
+    assert [one.micro_step for one in heard.vectors[0, "activation", "head"]] == [0, 1]
+    assert len(heard.of(0, "param", "head.weight")) == 1
+
+
+def test_micro_steps_are_added_up_when_there_are_many(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(histogram, "FOLD_AT", 3)
+    model = TinyModel()
+    train(model, CONFIG, 1)
+
+    said, heard = Said(run), Heard(run)
+
+    (counts,) = heard.of(0, "activation", "head")
+    assert counts.sum() == said.of(0, "activation", "head")[0]["count"] == 2 * 20 * 11
+
+
+def test_an_update_in_pieces_has_one_histogram(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces.side_by_side, "__defaults__", (20,))
+    monkeypatch.setattr(update, "ROOM", 20)
+    train(TinyModel(), {**CONFIG, "per_micro_step": True}, 1)
+
+    (counts,) = Heard(run).of(0, "update", "head.weight")
+
+    assert counts.sum() == 88
+
+
+def test_only_kinds_and_steps_that_ask_pay(run: Path) -> None:
+    model = TinyModel()
+    probes = {"wgrad": {"histogram": True, "step_interval": 2, "targets": ["head"]}}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    bare = sentinel.attach(TinyModel(), None, {"kinds": ["param"]})
+    monitor = sentinel.attach(model, optimizer, {"kinds": ["param"], "probes": probes})
+    looking = [len(one.recording.onlookers) for one in (bare, monitor)]
+    for step in range(4):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    monitor.disable("wgrad")
+    off = len(monitor.recording.onlookers)
+    monitor.detach()
+    bare.detach()
+
+    assert looking[1] == looking[0] + 1
+    assert off == looking[0]
+    assert {key[:2] for key in Heard(run).vectors} == {(0, "wgrad"), (2, "wgrad")}
+    assert {key[2] for key in Heard(run).vectors} == {"head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize("build", [TinyModel, WithDropout])
+def test_defect_18_training_is_bit_identical(build: Callable[[], nn.Module], run: Path) -> None:
+    torch.manual_seed(0)
+    bare = build()
+    watched = copy.deepcopy(bare)
+
+    expected, seen = train(bare, None), train(watched, CONFIG)
+
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(expected, seen, strict=True) for name in a)
+    assert Heard(run).vectors
+
+
+def test_a_forward_that_is_tried_again_is_counted_once(run: Path) -> None:
+    class Failing(TinyModel):
+        fails = True
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            found = super().forward(tokens)
+            if self.fails:
+                raise RuntimeError("out of memory")
+            return found
+
+    model = Failing()
+    monitor = sentinel.attach(model, torch.optim.SGD(model.parameters(), 0.1), CONFIG)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        loss_of(model, 0)
+    model.fails = False
+    loss_of(model, 0).backward()
+    monitor.detach()
+
+    (counts,) = Heard(run).of(0, "activation", "head")
+
+    assert counts.sum() == 20 * 11
