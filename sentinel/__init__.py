@@ -9,9 +9,10 @@ from sentinel.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from sentinel.collect import attach
+    from sentinel.collect.moe_tracker import MoETracker
     from sentinel.collect.monitor import Monitor
 
-__all__ = ["Monitor", "__version__", "attach"]
+__all__ = ["MoETracker", "Monitor", "__version__", "attach"]
 
 ADAPTERS = {
     "HuggingFaceCallback": "huggingface",
@@ -37,4 +38,8 @@ def __getattr__(name: str) -> Any:
         from sentinel.collect.monitor import Monitor
 
         return Monitor
+    if name == "MoETracker":
+        from sentinel.collect.moe_tracker import MoETracker
+
+        return MoETracker
     raise AttributeError(f"module 'sentinel' has no attribute {name!r}")

@@ -25,6 +25,7 @@ from sentinel.collect.gradients import REFRESH_STEPS, Parameters
 from sentinel.collect.introduction import Introduction
 from sentinel.collect.kernels import choose_kernel
 from sentinel.collect.loss_scale import LossScale
+from sentinel.collect.moe_tracker import MoETracker
 from sentinel.collect.orders import Orders
 from sentinel.collect.pipelining import PipelineWatch
 from sentinel.collect.plan import Plan
@@ -214,6 +215,10 @@ class Monitor:
                 self._scalars.note_default(name, value)
             except Exception as error:
                 self.guard(f"noticed({name[:64]}=...)", error)
+
+    def moe_tracker(self) -> MoETracker:
+        """Return an object with the methods of Megatron's MoE tracker: what it reports is logged here."""
+        return MoETracker(self)
 
     def step(self, *, is_skipped: bool | torch.Tensor | None = None) -> None:
         """End the current step here and now; from then on only this ends steps.
