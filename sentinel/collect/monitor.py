@@ -25,6 +25,7 @@ from sentinel.collect.gradients import REFRESH_STEPS, Parameters
 from sentinel.collect.introduction import Introduction
 from sentinel.collect.kernels import choose_kernel
 from sentinel.collect.loss_scale import LossScale
+from sentinel.collect.memory import MemoryUse
 from sentinel.collect.moe_tracker import MoETracker
 from sentinel.collect.orders import Orders
 from sentinel.collect.pipelining import PipelineWatch
@@ -111,7 +112,8 @@ class Monitor:
         )
         self._pipeline_watch = PipelineWatch(self._introduction.note_stage, self._gradients.rewritten)
         self._loss_scale = LossScale(self._gradients.rewritten, self.guard)
-        self._running = RunningStep(self.recording, self._scalars, self._loss_scale, self._waits)
+        self._memory = MemoryUse(device)
+        self._running = RunningStep(self.recording, self._scalars, self._loss_scale, self._waits, self._memory)
         self.chunks: list[Chunk] = []
         self._planning = Planning(
             self.plan, self.orders, self.sites, self._table, self.chunks, self._events,
@@ -379,7 +381,10 @@ class Monitor:
             self._events.updating(optimizer)
 
     def _optimizer_stepped(self, optimizer: Any) -> None:
-        if self._is_measuring and self.plan.is_due:
+        if not self._is_measuring:
+            return
+        self._scalars.note_rates(optimizer)
+        if self.plan.is_due:
             self._events.updated(optimizer)
 
     def _step_without_forward(self) -> None:
@@ -491,7 +496,8 @@ class Monitor:
                 undo()
             except Exception as error:
                 self.guard("close", error)
-        self._handover.close(reason, timeout_s=5.0, health=self.recording.take_health())
+        if self._handover.close(reason, timeout_s=5.0, health=self.recording.take_health()):
+            self._memory.close()
         atexit.unregister(self._at_exit)
         self._finalizer.cancel()
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from sentinel.collect.loss_scale import LossScale
+from sentinel.collect.memory import MemoryUse
 from sentinel.collect.recording import Recording
 from sentinel.collect.scalars import Scalars, on_its_way, resolver
 from sentinel.collect.waiting import WaitClock
@@ -22,7 +23,9 @@ from sentinel.wire.handover import Handover, StepBatch
 class RunningStep:
     """Begun by the first training forward, or an optimizer that steps without one; ended by the boundary."""
 
-    def __init__(self, recording: Recording, scalars: Scalars, loss_scale: LossScale, waits: WaitClock) -> None:
+    def __init__(
+        self, recording: Recording, scalars: Scalars, loss_scale: LossScale, waits: WaitClock, memory: MemoryUse
+    ) -> None:
         self.is_begun = False
         self.due: dict[str, int] = {}
         """Kind to the number of tensors measured."""
@@ -30,6 +33,7 @@ class RunningStep:
         self._scalars = scalars
         self._loss_scale = loss_scale
         self._waits = waits
+        self._memory = memory
         self._began_at = time.perf_counter()
         self._leaf_handles: list[RemovableHandle] = []
         self._activities: list[str] = []
@@ -127,7 +131,7 @@ class RunningStep:
         handover.submit(
             StepBatch(
                 step=step, rows=full.array, num_rows=full.num_rows, end_step=end, per_micro_step=per_micro_step,
-                descriptor=descriptor, prepare=resolver(full, scalars),
+                descriptor=descriptor, prepare=resolver(full, scalars, self._memory),
                 vectors=vectors.finish if len(vectors) else None, health=recording.take_health(),
                 release=functools.partial(recording.give_back, full),
                 was_skipped=None if was_skipped is None else on_its_way("is_skipped", was_skipped.detach()),

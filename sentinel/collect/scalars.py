@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import reprlib
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from sentinel.collect.buffer import StepRows
+
+MAX_GROUPS = 8
+"""Groups of an optimizer whose learning rates are looked at (chosen)."""
 
 
 class Scalars:
@@ -18,6 +22,11 @@ class Scalars:
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
         self._defaults: dict[str, Any] = {}
+        self._rates: dict[str, Any] = {}
+        self._optimizers: dict[int, tuple[weakref.ref[Any], str]] = {}
+        """id of an optimizer -> (itself, the name of its learning rate)."""
+        self._apart: set[str] = set()
+        """Learning rates that have differed from the first of their optimizer."""
 
     def __bool__(self) -> bool:
         return bool(self._values)
@@ -46,6 +55,31 @@ class Scalars:
         elif value is not None and not isinstance(value, torch.Tensor):
             self._defaults[name] = float(value)
 
+    def note_rates(self, optimizer: Any) -> None:
+        """Take the learning rates with which an optimizer has just stepped, unless anybody else names them.
+
+        `lr` is that of the first group; `lr_group1` and on where they have differed from it; `lr_1` the second optimizer's.
+        """
+        groups = getattr(optimizer, "param_groups", None)
+        if not groups:
+            return
+        known = self._optimizers.get(id(optimizer))
+        if known is None or known[0]() is not optimizer:
+            gone = [key for key, (one, _) in self._optimizers.items() if one() is None]
+            taken = {name for _, name in (self._optimizers.pop(key) for key in gone)}
+            number = len(self._optimizers)
+            name = min(taken, default="lr" if not number else f"lr_{number}")
+            known = self._optimizers[id(optimizer)] = (weakref.ref(optimizer), name)
+        base = known[1]
+        first = groups[0].get("lr")
+        self._rates[base] = first
+        for at in range(1, min(len(groups), MAX_GROUPS)):
+            rate, name = groups[at].get("lr"), f"{base}_group{at}"
+            # A tensor is compared with nothing: that would wait for its device.
+            if name in self._apart or isinstance(rate, torch.Tensor) or isinstance(first, torch.Tensor) or rate != first:
+                self._apart.add(name)
+                self._rates[name] = rate
+
     def note_total_norm(self, norm: torch.Tensor) -> None:
         """Take the norm that clipping used: the step's `grad_norm`, unless the trainer logs its own."""
         self.note_default("grad_norm", norm)
@@ -55,16 +89,25 @@ class Scalars:
         for name, value in self._defaults.items():
             if name not in self._values:
                 self.note(name, value)
+        for name, value in self._rates.items():
+            if name not in self._values and (not isinstance(value, torch.Tensor) or value.numel() == 1):
+                self.note(name, value)
         taken, self._values, self._defaults = self._values, {}, {}
+        self._rates.clear()
         return taken
 
 
-def resolver(rows: StepRows, scalars: Mapping[str, Any]) -> Callable[[], Mapping[str, float]]:
-    """Return what the writer thread calls before it reads the rows: wait for copies, then the scalars as numbers."""
+def resolver(
+    rows: StepRows, scalars: Mapping[str, Any], usage: Callable[[], Mapping[str, float]] = dict
+) -> Callable[[], Mapping[str, float]]:
+    """Return what the writer thread calls before it reads the rows: wait for copies, then the scalars as numbers.
+
+    usage: more scalars, asked for on that thread; what was logged under the same name wins.
+    """
 
     def prepare() -> Mapping[str, float]:
         rows.finish()
-        return {name: float(value) for name, value in scalars.items()}
+        return {**usage(), **{name: float(value) for name, value in scalars.items()}}
 
     return prepare
 

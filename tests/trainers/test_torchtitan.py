@@ -266,7 +266,11 @@ def test_a_replayed_graph_shows_parameters_and_gradients_and_says_so(alone: tupl
     assert results["replayed"]["weights"] == results["bare"]["weights"]
     for step in range(1, 6):
         assert not spoken.of(step, "activation")
-        assert spoken.ends[step].scalars == seen.ends[step].scalars
+        told, expected = (
+            {name: value for name, value in one.ends[step].scalars.items() if not name.startswith("memory_")}
+            for one in (spoken, seen)
+        )
+        assert told == expected  # Two processes need not fill the same memory.
         for kind in ("param", "wgrad"):
             ours, truth = spoken.of(step, kind), seen.of(step, kind)
             assert ours.keys() == truth.keys()
