@@ -90,8 +90,8 @@ class MergedTable:
             text = TableText(self.form, self.columns)
             at = COLUMNS.index("name")
             rows = rows_of(points, self._picker.query.statistics)
-            lines = [text.row((*row[:at], name, *row[at + 1 :])) for row, name in zip(rows, names, strict=True)]
-            found.chunks = [(MAIN, text.head().encode(), "".join(lines).encode())] if lines else []
+            lines = text.rows((*row[:at], name, *row[at + 1 :]) for row, name in zip(rows, names, strict=True))
+            found.chunks = [(MAIN, text.head().encode(), lines.encode())] if lines else []
         return found
 
     def _columns(self, points: Points, names: list[str]) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class RankTable:
                 parts.append((points, names))
             else:
                 rows = rank_rows_of(step, points, self._statistics)
-                lines += [text.row((*row[:at], name, *row[at + 1 :])) for row, name in zip(rows, names, strict=True)]
+                lines.append(text.rows((*row[:at], name, *row[at + 1 :]) for row, name in zip(rows, names, strict=True)))
         if self.form == "parquet":
             found.columns = self._columns(step, parts)
         found.chunks = [(MAIN, text.head().encode(), "".join(lines).encode())] if lines else []

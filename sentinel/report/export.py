@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -36,12 +36,25 @@ class TableText:
             return msgspec.json.encode(dict(zip(self._columns, values, strict=True))).decode() + "\n"
         return self._line([_csv_text(value) for value in values])
 
+    def rows(self, rows: Iterable[Sequence[object]]) -> str:
+        """Return the lines of many rows, as `row` has them."""
+        if not self._is_csv:
+            return "".join(map(self.row, rows))
+        # What is not a number is not equal to itself; only truth is of type bool.
+        self._csv.writerows(
+            [_csv_text(value) if value != value or type(value) is bool else value for value in row] for row in rows
+        )
+        return self._taken()
+
     def _line(self, values: Sequence[object]) -> str:
         self._csv.writerow(values)
-        line = self._buffer.getvalue()
+        return self._taken()
+
+    def _taken(self) -> str:
+        text = self._buffer.getvalue()
         self._buffer.seek(0)
         self._buffer.truncate()
-        return line
+        return text
 
 
 def _csv_text(value: object) -> object:
