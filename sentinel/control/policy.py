@@ -9,14 +9,17 @@ from typing import Any
 import msgspec
 
 from sentinel.anomaly import Anomaly, Severity
-from sentinel.command import EnableMonitoring
+from sentinel.command import DumpTensors, EnableMonitoring
 from sentinel.control.commands import CommandDesk, CommandStatus
 from sentinel.errors import ConfigError
+from sentinel.monitor_config import MEASURED_LABELS
 from sentinel.place import Place, depth
 from sentinel.record import KIND_LABELS
 
 ESCALATE = "escalate"
 """The action of a rule that asks for more monitoring."""
+DUMP = "dump"
+"""The action of a rule that asks for raw tensors."""
 PLACELESS_KINDS = frozenset({"scalar", "health"})
 """Kinds that say nothing about where: a bad loss may come from anywhere."""
 ASSUMED_STEP_S = 0.1
@@ -67,13 +70,36 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_edits_per_hour: int = 60
     """Most such edits of a run in an hour; further ones wait, the newest counts."""
 
+    dump: bool = True
+    """Ask for raw tensors when a rule with the action `dump` fires; false: never. The trainer obeys only where its own
+    config names DumpTensors in `allow_commands`, within its quota."""
+
+    dump_kinds: tuple[str, ...] = ("param", "wgrad")
+    """What is dumped."""
+
+    dump_for_steps: int = 1
+    """Steps that are dumped."""
+
+    dump_first_n: int | None = None
+    """Only the first so many elements of each dimension of what a rank holds; None: all."""
+
+    max_dumps_per_hour: int = 4
+    """Most dumps of a run in an hour."""
+
     def __post_init__(self) -> None:
         unknown = [kind for kind in self.kinds if kind not in KIND_LABELS]
         if unknown or not self.kinds:
             raise ConfigError(f"control.kinds must be among {', '.join(KIND_LABELS)}, got {unknown or 'none'}")
-        for name, least in (("for_steps", 1), ("max_per_hour", 0), ("max_edits_per_hour", 0), ("cooldown_s", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"control.{name} must be at least {least}, got {getattr(self, name)}")
+        unknown = [kind for kind in self.dump_kinds if kind not in MEASURED_LABELS]
+        if unknown or not self.dump_kinds:
+            raise ConfigError(f"control.dump_kinds must be among {', '.join(MEASURED_LABELS)}, got {unknown or 'none'}")
+        for name, least in (
+            ("for_steps", 1), ("max_per_hour", 0), ("max_edits_per_hour", 0), ("cooldown_s", 0), ("dump_for_steps", 1),
+            ("dump_first_n", 1), ("max_dumps_per_hour", 0),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"control.{name} must be at least {least}, got {value}")
         if not 0 < self.latency_s <= MAX_LATENCY_S:
             raise ConfigError(f"control.latency_s must be in (0, {MAX_LATENCY_S:g}], got {self.latency_s}")
         if not self.expires_s > 0:
@@ -94,6 +120,8 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     targets: tuple[str, ...] = ()
     """Globs of module names; empty: all modules of those ranks."""
     reason: str = ""
+    action: str = ESCALATE
+    """ESCALATE or DUMP."""
 
     @property
     def topic(self) -> str:
@@ -116,15 +144,16 @@ def propose(
     actions: Mapping[str, Collection[str]],
     places: Mapping[int, Place],
     first_causes: Collection[str] = (),
+    action: str = ESCALATE,
 ) -> Proposal | None:
-    """Return what the anomalies of one step ask for, or None. Pure.
+    """Return what the anomalies of one step ask for, or None. Pure. action: which of a rule's actions is meant.
 
     anomalies: of one step, in the total order. actions: rule's name -> its actions. places: rank -> where it lives.
     first_causes: ids of those that nothing explains; empty: the order alone says who is suspected.
     """
     onsets = [one for one in anomalies if one.event == "onset"]
     # A lone finite excursion (`info`) is common on healthy runs: it is written down, not looked into.
-    asking = [one for one in onsets if one.severity is not Severity.INFO and ESCALATE in actions.get(one.rule, ())]
+    asking = [one for one in onsets if one.severity is not Severity.INFO and action in actions.get(one.rule, ())]
     if not asking:
         return None
     # A rule may ask because of the loss, while another saw where it began: suspect what was seen first.
@@ -135,12 +164,13 @@ def propose(
     first = asking[0]
     where = located[0].segment or located[0].tag_name if located else "somewhere"
     return Proposal(
-        key=f"{first.run}:{first.attempt}:{first.step}:{first.id}",
+        key=f"{first.run}:{first.attempt}:{first.step}:{first.id}" + ("" if action == ESCALATE else f":{action}"),
         run=first.run,
         attempt=first.attempt,
         step=first.step,
         ranks=ranks,
         reason=f"{first.rule}: {first.tag_name} {first.statistic} at step {first.step}, suspected in {where}",
+        action=action,
     )
 
 
@@ -183,6 +213,7 @@ class Escalator:
         self._audit = audit
         self._latency_s = config.latency_s
         self._times: list[float] = []
+        self._dump_times: list[float] = []
         self._quiet_until = 0.0
         self._last_why_not = ""
         self._proposals: dict[str, tuple[Proposal, int]] = {}
@@ -221,6 +252,36 @@ class Escalator:
             return None
         return self._issue(proposal, newest_step, step_time_s, now, num_reissues=0)
 
+    def consider_dump(
+        self, proposal: Proposal, *, newest_step: int, step_time_s: float | None, now: float
+    ) -> DumpTensors | None:
+        """Return the order to dump that was issued, or None; as `consider`, one that comes too late is not repeated."""
+        self._dump_times = [time for time in self._dump_times if now - 3600.0 < time <= now]
+        why_not = ""
+        if not self.config.dump:
+            why_not = "control.dump is off"
+        elif self._desk.find(proposal.key) is not None:
+            why_not = "already issued"
+        elif self._dump_times and now - self._dump_times[-1] < self.config.cooldown_s:
+            why_not = "cooling down"
+        elif len(self._dump_times) >= self.config.max_dumps_per_hour:
+            why_not = f"{self.config.max_dumps_per_hour} dumps in the last hour"
+        if why_not:
+            self._audit(now, "policy", "not_dumped", {"key": proposal.key, "why": why_not, "reason": proposal.reason})
+            return None
+        at_step = first_step(newest_step, step_time_s, self._latency_s)
+        self._dump_times.append(now)
+        if self.config.dry_run:
+            self._desk.note_dry_run(
+                {"key": proposal.key, "at_step": at_step, "ranks": list(proposal.ranks), "reason": proposal.reason}, now
+            )
+            return None
+        return self._desk.dump_tensors(
+            at_step=at_step, kinds=self.config.dump_kinds, targets=proposal.targets, first_n=self.config.dump_first_n,
+            for_steps=self.config.dump_for_steps, ranks=proposal.ranks, reason=proposal.reason, source="policy",
+            key=proposal.key, now=now,
+        )  # fmt: skip
+
     def follow(
         self, changed: Sequence[CommandStatus], *, newest_step: int, step_time_s: float | None, now: float
     ) -> list[EnableMonitoring]:
@@ -229,6 +290,8 @@ class Escalator:
         StoreError when one could not be written; the next call tries again.
         """
         for status in changed:
+            if isinstance(status.command, DumpTensors):
+                continue  # A dump neither measures more nor is tried again.
             if status.state in ("ended", "withdrawn", "expired", "refused"):
                 self._quiet_until = max(self._quiet_until, now + self.config.cooldown_s)
             proposal, num_reissues = self._proposals.get(status.command.id, (None, 0))

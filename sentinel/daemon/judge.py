@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sentinel.anomaly import Anomaly, Incident, Severity, anomaly_id
-from sentinel.control.policy import Proposal, propose
+from sentinel.control.policy import DUMP, Proposal, propose
 from sentinel.order.causal import sort_key
 from sentinel.order.incidents import IncidentConfig, IncidentTracker
 from sentinel.rules.engine import Engine
@@ -33,6 +33,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The revisions that the step made."""
     proposal: Proposal | None = None
     """What the step's rules ask of the trainer: more monitoring, or nothing."""
+    dump: Proposal | None = None
+    """Whether they ask for raw tensors."""
 
 
 class _State(msgspec.Struct):
@@ -88,6 +90,7 @@ class Judge:
             anomalies=tuple(kept),
             incidents=tuple(incidents),
             proposal=propose(kept, self._actions, view.places, causes),
+            dump=propose(kept, self._actions, view.places, causes, DUMP),
         )
 
     def has_news(self, ranks: Sequence[RankFacts], now: float) -> bool:

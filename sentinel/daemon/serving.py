@@ -382,9 +382,9 @@ class ServedRun:
                 self._told[incident.id] = incident
             else:
                 self._told.pop(incident.id, None)
-        if verdict.proposal is not None:
-            one = verdict.proposal
-            commit.outbox.append(Outgoing(key=one.key, topic=one.topic, body=one.body))
+        for asked in (verdict.proposal, verdict.dump):
+            if asked is not None:
+                commit.outbox.append(Outgoing(key=asked.key, topic=asked.topic, body=asked.body))
 
     def _commit(self, commit: Commit, *, with_snapshot: bool = False) -> None:
         begun = time.monotonic()

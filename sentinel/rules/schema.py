@@ -14,8 +14,8 @@ from sentinel.aggregate import Aggregate
 from sentinel.anomaly import Severity
 from sentinel.record import KIND_LABELS, STATISTICS
 
-ACTIONS: tuple[str, ...] = ("notify", "escalate", "webhook")
-"""What a rule may ask for: tell people; ask the trainer for more monitoring; call the rule's own URL."""
+ACTIONS: tuple[str, ...] = ("notify", "escalate", "dump", "webhook")
+"""What a rule may ask for: tell people; ask the trainer for more monitoring, or for raw tensors; call the rule's own URL."""
 
 VALUE = "value"
 """The statistic of a scalar: the number itself."""

@@ -3,7 +3,7 @@ import pytest
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.control.commands import CommandDesk
-from sentinel.control.policy import ControlConfig, Escalator, Proposal, blast_radius, first_step, propose
+from sentinel.control.policy import DUMP, ControlConfig, Escalator, Proposal, blast_radius, first_step, propose
 from sentinel.errors import ConfigError
 from sentinel.messages import Ack
 from sentinel.place import Place
@@ -240,3 +240,56 @@ def test_lone_excursion_that_is_only_info_does_not_escalate():
 
     assert propose([an_anomaly()], ACTIONS, places(4, 2)) is not None
     assert propose([quiet], ACTIONS, places(4, 2)) is None
+
+
+def a_dump(number=1, **changes):
+    actions = {"nan": ("dump",)}
+    made = propose([an_anomaly(**changes)], actions, places(4, 2), action=DUMP)
+    return msgspec.structs.replace(made, key=f"{made.key}:{number}")
+
+
+def test_a_rule_may_ask_for_raw_tensors_of_the_suspected_stage(tmp_path):
+    bench = Bench(tmp_path, dump_kinds=("wgrad",), dump_first_n=8, dump_for_steps=2)
+    proposal = a_dump()
+
+    command = bench.escalator.consider_dump(proposal, newest_step=40, step_time_s=0.1, now=bench.now)
+
+    assert propose([an_anomaly()], {"nan": ("dump",)}, places(4, 2)) is None  # It asks for nothing else.
+    assert Proposal.read(proposal.body) == proposal
+    assert (command.kinds, command.first_n, command.for_steps, command.ranks) == (("wgrad",), 8, 2, (2, 3))
+    assert command.at_step == 43
+    assert bench.escalator.consider_dump(proposal, newest_step=40, step_time_s=0.1, now=bench.now + 100) is None
+
+
+def test_dumps_are_few_and_never_in_the_way_of_monitoring(tmp_path):
+    bench = Bench(tmp_path, max_dumps_per_hour=2, cooldown_s=10.0)
+    issued = []
+    for number in range(6):
+        one = bench.escalator.consider_dump(a_dump(number), newest_step=40, step_time_s=0.1, now=bench.now)
+        issued.append(one is not None)
+        bench.now += 6.0
+
+    assert issued == [True, False, True, False, False, False]
+    bench.tick({0: 100})
+    assert bench.consider(7, newest_step=100) is not None  # Neither "monitoring is on" nor "cooling down".
+
+
+@pytest.mark.parametrize("config", [{"dump": False}, {"dry_run": True}])
+def test_dumps_may_be_forbidden(tmp_path, config):
+    bench = Bench(tmp_path, **config)
+
+    assert bench.escalator.consider_dump(a_dump(), newest_step=40, step_time_s=0.1, now=bench.now) is None
+    assert not list(tmp_path.glob("control/*.json"))
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"dump_kinds": ()}, "control.dump_kinds"), ({"dump_kinds": ("loss",)}, "control.dump_kinds"),
+        ({"dump_for_steps": 0}, "control.dump_for_steps"), ({"dump_first_n": 0}, "control.dump_first_n"),
+        ({"max_dumps_per_hour": -1}, "control.max_dumps_per_hour"),
+    ],
+)  # fmt: skip
+def test_nonsense_about_dumps_is_refused(config, says):
+    with pytest.raises(ConfigError, match=says):
+        ControlConfig(**config)
