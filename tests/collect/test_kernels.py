@@ -8,16 +8,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sentinel.collect.buffer import StepRows
-from sentinel.collect.kernels import NativeKernel, TorchKernel, choose_kernel, torch_ops
+from sentinel.collect.kernels import NativeKernel, TorchKernel, choose_kernel
+from sentinel.collect.kernels.reading import CONVERTED
 from sentinel.errors import SentinelError
 from sentinel.moments import Moments
 from sentinel.native import fallback, implementation
 from sentinel.record import NONE_ID, ROW_DTYPE, STATISTICS, Flag, Kind
 
-KERNELS = {"native": NativeKernel(), "torch": TorchKernel()}
+KERNELS = {"native": NativeKernel(), "torch": TorchKernel(), "torch, unlooking": TorchKernel(may_look=False)}
+"""The last one measures CPU tensors as it does those of a device whose values it must not wait for."""
+
 kernels = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Threads that wait for a core that others use take longer than the work."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def measure(kernel, *tensors: torch.Tensor, **options) -> Moments:
@@ -91,11 +105,14 @@ def test_many_tensors_of_any_kind_in_one_call(kernel):
     assert_measures(kernel, *tensors)
 
 
-@kernels
-@pytest.mark.parametrize("dtype", [
+ALL_DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64,
     torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
-])  # fmt: skip
+]  # fmt: skip
+
+
+@kernels
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_dtypes_are_measured(kernel, dtype):
     values = torch.randn(3000, generator=torch.Generator().manual_seed(1)) * 3
     tensor = (values > 0) if dtype is torch.bool else values.abs().to(dtype)
@@ -123,6 +140,61 @@ def test_random_tensors_are_measured(kernel, seed, size, dtype, scale, mean_over
 
     assert_measures(kernel, x)
     assert measure(kernel, x, checksum=True).stats["checksum"][0] == checksum_of(x)
+
+
+@st.composite
+def views(draw) -> torch.Tensor:
+    """A tensor of any dtype, sliced, permuted and expanded."""
+    shape = draw(st.lists(st.integers(1, 9), min_size=0, max_size=4)) + draw(st.sampled_from([[], [60], [900]]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    x = torch.randn(shape, generator=generator) * draw(st.sampled_from([1.0, 20.0]))
+    x += draw(st.sampled_from([0.0, 5.0, -50.0]))
+    dtype = draw(st.sampled_from(ALL_DTYPES))
+    if dtype is torch.bool:
+        x = x > 0
+    elif not dtype.is_signed:
+        x = x.abs()
+    x = x.clamp(-120, 120).to(dtype)
+    x = x[(..., *(slice(None, None, draw(st.sampled_from([1, 1, 2, 3]))) for _ in shape))]
+    x = x.permute(draw(st.permutations(range(x.dim()))))
+    if draw(st.booleans()):
+        x = x.unsqueeze(-1).expand(*x.shape, draw(st.integers(1, 4)))
+        x = x.permute(draw(st.permutations(range(x.dim()))))
+    return x[..., :0] if x.dim() and draw(st.integers(0, 9)) == 0 else x
+
+
+@kernels
+@settings(max_examples=60, deadline=None)
+@given(x=views())
+def test_views_of_every_dtype_are_measured_as_what_they_show(kernel, x):
+    assert_measures(kernel, x)
+
+    measured_as = CONVERTED.get(x.dtype, x.dtype)
+    assert measure(kernel, x, checksum=True).stats["checksum"][0] == checksum_of(x.to(measured_as))
+
+
+def uneven(kind: str, size: int) -> torch.Tensor:
+    """Return data whose parts are nothing alike: what was learned from one, or from a sample, misleads about the next."""
+    generator = torch.Generator().manual_seed(9)
+    x = torch.randn(size, generator=generator)
+    return {
+        "drift": lambda: x + torch.linspace(-1e3, 1e3, size),
+        "late": lambda: torch.where(torch.arange(size) < size * 0.7, 0.0, x * 1e-12),
+        "large sum": lambda: torch.where(x > 0, 3e38, 2e38),
+        "two scales": lambda: torch.where(torch.arange(size) % 70_000 < 35_000, x * 1e9, x * 1e-9),
+        "masked": lambda: x.masked_fill(x > 0.2, -torch.inf) + 40,
+        "one nan": lambda: x.index_fill(0, torch.tensor([size // 2]), torch.nan),
+        "all inf": lambda: torch.full((size,), torch.inf),
+        "huge ties": lambda: torch.where(x > 1.5, 1e30, -1e30),
+    }[kind]()
+
+
+@kernels
+@pytest.mark.parametrize("kind", ["drift", "late", "large sum", "two scales", "masked", "one nan", "all inf", "huge ties"])
+def test_no_guess_misleads(kernel, kind):
+    x = uneven(kind, 1_100_000)
+
+    assert_measures(kernel, x, x[5:60_000], x[::5])
 
 
 @kernels
@@ -267,17 +339,42 @@ def test_local_shard_of_a_dtensor_is_read_without_collective(kernel):
     np.testing.assert_allclose(found.norm()[[0, 2]], local.double().norm(), rtol=1e-6)
 
 
-def test_torch_kernel_keeps_temporaries_under_16_mib():
-    x = torch.randn(5_000_000).t()
-    kernel = TorchKernel()
-    measure(kernel, x)
+class LargestResult(TorchDispatchMode):
+    """Notes the largest memory behind any result of an operation, that of its arguments left out."""
 
-    for dtype in (torch.float32, torch.float64):
-        with torch.profiler.profile(profile_memory=True) as profile:
-            measure(kernel, x.to(dtype), checksum=True)
-        sizes = [abs(e.cpu_memory_usage) for e in profile.events() if e.name == "[memory]" or "empty" in e.name]
-        assert max(s for s in sizes if s != x.numel() * torch.finfo(dtype).bits // 8) <= 16 * 2**20
-    assert max(torch_ops.CHUNK.values()) <= torch_ops.LARGEST_CHUNK <= 16 * 2**20 // 8
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.num_bytes = max(self.num_bytes, tensor.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize(("may_look", "dtype"), [
+    (True, torch.float32), (True, torch.float64), (True, torch.bfloat16), (True, torch.int64), (True, torch.float8_e5m2),
+    (False, torch.float32), (False, torch.float64),
+])  # fmt: skip
+def test_torch_kernel_has_no_temporary_above_16_mib(may_look, dtype):
+    whole = torch.zeros(1500, 3000, dtype=dtype)  # beyond 16 MiB in fp32
+    whole[700:, ::2] = 1
+    if dtype.is_floating_point:
+        whole[1400, 7] = torch.nan
+    kernel = TorchKernel(may_look=may_look)
+    with LargestResult() as positive_control:
+        torch.zeros_like(whole, dtype=torch.complex64)
+
+    with LargestResult() as largest:
+        dense = measure(kernel, whole, checksum=True)
+        strided = measure(kernel, whole[:, :2998], zero_eps=0.5, checksum=True)
+
+    assert positive_control.num_bytes == 8 * whole.numel()
+    assert 2**20 < largest.num_bytes <= 16 * 2**20
+    assert (dense.num_elements()[0], strided.num_elements()[0]) == (1500 * 3000, 1500 * 2998)
 
 
 def test_choose_kernel():
