@@ -241,10 +241,9 @@ class Attention:
         """Whether a softmax in this module is one of attention: by its name, its class, or a target that says so."""
         known = self._is_written.get(id(module))
         if known is None:
-            lineage = self._lineage(chunk, name, module)
-            words = [(type(one).__name__, own.rpartition(".")[2]) for own, one in lineage]
-            known = any(ATTENTIVE.search(word) for pair in words for word in pair)
-            known = known and not any(ROUTING.search(word) for word in words[0])
+            words = [(type(one).__name__, own.rpartition(".")[2]) for own, one in self._lineage(chunk, name, module)]
+            attentive = [any(ATTENTIVE.search(word) for word in pair) for pair in words]
+            known = attentive[0] or (any(attentive) and not any(ROUTING.search(word) for word in words[0]))
             targets = self._context.plan.schedule_of(Kind.ATTENTION).targets or ()
             known = known or any(Target.parse(text).name == name for text in targets)
             self._is_written[id(module)] = known

@@ -125,7 +125,7 @@ class RouterProbe:
         if not plan.takes(Kind.ROUTER):
             return
         router = one.router
-        if router.gate is router.module:
+        if router.gate is router.module and isinstance(output, torch.Tensor):
             logits = told_logits(output, router.num_experts)
         elif logits is None:
             logits = self._computed(router, args, kwargs)
@@ -191,7 +191,7 @@ class RouterProbe:
         given = local_of(given.detach())
         if given.shape[-1] != weight.shape[1] or not given.is_floating_point():
             return None
-        bias = getattr(router.module, "bias", None)
+        bias = getattr(router.gate or router.module, "bias", None)
         with torch.autocast(given.device.type, enabled=False):
             logits = given.reshape(-1, weight.shape[1]).float() @ weight.float().T
             if isinstance(bias, torch.Tensor) and bias.shape == (router.num_experts,):

@@ -94,14 +94,14 @@ def find_routers(modules: Mapping[str, nn.Module], is_named: Callable[[str], boo
         if not (is_meant or last in GATES or CLASSES.search(kind)) or _is_inside(name, found):
             continue
         holder = modules.get(name.rpartition(".")[0]) if name else None
-        told = _number(NUM_EXPERTS, module, holder)
+        told = _numbers(NUM_EXPERTS, module, holder)
         gate = _gate(module, told)
         width = _width(gate if gate is not None else module, told)
-        if width < 2 or (told and not is_meant and width != told):
+        is_sure = is_meant or bool(SURE.search(kind))
+        if width < 2 or (told and not is_sure and width not in told):
             continue
-        if is_meant or SURE.search(kind) or _has_experts(holder, width):
-            top_k = _number(TOP_K, module, holder)
-            top_k = top_k if top_k <= width else 0
+        if is_sure or _has_experts(holder, width):
+            top_k = next((one for one in _numbers(TOP_K, module, holder) if one <= width), 0)
             found[name] = Router(name, module, holder, width, top_k, _scoring(module, holder), gate)
     return list(found.values())
 
@@ -124,17 +124,19 @@ def _sources(module: nn.Module, holder: nn.Module | None) -> Iterator[Any]:
                     yield config
 
 
-def _number(words: tuple[str, ...], module: nn.Module, holder: nn.Module | None) -> int:
-    """Return the first whole number of one of these names that a router, its config or its holder has; 0: none."""
+def _numbers(words: tuple[str, ...], module: nn.Module, holder: nn.Module | None) -> list[int]:
+    """Return the whole numbers of these names that a router, its config and its holder have, the nearest first."""
+    found = []
     for source in _sources(module, holder):
         for word in words:
             value = source.get(word) if isinstance(source, dict) else getattr(source, word, None)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-    return 0
+                found.append(value)
+    return found
 
 
 def _scoring(module: nn.Module, holder: nn.Module | None) -> str:
+    """Return how logits become scores: as an attribute says, else as the code that computes them calls it."""
     for source in _sources(module, holder):
         for word in SCORING:
             value = getattr(source, word, None)
@@ -143,19 +145,28 @@ def _scoring(module: nn.Module, holder: nn.Module | None) -> str:
                 for known in ("sqrtsoftplus", "sigmoid", "softmax"):
                     if known in text:
                         return known
-    # Balancing by a bias came with sigmoid scores (DeepSeek-V3); routers that follow it have it written into their forward.
-    is_corrected = any("correction" in word and hasattr(module, word) for word in BIASES)
-    return "sigmoid" if is_corrected else "softmax"
+    for one in (module, holder):
+        called = {name for name in _called_in(one) if name in ("sigmoid", "softmax")}
+        if len(called) == 1:
+            return called.pop()
+    return "softmax"
 
 
-def _gate(module: nn.Module, told: int) -> nn.Module | None:
+def _called_in(module: nn.Module | None) -> Iterator[str]:
+    """Yield the names that the methods of a module's own class use."""
+    for method in vars(type(module)).values() if module is not None and type(module).__module__[:9] != "torch.nn." else ():
+        yield from getattr(getattr(method, "__code__", None), "co_names", ())
+
+
+def _gate(module: nn.Module, told: list[int]) -> nn.Module | None:
     """Return the linear layer that makes the logits: the module, or the last one inside it of that width."""
     if _is_linear(module):
         return module
+    if isinstance(getattr(module, "weight", None), torch.Tensor):
+        return None
     inner = [one for one in module.modules() if one is not module and _is_linear(one)]
-    fitting = [one for one in inner if not told or _width(one, 0) == told]
-    own = getattr(module, "weight", None)
-    return fitting[-1] if fitting and not isinstance(own, torch.Tensor) else None
+    fitting = [one for one in inner if _width(one, []) in told] or inner
+    return fitting[-1] if fitting else None
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -166,15 +177,15 @@ def _is_linear(module: nn.Module) -> bool:
     return "linear" in type(module).__name__.lower() and isinstance(weight, torch.Tensor) and weight.dim() == 2
 
 
-def _width(module: nn.Module, told: int) -> int:
-    """Return the number of outputs."""
+def _width(module: nn.Module, told: list[int]) -> int:
+    """Return the number of outputs; what is told where the module does not show it."""
     out = getattr(module, "out_features", None)
     if isinstance(out, int):
         return out
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.numel():
         return int(weight.shape[0])
-    return told
+    return told[0] if told else 0
 
 
 def _has_experts(holder: nn.Module | None, width: int) -> bool:

@@ -332,6 +332,27 @@ def test_a_softmax_elsewhere_is_attention_where_a_target_says_so(run: Path) -> N
     assert Told(run).row(0, "attention", "1:entropy")["count"] == 3 * LENGTH
 
 
+def test_a_router_inside_an_attention_block_is_no_attention(run: Path) -> None:
+    class Router(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.softmax(x[:, :, :3, None] + x[:, :, None, :3], -1)
+
+    class MoeAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = Router()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.router(x).sum((2, 3))[..., None] + F.softmax(x @ x.transpose(1, 2), -1) @ x
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), MoeAttention())
+    monitor = sentinel.attach(model, config=ATTENTION)
+    model(batch(0)).sum().backward()
+    monitor.detach()
+
+    assert set(Told(run).names(0, "attention")) == {"1:entropy", "1:max_logit"}
+
+
 def test_a_model_that_is_not_ours_is_not_measured(run: Path) -> None:
     class Taught(nn.Module):
         def __init__(self) -> None:
