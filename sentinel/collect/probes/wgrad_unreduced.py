@@ -97,10 +97,6 @@ class WgradUnreduced:
         handle = leaf.register_hook(LeafHook(self, one, chunk))  # type: ignore[no-untyped-call]
         self._leaves[id(leaf)] = weakref.ref(leaf), handle
 
-    def hook_view(self, one: Parameter, view: torch.Tensor, chunk: Chunk, micro_step: int) -> None:
-        """Watch a tensor of one forward that stands for a parameter (FSDP1's view of what it gathered)."""
-        view.register_hook(LeafHook(self, one, chunk, micro_step))  # type: ignore[no-untyped-call]
-
     def micro_step(self, chunk: Chunk) -> int:
         """Return whose backward runs on a chunk."""
         order = self._marks[chunk.vpp_stage]
@@ -168,6 +164,8 @@ class Owner:
         self._probe = probe
         self._chunk = chunk
         self._module = module
+        self._views: dict[str, weakref.ref[torch.Tensor]] = {}
+        """Name of a parameter -> what stood for it when it was looked at last."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
         return self
@@ -192,24 +190,20 @@ class Owner:
                 continue
             if value.is_leaf:
                 self._probe.hook(one, value, self._chunk)
-            else:
-                is_again = in_backward()  # Reentrant checkpointing: its views belong to the backward that runs.
-                micro_step = self._probe.micro_step(self._chunk) if is_again else self._chunk.micro_step
-                self._probe.hook_view(one, value, self._chunk, micro_step)
+            elif attr not in self._views or self._views[attr]() is not value:
+                self._views[attr] = weakref.ref(value)
+                value.register_hook(LeafHook(self._probe, one, self._chunk))  # type: ignore[no-untyped-call]
 
 
 class LeafHook:
-    """A tensor hook that measures what one backward adds to a parameter."""
+    """A tensor hook that measures what one backward adds to a parameter, or to a view that stands for it."""
 
-    __slots__ = ("_chunk", "_entry", "_micro_step", "_one", "_probe", "_seen", "_step")
+    __slots__ = ("_chunk", "_entry", "_one", "_probe", "_seen")
 
-    def __init__(self, probe: WgradUnreduced, one: Parameter, chunk: Chunk, micro_step: int | None = None) -> None:
-        """micro_step: of the forward that this tensor belongs to; None: a leaf, which belongs to all of them."""
+    def __init__(self, probe: WgradUnreduced, one: Parameter, chunk: Chunk) -> None:
         self._probe = probe
         self._one = one
         self._chunk = chunk
-        self._micro_step = micro_step
-        self._step = chunk.recorder.ended_steps
         self._entry: Entry | None = None
         self._seen: tuple[Any, ...] = ()
 
@@ -225,13 +219,10 @@ class LeafHook:
         if not chunk.recorder.is_alive or not context.is_measuring() or in_inference() or torch.compiler.is_compiling():
             return
         try:
-            if self._micro_step is not None and self._step != chunk.recorder.ended_steps:
-                return
             with torch.no_grad():
                 entry = self._described(gradient)
                 if context.plan.measures(entry):
-                    micro_step = probe.micro_step(chunk) if self._micro_step is None else self._micro_step
-                    probe.measure(self._one, gradient, micro_step, entry)
+                    probe.measure(self._one, gradient, probe.micro_step(chunk), entry)
         except Exception as error:
             context.guard(self._one.entry.name, error)
 

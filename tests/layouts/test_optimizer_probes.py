@@ -1,0 +1,224 @@
+"""Unreduced gradients, updates, alignment and spectra on layouts of two ranks: what merges is one process's."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from sentinel.ingest.merge import StepView
+from sentinel.record import ROW_DTYPE, Flag
+
+from ..end_to_end.ranks import Spoken
+from .builds import CPU, LAYOUTS, mine, tp
+from .layout import Trainer, differences, heard, statistics, train
+from .net import Block, Net, loss_of, optimizer_of, tokens
+
+KINDS = ["param", "wgrad", "wgrad_unreduced", "update", "update_ratio", "grad_momentum_alignment", "weight_spectrum"]
+CONFIG: dict[str, Any] = {"kinds": KINDS, "black_box": False}
+NUM_MICRO_STEPS = 2
+
+
+def micro_batches(step: int, rank: int, size: int) -> list[torch.Tensor]:
+    return list(mine(tokens(step), rank, size).chunk(NUM_MICRO_STEPS))
+
+
+def accumulating(model: nn.Module, optimizer: Any, no_sync: Any) -> Trainer:
+    """Two micro-batches a step, of which only the second is reduced."""
+
+    def train_step(step: int) -> tuple[torch.Tensor, Any]:
+        optimizer.zero_grad()
+        loss = torch.zeros(())
+        for at, batch in enumerate(micro_batches(step, dist.get_rank(), dist.get_world_size())):
+            with no_sync(model) if at + 1 < NUM_MICRO_STEPS else contextlib.nullcontext():
+                loss = loss_of(model(batch), batch) / NUM_MICRO_STEPS
+                loss.backward()
+        optimizer.step()
+        return loss.detach(), torch.zeros(())
+
+    return Trainer([model], optimizer, train_step)
+
+
+def build_ddp() -> Trainer:
+    model = nn.parallel.DistributedDataParallel(Net())
+    return accumulating(model, optimizer_of(model.parameters()), lambda model: model.no_sync())
+
+
+def build_fsdp1() -> Trainer:
+    model = FSDP1(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=CPU)
+    return accumulating(model, optimizer_of(model.parameters()), lambda model: model.no_sync())
+
+
+@contextlib.contextmanager
+def unsynced(model: Any) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
+def build_fsdp2(reshard: bool = True) -> Trainer:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    model = Net()
+    for block in model.blocks.values():
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    return accumulating(model, optimizer_of(model.parameters()), unsynced)
+
+
+def build_one() -> Trainer:
+    """One process that sees what both ranks see, one backward for each rank and micro-batch."""
+    model = Net()
+    optimizer = optimizer_of(model.parameters())
+
+    def train_step(step: int) -> tuple[torch.Tensor, Any]:
+        optimizer.zero_grad()
+        loss = torch.zeros(())
+        for rank in range(2):
+            for batch in micro_batches(step, rank, 2):
+                loss = loss_of(model(batch), batch) / NUM_MICRO_STEPS
+                loss.backward()
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad /= 2  # As the ranks average.
+        optimizer.step()
+        return loss.detach(), torch.zeros(())
+
+    return Trainer([model], optimizer, train_step)
+
+
+@functools.cache
+def alone() -> list[StepView]:
+    with tempfile.TemporaryDirectory() as folder:
+        train(Path(folder), build_one, 1, config=CONFIG)
+        return heard(Path(folder))
+
+
+BUILDS = {"ddp": build_ddp, "fsdp1": build_fsdp1, "fsdp2": build_fsdp2, "fsdp2_kept": partial(build_fsdp2, False)}
+SHARDED = ("fsdp1", "fsdp2", "fsdp2_kept")
+
+
+def only_plain(found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Without what is named behind a colon: cosines, which no shard can know."""
+    return {key: one for key, one in found.items() if ":" not in key.partition("/")[0]}
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_two_ranks_with_two_micro_batches_merge_to_one_process(name: str, tmp_path: Path) -> None:
+    expected = alone()
+
+    bare = train(tmp_path / "bare", BUILDS[name], 2)
+    watched = train(tmp_path / "watched", BUILDS[name], 2, config=CONFIG)
+    views = heard(tmp_path / "watched")
+
+    assert [r.losses for r in watched] == [r.losses for r in bare]
+    assert [r.weights for r in watched] == [r.weights for r in bare]
+    assert [r.num_collectives for r in watched] == [r.num_collectives for r in bare]
+    for view, whole in zip(views, expected, strict=True):
+        for kind in ("wgrad_unreduced", "wgrad", "update"):
+            ours, truth = statistics(view, kind), statistics(whole, kind)
+            assert len(truth) > 10
+            wrong = differences(ours, truth, rel=2e-3 if kind == "update" else 2e-4)
+            assert not wrong, "\n".join([f"{kind} of step {view.step}:", *wrong[:20], f"{len(wrong)} in all"])
+        if view.step:
+            ours = only_plain(statistics(view, "grad_momentum_alignment"))
+            truth = only_plain(statistics(whole, "grad_momentum_alignment"))
+            assert ours.keys() == truth.keys()
+            for key, one in truth.items():
+                assert ours[key]["count"] == one["count"]
+                assert ours[key]["mean"] == pytest.approx(one["mean"], abs=2 / one["count"]), key
+        kept_apart = {key for kind in ("update_ratio", "weight_spectrum") for key in statistics(view, kind) if "@dp" in key}
+        assert bool(kept_apart) is (name in SHARDED)
+    health = [h for rank in range(2) for h in Spoken(tmp_path / "watched" / "run", rank).health]
+    assert {h.code for h in health} == ({"unsupported"} if name == "fsdp1" else set()), health
+    assert all("no matrix" in h.message for h in health)
+
+
+def test_ratios_and_norms_of_shards_are_flagged_and_never_merged(tmp_path: Path) -> None:
+    train(tmp_path, build_fsdp2, 2, config=CONFIG)
+
+    for rank in range(2):
+        spoken = Spoken(tmp_path / "run", rank)
+        for kind in ("update_ratio", "weight_spectrum"):
+            rows = spoken.of(1, kind)
+            assert rows
+            assert all(row["flags"] & Flag.PER_RANK for name, row in rows.items() if not name.endswith(":adam"))
+        assert not any(row["flags"] & Flag.PER_RANK for row in spoken.of(1, "update").values())
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "tp", "tp_x_fsdp2", "zero_redundancy"])
+def test_updates_merge_to_those_of_one_process_on_layouts(name: str, tmp_path: Path) -> None:
+    build, world = LAYOUTS[name]
+    whole = one_of_layouts()
+
+    train(tmp_path, build, world, config=CONFIG)
+    views = heard(tmp_path)
+
+    for view, truth in zip(views, whole, strict=True):
+        wrong = differences(statistics(view, "update"), statistics(truth, "update"), rel=2e-3)
+        assert not wrong, "\n".join([f"update of step {view.step}:", *wrong[:20], f"{len(wrong)} in all"])
+
+
+@functools.cache
+def one_of_layouts() -> list[StepView]:
+    from .builds import one
+
+    with tempfile.TemporaryDirectory() as folder:
+        train(Path(folder), one, 1, config=CONFIG)
+        return heard(Path(folder))
+
+
+def test_unreduced_gradients_of_tensor_parallel_shards_merge(tmp_path: Path) -> None:
+    train(tmp_path, tp, 2, config=CONFIG)
+    views = heard(tmp_path)
+
+    for view, truth in zip(views, one_of_layouts(), strict=True):
+        cut = {key for key in statistics(view, "wgrad_unreduced") if "@" not in key and ("attn" in key or "mlp" in key)}
+        ours = {key: one for key, one in statistics(view, "wgrad_unreduced").items() if key in cut}
+        whole = {key: one for key, one in statistics(truth, "wgrad_unreduced").items() if key in cut}
+        assert len(cut) > 4
+        assert not differences(ours, whole)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble", "looped_bfs", "dualpipev"])
+def test_pipelines_name_the_micro_batch(name: str, tmp_path: Path) -> None:
+    """Each micro-batch's own gradient, under its own number, whatever order the schedule runs backwards in."""
+    from .builds import SCHEDULES
+
+    train(tmp_path, SCHEDULES[name], 2, config={**CONFIG, "per_micro_step": True}, num_steps=2)
+
+    model, truth = Net(), []
+    for batch in tokens(0).chunk(4):
+        model.zero_grad()
+        loss_of(model(batch), batch).backward()
+        truth.append({n: p.grad.double().norm().item() for n, p in model.named_parameters() if p.grad is not None})
+    seen: set[str] = set()
+    for rank in range(2):
+        spoken = Spoken(tmp_path / "run", rank)
+        assert spoken.descriptor is not None
+        rows = np.frombuffer(b"".join(part.tobytes() for part in spoken.rows[0]), ROW_DTYPE)
+        for info in spoken.descriptor.tensors:
+            if info.kind != "wgrad_unreduced":
+                continue
+            found = {
+                int(row["micro_step"]): float(np.sqrt(row["m2"] + row["count"] * row["mean"] ** 2))
+                for row in rows[rows["tensor"] == info.id]
+            }
+            if info.name in truth[0]:
+                seen.add(info.name)
+                assert found == pytest.approx({m: one[info.name] for m, one in enumerate(truth)}, rel=1e-3), info.name
+            assert len(rows[rows["tensor"] == info.id]) == 4, info.name
+    assert len(seen) > 8
