@@ -97,7 +97,8 @@ def disable(run: str | None, kinds: str | None, targets: str | None, at_step: st
 
 
 @click.command()
-@_RUN
+@click.argument("run", required=False)
+@click.option("-d", "--dir", "directory", metavar="RUN", help="The same.")
 @click.option("--kinds", default="wgrad", show_default=True, metavar="KIND,...",
               help=f"What is dumped, among {', '.join(MEASURED_LABELS)}.")  # fmt: skip
 @click.option("--targets", metavar="GLOB,...", help="Names of modules or parameters, `layers.3`. Default: all.")
@@ -111,6 +112,7 @@ def disable(run: str | None, kinds: str | None, targets: str | None, at_step: st
 @_JSON
 def dump(
     run: str | None,
+    directory: str | None,
     kinds: str,
     targets: str | None,
     at_step: str,
@@ -120,12 +122,12 @@ def dump(
     ranks: str | None,
     as_json: bool,
 ) -> int:
-    """Have each rank write raw tensors of a run that trains into RUN/dumps, as safetensors with their placement.
+    """Have each rank of RUN (default: the newest) write raw tensors into RUN/dumps, as safetensors with their placement.
 
     Obeyed only where the trainer's own config names DumpTensors in `allow_commands`, within its `dump.quota_bytes`. Join
     them with `sentinel export RUN --format tensors`. Exit 1 when nobody listens.
     """
-    run_dir, now = find_run(run), time.time()
+    run_dir, now = find_run(run or directory), time.time()
     standing = standing_of(run_dir, now)
     command = desk_of(run_dir, standing).dump_tensors(
         at_step=parse_step(run_dir, at_step, standing),

@@ -121,3 +121,32 @@ def test_a_command_is_for_the_attempt_that_trains_now(tmp_path):
     command = written(tmp_path / "run")
     # Not behind step 5000, which the former attempt had reached.
     assert (command["attempt"], command["at_step"]) == (1, 103)
+
+
+def test_dump_takes_all_its_options(run_dir, capsys):
+    options = "--kinds wgrad,exp_avg --targets layers.3 --at-step 50 --for-steps 4 --step-interval 2 --first 16 --ranks 1,0"
+
+    assert run_cli(["dump", str(run_dir), *options.split(), "--json"]) == CLEAN
+
+    command = written(run_dir)
+    assert json.loads(capsys.readouterr().out) == command
+    assert (command["type"], command["kinds"], command["targets"]) == ("DumpTensors", ["wgrad", "exp_avg"], ["layers.3"])
+    assert (command["at_step"], command["for_steps"], command["step_interval"]) == (50, 4, 2)
+    assert (command["first_n"], command["ranks"]) == (16, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kinds", "health"], 'unknown kind "health"'),
+        (["--kinds", ","], "--kinds: expected some of"),
+        (["--ranks", "1,x"], '--ranks: expected numbers of at least 0, got "x"'),
+        (["--for-steps", "0"], "for-steps"),
+        (["--step-interval", "0"], "step-interval"),
+    ],
+)
+def test_nonsense_is_not_dumped(run_dir, capsys, options, message):
+    assert run_cli(["dump", str(run_dir), *options]) == BAD_USAGE
+
+    assert message in capsys.readouterr().err
+    assert not (run_dir / "control").exists()
