@@ -65,8 +65,9 @@ class SummandTap(GradientTap):
         self.source = source
         self.name = name
 
-    def __call__(self, gradient: torch.Tensor) -> None:
-        if self.is_done or not any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        placements = getattr(gradient, "placements", ())
+        if gradient is None or self.is_done or not any(placement.is_partial() for placement in placements):
             return
         try:
             self.entry = self.chunk.recorder.sites.entry(self.chunk.vpp_stage, self.name, Kind.DGRAD_IN, gradient)

@@ -42,6 +42,9 @@ def unwrap(module: nn.Module) -> nn.Module:
     """Return the module inside DDP, FSDP1 and DataParallel wrappers; a compiled module is kept as it is."""
     while True:
         inner = module.__dict__.get("_modules", {})
+        if isinstance(inner.get("_orig_mod"), _wrappers()):  # A wrapper that was compiled as a whole.
+            module = inner["_orig_mod"]
+            continue
         name = next((n for n in ("module", "_fsdp_wrapped_module") if set(inner) == {n}), None)
         if name is None or not isinstance(module, _wrappers()):
             return module

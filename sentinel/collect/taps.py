@@ -195,13 +195,17 @@ class Chunk:
 
     def _tell_blind_parts(self) -> None:
         """A whole forward has passed: say which part was compiled before its hooks were there, so that none of them ran."""
+        blind = []
         for part in self.compiled:
             inner = [tap for name, tap in self.taps.items() if name != part and is_inside(name, part)]
             asked = [tap for tap in inner if tap.takes_in or tap.takes_out]
             top = self.taps.get(part)
             was_called = not part or top is None or top.has_passed
             if asked and was_called and not any(tap.has_passed for tap in inner):
-                self.recorder.sites.blind("compiled_before_attach", TOO_LATE.format(part or "the model"), part)
+                blind.append(part or "the model")
+        if blind:
+            named = ", ".join(blind[:3]) + (f" and {len(blind) - 3} more" if len(blind) > 3 else "")
+            self.recorder.sites.blind("compiled_before_attach", TOO_LATE.format(named))
 
     # -- the Listener of compiled_ops.py: a forward that is inside a graph from its beginning to its end -------------
 
