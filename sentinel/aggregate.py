@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from sentinel.errors import ConfigError
 from sentinel.native import merge_rows
+from sentinel.record import is_of_kind
 
 if TYPE_CHECKING:
     from sentinel.ingest.merge import LogicalTensor
@@ -121,7 +122,7 @@ class Groups:
         for aggregate in aggregates:
             of_names: dict[tuple[str, ...], tuple[str, ...]] = {}
             for tensor in tensors:
-                if wanted is not None and tensor.kind not in wanted:
+                if wanted is not None and not is_of_kind(tensor.kind, tensor.border, wanted):
                     continue
                 called = (tensor.name, *tensor.also)
                 if called not in of_names:

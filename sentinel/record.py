@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 
 import numpy as np
 
@@ -51,6 +52,18 @@ FORWARD_KINDS = frozenset(
     }
 )  # fmt: skip
 BACKWARD_KINDS = frozenset({Kind.DGRAD, Kind.DGRAD_IN})
+
+STREAM_KINDS = frozenset({"activation_in", "activation", "dgrad", "dgrad_in"})
+STREAM_BORDERS = frozenset({"block_input", "block_output"})
+
+
+def is_of_kind(kind: str, border: str, kinds: Collection[str]) -> bool:
+    """Return whether a tensor is of one of these kinds. border: that of the black box which it is, or empty.
+
+    `residual` means the residual stream and its gradient: whatever passes the borders of the blocks. It has no rows of its
+    own: a tensor is measured once.
+    """
+    return kind in kinds or ("residual" in kinds and kind in STREAM_KINDS and border in STREAM_BORDERS)
 
 
 class Flag(enum.IntFlag):

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from sentinel.aggregate import Aggregate, Groups, matches, nearest_names, rows_at
 from sentinel.errors import ConfigError
 from sentinel.moments import EMPTY, Moments
-from sentinel.record import KIND_LABELS, STATISTICS, STATS_DTYPE
+from sentinel.record import KIND_LABELS, STATISTICS, STATS_DTYPE, is_of_kind
 from sentinel.rules.loader import nearest
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class Picked:
             called = (tensor.name, *tensor.also)
             if called not in of_name:
                 of_name[called] = any(matches(glob, name) for glob in query.names for name in called)
-            if of_name[called] and tensor.kind in query.kinds and not tensor.is_partial:
+            if of_name[called] and is_of_kind(tensor.kind, tensor.border, query.kinds) and not tensor.is_partial:
                 taken.append(tensor)
         self._index = np.array([tensor.index for tensor in taken], np.int64)
         self.series = [
@@ -265,7 +265,8 @@ class Picker:
                 return known
         picked = Picked(self.query, layout)
         self._picked = [*self._picked[-(RECENT_LAYOUTS - 1) :], picked]
-        fresh = {name for one in layout.tensors if one.kind in self.query.kinds for name in (one.name, *one.also)}
+        wanted = [one for one in layout.tensors if is_of_kind(one.kind, one.border, self.query.kinds)]
+        fresh = {name for one in wanted for name in (one.name, *one.also)}
         if SCALAR in self.query.kinds:
             fresh.update(scalars)
         self.saw(fresh - self.names)

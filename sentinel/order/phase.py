@@ -89,4 +89,6 @@ def phase_of(kind: str, name: str) -> Phase:
     """Return the phase of a step in which a tensor of this kind, or a scalar of this name, was made."""
     if kind == "scalar":
         return scalar_phase(name)
+    if kind == "precision":
+        kind = name.rpartition(":")[2].partition(".")[0]  # `fc1:dgrad.fp16_overflow` is said of a gradient.
     return _PHASE_OF_KIND.get(kind, Phase.FREE)

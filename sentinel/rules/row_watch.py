@@ -10,7 +10,7 @@ import numpy as np
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.detect import SeriesDetector
 from sentinel.moments import Moments
-from sentinel.record import NONE_ID
+from sentinel.record import NONE_ID, is_of_kind
 from sentinel.rules import wording
 from sentinel.rules.facts import FORWARD_KINDS, GRADIENT_KINDS, is_loss_scaling, tensor_anomaly
 from sentinel.rules.schema import Rule
@@ -34,7 +34,7 @@ class RowWatch(Watch):
         """Return series numbers by tensor, -1 where the rule does not look."""
         sids = np.full(len(layout.tensors), -1, dtype=np.int64)
         for tensor in layout.tensors:
-            if tensor.kind in self.kinds and self.rule.match.takes_name(tensor.name):
+            if is_of_kind(tensor.kind, tensor.border, self.kinds) and self.rule.match.takes_name(tensor.name):
                 sids[tensor.index] = self._sid_of.setdefault(tensor.key, len(self._sid_of))
         return Plan(np.flatnonzero(sids >= 0), sids, bool((sids >= 0).all()))
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.detect import Scores, SeriesDetector
-from sentinel.record import NONE_ID
+from sentinel.record import NONE_ID, is_of_kind
 from sentinel.rules import wording
 from sentinel.rules.facts import tensor_anomaly, value_text
 from sentinel.rules.schema import Rule
@@ -65,9 +65,9 @@ class TensorWatch(SeriesWatch):
 
     def _takes(self, tensor: LogicalTensor) -> bool:
         ranks = self.rule.match.rank
-        if tensor.kind not in self.kinds or (ranks and not (len(tensor.ranks) == 1 and tensor.ranks[0] in ranks)):
+        if ranks and not (len(tensor.ranks) == 1 and tensor.ranks[0] in ranks):
             return False
-        return self.rule.match.takes_name(tensor.name)
+        return is_of_kind(tensor.kind, tensor.border, self.kinds) and self.rule.match.takes_name(tensor.name)
 
     @property
     def keys(self) -> tuple[str, ...]:
