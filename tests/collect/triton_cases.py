@@ -1,0 +1,435 @@
+"""The GPU's kernel under Triton's interpreter, against float64. Run by test_triton_kernel.py with TRITON_INTERPRET=1.
+
+Tensors are small: the interpreter takes milliseconds for what a GPU does in one.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from sentinel.collect.buffer import StepRows
+from sentinel.collect.kernels import NativeKernel, TorchKernel
+from sentinel.collect.kernels import triton_moments as device_code
+from sentinel.collect.kernels.triton_kernel import Gate, TritonKernel, tiles_of
+from sentinel.errors import SentinelError
+from sentinel.moments import Moments
+from sentinel.record import STATISTICS, Flag, Kind
+from tests.collect.accelerator import device_rows
+from tests.collect.test_kernels import checksum_of, strided_tensors
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_triton_kernel.py"
+
+# The interpreter computes with numpy, which tells of every NaN.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+COUNTS = ("count", "num_nan", "num_pos_inf", "num_neg_inf", "num_zero", "min", "max")
+
+
+def kernel_of(**options) -> TritonKernel:
+    return TritonKernel(**options)
+
+
+def measure(*tensors: torch.Tensor, kernel: TritonKernel | None = None, **options) -> Moments:
+    kernel = kernel or kernel_of()
+    rows = begun(len(tensors))
+    kernel.measure(tensors, rows, 0, **options)
+    assert kernel.name == "triton", "it fell back"
+    rows.begin_copy()
+    assert rows.finish() == 0
+    return Moments.from_rows(rows.array[: rows.num_rows])
+
+
+def begun(number: int, capacity: int = 0) -> StepRows:
+    rows = device_rows(max(number, capacity, 1))
+    for at in range(number):
+        rows.add(at, Kind.PARAM, 0, -1, at, at)
+    return rows
+
+
+def assert_measures(*tensors: torch.Tensor, rel: float = 1e-5, zero_eps: float = 0.0, checksum: bool = True) -> None:
+    """Every statistic of every tensor is that of its elements in float64, two passes."""
+    found = measure(*tensors, zero_eps=zero_eps, checksum=checksum)
+    for row, tensor in enumerate(tensors):
+        expected = Moments.of(tensor.detach().double().numpy(), zero_eps)
+        std = float(np.nan_to_num(expected.std()[0]))
+        for name in COUNTS:
+            assert found.stats[name][row] == expected.stats[name][0], name
+        for name in STATISTICS:
+            slack = {"mean": 1e-6 * std, "skew": 1e-5}.get(name, 0.0)
+            value = found.statistic(name)[row]
+            assert value == pytest.approx(expected.statistic(name)[0], rel=rel, abs=slack, nan_ok=True), name
+        if checksum and tensor.dtype in FLOATS:
+            assert found.stats["checksum"][row] == checksum_of(tensor)
+
+
+def drawn(seed: int, size: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+# -- accuracy --
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mean_over_std", [0.0, 10.0, 100.0, 1e3, 1e4])
+def test_kurtosis_within_1e_5_of_two_passes(mean_over_std, dtype):
+    x = (drawn(1, 20_480) + mean_over_std).to(dtype)
+
+    kurtosis = measure(x).kurtosis()
+
+    assert kurtosis == pytest.approx(Moments.of(x.double().numpy()).kurtosis(), rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-25, 1e12, 1e30])
+def test_kurtosis_at_every_scale(scale):
+    for mean_over_std in (0.0, 100.0):
+        x = ((drawn(2, 8192) + mean_over_std) * scale).float()
+
+        assert measure(x).kurtosis() == pytest.approx(Moments.of(x.double().numpy()).kurtosis(), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_size(dtype):
+    assert_measures(*(drawn(size, size, dtype) * 2 + 1 for size in (0, 1, 2, 7, 8, 9, 1023, 4096, 8193)))
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 2**32), size=st.one_of(st.integers(0, 50), st.integers(0, 9_000)),
+    dtype=st.sampled_from(FLOATS), scale=st.integers(-30, 30), mean_over_std=st.sampled_from([0.0, 10.0, 1e4]),
+    num_bad=st.integers(0, 8), zeros=st.booleans(), offset=st.integers(0, 9), tail=st.integers(0, 9),
+)  # fmt: skip
+@example(seed=0, size=8192, dtype=torch.bfloat16, scale=0, mean_over_std=0.0, num_bad=0, zeros=True, offset=0, tail=0)
+@example(seed=0, size=9000, dtype=torch.float32, scale=-30, mean_over_std=1e4, num_bad=3, zeros=True, offset=3, tail=1)
+def test_random_tensors(seed, size, dtype, scale, mean_over_std, num_bad, zeros, offset, tail):
+    x = (drawn(seed, size) + mean_over_std) * 10.0 ** (scale if dtype is not torch.float16 else scale // 15)
+    generator = torch.Generator().manual_seed(seed)
+    if zeros:
+        x *= torch.rand(size, generator=generator) < 0.5
+    x = x.to(dtype)
+    if size:
+        spots = torch.randint(0, size, (num_bad,), generator=generator)
+        x[spots] = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)[spots % 3]
+
+    # The elements beside the view are no part of it, whatever they are.
+    whole = torch.full((offset + size + tail,), torch.nan, dtype=dtype)
+    whole[offset : offset + size] = x
+    assert_measures(whole[offset : offset + size], rel=2e-5)
+
+
+def test_unequal_groups_merge_to_the_whole():
+    groups = [drawn(3, 5000), drawn(4, 4096) * 1e-3 + 1000, torch.zeros(4096), drawn(5, 4096) * 30 - 50]
+
+    for dtype in (torch.float32, torch.float64):
+        assert_measures(torch.cat(groups).to(dtype))
+
+
+def test_a_bulk_far_from_the_vectors_that_make_the_centre():
+    # Two of eight vectors of a thread make its centre: here all others lie elsewhere.
+    x = drawn(6, 16_384).float() * 0.01 + 1000
+    x.view(-1, 4096)[:, :512] = 0
+    x.view(-1, 4096)[:, 2048:2560] = 0
+
+    assert_measures(x)
+
+
+# -- what is not a number, and the ends of the range --
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_one_bad_value_anywhere(dtype, bad):
+    tile = device_code.TILE_BYTES // dtype.itemsize
+    x = drawn(7, tile + 1, dtype)
+    for at in (0, tile - 1, tile):
+        one = x.clone()
+        one[at] = bad
+        assert_measures(one)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_nothing_finite(bad):
+    assert_measures(*(torch.full((1000,), bad, dtype=dtype) for dtype in FLOATS))
+
+
+def test_nothing_finite_in_a_whole_part():
+    x = drawn(8, 12_288).float() + 1e4
+    x[:4096] = torch.nan
+    x[5000:5003] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+
+    assert_measures(x)
+
+
+def test_clean_tiles_are_not_counted(monkeypatch):
+    """The branch that counts is taken for tiles that hold something else than numbers, or not all of the tensor."""
+    calls = []
+    counting = device_code._count_and_center
+    monkeypatch.setattr(device_code, "_count_and_center", lambda *args: calls.append(1) or counting(*args))
+    clean = drawn(9, 5 * 4096).float()
+    assert_measures(clean)
+    num_clean = len(calls)
+    clean[100] = torch.nan
+    assert_measures(clean)
+    assert num_clean == 0
+    assert len(calls) == 1
+    assert_measures(clean[1:-1])  # neither the first nor the last tile is whole, and the first holds the NaN
+    assert len(calls) == 3
+
+
+def test_denormals_constants_and_extremes():
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_measures(drawn(10, 5000, torch.float32).to(dtype) * 1e-41)
+    assert_measures(torch.full((9000,), 3e38), torch.tensor([3e38, -3e38] * 3000), torch.full((9000,), -1e-40))
+    for dtype in FLOATS:
+        constant = measure(torch.full((9001,), 0.1, dtype=dtype))
+        assert constant.stats["m2"] == constant.stats["m3"] == constant.stats["m4"] == 0
+        assert constant.mean() == torch.tensor(0.1, dtype=dtype).item()
+    assert_measures(torch.full((6000,), 1e4 + 1 / 3, dtype=torch.float64))
+    one_step = torch.full((9000,), 1.0)
+    one_step[5000] = 1 + 2**-23
+    assert_measures(one_step)
+
+
+def test_doubles_past_what_fourth_powers_hold():
+    stats = measure(drawn(11, 3000) * 1e150).stats[0]
+
+    assert stats["m4"] == np.inf
+    assert stats["m2"] > 0 and np.isfinite(stats["mean"])
+
+
+@pytest.mark.parametrize("zero_eps", [0.0, 0.1, float("inf")])
+def test_zero_eps(zero_eps):
+    assert_measures(torch.linspace(-0.2, 0.2, 4001), torch.tensor([0.1, -0.1]).bfloat16(), zero_eps=zero_eps)
+    assert_measures(torch.linspace(-0.2, 0.2, 4096), torch.linspace(-0.2, 0.2, 2048).double(), zero_eps=zero_eps)
+    assert_measures(torch.linspace(-0.2, 0.2, 8192).bfloat16(), torch.linspace(-0.2, 0.2, 8192).half(), zero_eps=zero_eps)
+
+
+# -- which tensors --
+
+
+@pytest.mark.parametrize("tensor", strided_tensors().values(), ids=strided_tensors().keys())
+def test_any_layout(tensor):
+    tensor = tensor[:12, :16, :20] if tensor.dim() == 3 else tensor
+    assert_measures(tensor)
+
+
+@pytest.mark.parametrize("dtype", [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2,
+])  # fmt: skip
+def test_converted_types(dtype):
+    values = drawn(12, 3000).abs() * 3
+    tensor = (values > 1) if dtype is torch.bool else values.to(dtype)
+
+    assert_measures(tensor)
+    assert_measures(tensor.view(30, 100).t()[::2])
+
+
+def test_what_is_read_in_chunks_is_one_row(monkeypatch):
+    monkeypatch.setattr("sentinel.collect.kernels.triton_kernel.CHUNK", 3000)
+    x = drawn(13, 14_400).float().view(120, 120) + 3
+
+    assert_measures(x[:, ::2])
+    assert_measures(x[::2, 1:70].expand(2, 60, 69))
+    assert_measures((x * 100).int())
+
+
+def test_lazy_negation_and_parameters():
+    imaginary = torch.view_as_complex(torch.randn(50, 2)).conj().imag
+
+    assert imaginary.is_neg()
+    assert_measures(imaginary)
+    assert_measures(torch.nn.Parameter(torch.randn(30, 40)))
+
+
+@pytest.mark.parametrize("tensor", [
+    torch.zeros(3, dtype=torch.complex64), torch.eye(3).to_sparse(), torch.zeros(3, device="meta"),
+], ids=["complex", "sparse", "meta"])  # fmt: skip
+def test_what_cannot_be_measured_says_so_and_harms_no_other(tensor):
+    rows = begun(3)
+    kernel = kernel_of()
+
+    with pytest.raises(SentinelError, match=str(tensor.dtype)):
+        kernel.measure([torch.ones(2), tensor, torch.ones(3)], rows, 0)
+    with pytest.raises(SentinelError, match=str(tensor.dtype)):
+        kernel.measure([tensor], rows, 1)
+    rows.begin_copy()
+    rows.finish()
+
+    assert list(rows.array["count"]) == [2, 0, 3]
+
+
+def test_freed_memory_is_not_read():
+    flat = torch.randn(1000)
+    view = flat[100:150]
+    flat.untyped_storage().resize_(0)
+
+    with pytest.raises(SentinelError, match="freed"):
+        measure(view)
+    with pytest.raises(SentinelError, match="freed"):
+        measure(torch.ones(3), view)
+
+
+def test_measuring_leaves_no_trace():
+    weight = torch.nn.Parameter(torch.randn(50, 60))
+    inner = (weight * 2).t()[::3]
+    rng_state, versions = torch.get_rng_state(), (weight._version, inner._version)
+
+    measure(weight, inner, checksum=True)
+
+    assert torch.equal(torch.get_rng_state(), rng_state)
+    assert (weight._version, inner._version) == versions
+    inner.sum().backward()
+
+
+# -- launches --
+
+
+def test_many_tensors_of_any_kind_in_one_call():
+    tensors = [
+        *(drawn(at, size, dtype) for at, (size, dtype) in enumerate(
+            (size, dtype) for size in (0, 3, 4500) for dtype in FLOATS
+        )),
+        torch.arange(-5, 100), drawn(30, 600).float().view(20, 30).t(), drawn(31, 600).float()[::2],
+    ]  # fmt: skip
+
+    assert_measures(*tensors)
+
+
+def test_one_and_many_agree_with_the_other_kernels():
+    tensors = [drawn(at, 9000, dtype) * 3 + 2 for at, dtype in enumerate(FLOATS)]
+    together = measure(*tensors, checksum=True).stats
+    alone = np.concatenate([measure(x, checksum=True).stats for x in tensors])
+
+    for other in (NativeKernel(), TorchKernel()):
+        rows = StepRows(len(tensors))
+        for at in range(len(tensors)):
+            rows.add(at, Kind.PARAM, 0, -1, at, at)
+        other.measure(tensors, rows, 0, checksum=True)
+        expected = Moments.from_rows(rows.array).stats
+        for found in (together, alone):
+            for name in (*COUNTS, "checksum"):
+                np.testing.assert_array_equal(found[name], expected[name], name)
+            for name in ("mean", "m2", "m3", "m4"):
+                np.testing.assert_allclose(found[name], expected[name], rtol=2e-5, err_msg=name)
+
+
+def test_the_order_in_which_parts_arrive_does_not_matter(monkeypatch):
+    """Programs are free to run in any order; the words come out the same to the last bit."""
+    from triton.runtime import interpreter
+
+    x = drawn(14, 9 * 4096).float() * 3 + 1
+    expected = measure(x, checksum=True).stats
+    ran = []
+
+    class Backwards(interpreter.InterpreterBuilder):
+        def set_grid_idx(self, x, y, z):
+            ran.append(self.grid_dim[0] - 1 - x)
+            return super().set_grid_idx(ran[-1], y, z)
+
+    monkeypatch.setattr(interpreter.interpreter_builder, "__class__", Backwards)
+    found = measure(x, checksum=True).stats
+
+    assert ran == list(range(10))[::-1]
+    assert found.tobytes() == expected.tobytes()
+
+
+def test_tables_are_sent_again_only_when_something_changed(monkeypatch):
+    from sentinel.collect.kernels import triton_kernel
+
+    sent = []
+    real = triton_kernel._sent
+    monkeypatch.setattr(triton_kernel, "_sent", lambda tensor, device: sent.append(tensor.numel()) or real(tensor, device))
+    kernel = kernel_of()
+    tensors = [torch.full((100,), float(at)) for at in range(3)]
+
+    assert measure(*tensors, kernel=kernel).mean().tolist() == [0, 1, 2]
+    first = len(sent)
+    assert measure(*tensors, kernel=kernel).mean().tolist() == [0, 1, 2]
+    assert len(sent) == first == 3
+    moved = [x + 5 for x in tensors]
+    assert measure(*moved, kernel=kernel).mean().tolist() == [5, 6, 7]
+    assert len(sent) == first + 1  # the addresses alone
+    assert measure(*moved[:2], torch.ones(7), kernel=kernel).mean().tolist() == [5, 6, 1]
+
+
+def test_rows_on_both_sides_of_growth():
+    rows = begun(2)
+    kernel = kernel_of()
+    kernel.measure([torch.ones(3), torch.ones(4)], rows, 0)
+    rows.grow(6)
+    for at in range(2):
+        rows.add(at, Kind.PARAM, 0, -1, at, at)
+    kernel.measure([torch.ones(5), torch.ones(6), torch.ones(7)], rows, 1)
+    assert rows.snapshot()["count"].tolist() == [3, 5, 6, 7]
+    rows.begin_copy()
+
+    assert rows.finish() == 0
+    assert rows.array["count"][:4].tolist() == [3, 5, 6, 7]
+
+
+def test_counters_are_zero_again():
+    rows = begun(3)
+    kernel = kernel_of()
+    for _ in range(2):
+        kernel.measure([torch.ones(9000)], rows, 0)
+        kernel.measure([torch.ones(9000), torch.ones(9000)], rows, 1)
+    rows.begin_copy()
+
+    assert rows.finish() == 0
+    assert rows.array["count"].tolist() == [9000, 9000, 9000]
+    assert not rows.on(torch.device("cpu"))._kept[1].any()
+
+
+def test_a_gate_opens_and_closes_captured_launches():
+    kernel = kernel_of()
+    gate = Gate(torch.device("cpu"))
+    x = torch.ones(20_000)
+    first, second = begun(2), begun(3)
+
+    kernel.capture(x, gate, 1)  # closed: as captured, nothing is measured
+    assert first.finish() == 0
+    for rows in (first, second):
+        gate.open(rows.on(torch.device("cpu")), [1])
+        x += 1
+        kernel.capture(x, gate, 1)  # what a replay does
+    gate.close()
+    x += 1
+    kernel.capture(x, gate, 1)
+
+    assert [rows.finish() for rows in (first, second)] == [0, 0]
+    assert [rows.array["mean"][1] for rows in (first, second)] == [2.0, 3.0]
+    assert first.array["flags"][1] & Flag.DEGRADED == 0
+    with pytest.raises(SentinelError, match="capture"):
+        kernel.capture(x[::2], gate, 0)
+
+
+def test_parts_cover_every_tensor():
+    for code, width in (("fp32", 4), ("bf16", 2), ("fp64", 8)):
+        tile = device_code.TILE_BYTES // width
+        for numel in (0, 1, tile - 1, tile, tile + 1, 1000 * tile, 2**31 + 5, 10**10):
+            for begin in range(16 // width):
+                assert tiles_of(numel, code) * tile >= begin + numel
+        assert tiles_of(tile * 100, code) <= 101
+
+
+def test_triton_that_cannot_compile_is_replaced(monkeypatch, caplog):
+    def broken(*args, **kwargs):
+        raise RuntimeError("ptxas is not here")
+
+    monkeypatch.setattr("sentinel.collect.kernels.triton_kernel.Launcher.__call__", broken)
+    kernel = kernel_of()
+    rows = begun(1)
+
+    kernel.measure([torch.ones(5)], rows, 0)
+    kernel.measure([torch.ones(5)], rows, 0)
+
+    assert rows.array["count"][0] == 5
+    assert kernel.name == "torch (cuda), triton failed"
+    assert [r.message for r in caplog.records if "ptxas" in r.message] != []
+    assert len(caplog.records) == 1
