@@ -223,16 +223,16 @@ class Moments:
         return np.where(self.num_elements() == 0, 0.0, norm)
 
     def min(self) -> np.ndarray:
-        """Return the smallest finite element; NaN where there is none."""
-        return self._where_any(self.stats["min"])
+        """Return the smallest finite element; NaN where there is none, or nobody knows it."""
+        return self._where_known(self.stats["min"])
 
     def max(self) -> np.ndarray:
-        """Return the largest finite element; NaN where there is none."""
-        return self._where_any(self.stats["max"])
+        """Return the largest finite element; NaN where there is none, or nobody knows it."""
+        return self._where_known(self.stats["max"])
 
     def absmax(self) -> np.ndarray:
         """Return the largest absolute value of the finite elements; NaN where there is none."""
-        return self._where_any(np.maximum(np.abs(self.stats["min"]), np.abs(self.stats["max"])))
+        return self._where_known(np.maximum(np.abs(self.stats["min"]), np.abs(self.stats["max"])))
 
     def skew(self) -> np.ndarray:
         """Return the third standardized moment: dimensionless, 0.0 for a symmetric distribution.
@@ -295,6 +295,10 @@ class Moments:
 
     def _where_any(self, values: np.ndarray) -> np.ndarray:
         return np.where(self.stats["count"] > 0, values, np.nan)
+
+    def _where_known(self, values: np.ndarray) -> np.ndarray:
+        # min=+inf and max=-inf stand for none, and merge as none: finite elements have finite ones.
+        return np.where(np.isfinite(values), values, np.nan)
 
     def _where_centred(self, values: np.ndarray) -> np.ndarray:
         """Return the values, NaN in rows whose mean is not known: see `set_norm_only`."""

@@ -227,28 +227,39 @@ class MsprobeCsv:
             rows = points.rows
             columns = [msprobe_csv.value_column(op, raw_statistic(rows, op).tolist()) for op in self._ops]
             values = list(zip(*columns, strict=True))
-            sizes = points.moments.num_elements().tolist()
+            sizes, means = points.moments.num_elements().tolist(), raw_statistic(rows, "mean")
             micro_steps = rows["micro_step"].tolist()
             lines: dict[tuple[str, str], list[str]] = {}
+            features: dict[tuple[str, int, str, int], dict[str, float]] = {}
             num_rows = 0
             for at, one in enumerate(points.series):
                 info = one.info
                 shape = msprobe_csv.shape_text(info.shape, sizes[at])
                 num_rows += info.id in spots
                 for spot in spots.get(info.id, ()):
+                    if spot.column:
+                        key = (spot.file, info.chunk, spot.name, micro_steps[at])
+                        features.setdefault(key, {})[spot.column] = float(means[at])
+                        continue
                     micro = msprobe_csv.micro_step_of(spot.file, micro_steps[at])
                     places = [(spot.file, step.step + spot.shift)]
                     if spot.file == "param_origin" and follows:
                         places.append(("param_updated", step.step - 1))
                     for file, number in places:
-                        name = f"rank{points.rank}-{points.life}/{msprobe_csv.file_name(file, number, self._steps_per_file)}"
+                        name = self._name(points, file, number)
                         text = msprobe_csv.line(info.chunk, spot.name, number, micro, values[at], shape, info.dtype)
                         head = msprobe_csv.header(self._ops, micro is not None)
                         lines.setdefault((name, head), []).append(text)
+            for (file, vpp_stage, module, micro_step), several in features.items():
+                head, text = msprobe_csv.feature_line(file, vpp_stage, module, step.step, micro_step, several)
+                lines.setdefault((self._name(points, file, step.step), head), []).append(text)
             found.chunks += [(name, head.encode(), "".join(some).encode()) for (name, head), some in lines.items()]
             found.num_rows += num_rows
             found.series += self._rows.fresh(points)
         return found
+
+    def _name(self, points: RankPoints, file: str, step: int) -> str:
+        return f"rank{points.rank}-{points.life}/{msprobe_csv.file_name(file, step, self._steps_per_file)}"
 
 
 class TensorBoardRanks:
@@ -270,7 +281,8 @@ class TensorBoardRanks:
             columns = [(name, raw_statistic(points.rows, name).tolist()) for name in self._statistics]
             events: dict[tuple[str, int], list[tuple[str, float]]] = {}
             for at, one in enumerate(points.series):
-                places = spots.get(one.info.id) or (msprobe_csv.Spot(one.info.kind, one.name),)
+                places = [spot for spot in spots.get(one.info.id, ()) if not spot.column]
+                places = places or [msprobe_csv.Spot(one.info.kind, one.name)]
                 for spot in places:
                     micro = msprobe_csv.micro_step_of(spot.file, micro_steps[at])
                     tag = f"vp{one.info.chunk}:{spot.name}" + (f":micro{micro}" if micro is not None else "")

@@ -177,10 +177,10 @@ class LifeWriter:
 
 
 def _module_of(line: Observation) -> str:
-    """Return the module that a tensor belongs to: of a parameter the one that holds it."""
-    if line.micro_step >= 0 and line.kind != "wgrad_unreduced":
-        return line.name.partition(":")[0]
-    return line.name.rpartition(".")[0] if ":" not in line.name else line.name.partition(":")[0]
+    """Return the module that a tensor belongs to: of a parameter, or a spectrum of one, the module that holds it."""
+    name = line.name.partition(":")[0]
+    is_parameters = line.micro_step < 0 and line.kind not in ("attention", "router")
+    return name.rpartition(".")[0] if is_parameters or line.kind == "wgrad_unreduced" else name
 
 
 def _modules(lines: Iterable[Observation]) -> list[tuple[int, str]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from sentinel.messages import TensorInfo
 from sentinel.report.msprobe_format import (
+    FEATURE_FILES,
     HEAD,
     MICRO_STEP,
     OPS,
@@ -22,6 +24,8 @@ MICRO_FILES = ("actv", "actv_grad")
 """Files whose lines always have a micro-step: that of rows folded over several is 0."""
 GRADIENT_FILE = "grad_unreduced"
 """Has micro-steps where they were recorded."""
+FEATURE_KINDS = frozenset(one.kind for one in FEATURE_FILES.values())
+"""Kinds of which its files have single numbers."""
 _INPUTS = {"activation": "activation_in", "dgrad": "dgrad_in"}
 
 
@@ -32,6 +36,8 @@ class Spot(msgspec.Struct, frozen=True):
     name: str
     shift: int = 0
     """Its step in the file less ours."""
+    column: str = ""
+    """Of a file of features: which one it is; empty: it has all the statistics."""
 
 
 def spots_of(infos: Iterable[TensorInfo], squash: bool = False) -> dict[int, tuple[Spot, ...]]:
@@ -48,6 +54,10 @@ def spots_of(infos: Iterable[TensorInfo], squash: bool = False) -> dict[int, tup
         if kind in ("activation", "dgrad", "activation_in", "dgrad_in"):
             module, _, element = info.name.partition(":")
             slots.setdefault((info.chunk, kind, module), []).append((element or "0", info.id))
+        elif kind in FEATURE_KINDS:
+            spot = _feature_spot(info, short)
+            if spot is not None:
+                found.setdefault(info.id, []).append(spot)
         elif kind == "grad_momentum_alignment":
             found.setdefault(info.id, []).append(Spot(OTHER_FILE, short.get(info.name, info.name)))
         elif (file := file_of_kind(kind)) is not None:
@@ -68,6 +78,28 @@ def spots_of(infos: Iterable[TensorInfo], squash: bool = False) -> dict[int, tup
             number_text = f"_{element}" if len(held) > 1 or element != "0" else ""
             found.setdefault(number, []).append(Spot(file, f"{short.get(module, module)}.{slot}{number_text}"))
     return {number: tuple(spots) for number, spots in found.items()}
+
+
+def _feature_spot(info: TensorInfo, short: dict[str, str]) -> Spot | None:
+    """Return where a quantity stands; None for one that msProbe does not know."""
+    name, _, quantity = info.name.partition(":")
+    for file, features in FEATURE_FILES.items():
+        for column, feature in features.columns.items():
+            if (features.kind, feature.quantity) == (info.kind, quantity) and name.endswith(features.ending):
+                module = name.removesuffix(features.ending)
+                return Spot(file, short.get(module, module) + features.suffix, 0, column)
+    return None
+
+
+def feature_line(
+    file: str, vpp_stage: int, name: str, step: int, micro_step: int, values: Mapping[str, float]
+) -> tuple[str, str]:
+    """Return (header, line) of a module's features. values: column -> ours; what is not there is nan."""
+    features = FEATURE_FILES[file]
+    own = [values.get(column, math.nan) ** (1 / feature.power) for column, feature in features.columns.items()]
+    micro = [str(max(micro_step, 0))] if features.has_micro_steps else []
+    lead = [*HEAD, *([MICRO_STEP] if features.has_micro_steps else []), *features.columns]
+    return ",".join(lead) + "\n", ",".join([str(vpp_stage), _quoted(name), str(step), *micro, *map(repr, own)]) + "\n"
 
 
 def _module(name: str) -> str:
@@ -131,4 +163,4 @@ def value_column(op: str, values: list[float]) -> list[float] | list[int]:
 
 def has_place(kind: str) -> bool:
     """Return whether msProbe has a file for a kind."""
-    return kind == "grad_momentum_alignment" or file_of_kind(kind) is not None
+    return kind in FEATURE_KINDS or kind == "grad_momentum_alignment" or file_of_kind(kind) is not None

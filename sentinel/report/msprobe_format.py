@@ -37,15 +37,44 @@ TENSOR_FILES: dict[str, tuple[str, int]] = {
 """File -> (our kind, our step less its step). It reads the optimizer's state before the update, Sentinel behind it."""
 OTHER_FILE = "other"
 """Agreement of gradient and momentum, by parameter; communication, in lines that do not fit their header."""
-FEATURE_FILES: dict[str, tuple[str, dict[str, str]]] = {
-    "linear_hook": ("weight_spectrum", {"sr": "stable_rank", "kernel_norm": "spectral_norm"}),
-    "attention_hook": ("attention", {"entropy": "entropy", "softmax_max": "softmax_max"}),
-    "moe_router_weight_hook": ("router", {"router_weight_similarity": "weight_similarity"}),
-    "moe_router_logit_hook": ("router", {"per_token_expert_entropy": "entropy"}),
-}
-"""File -> (our kind, its column -> what it is here): one number an observation."""
-FEATURE_SUFFIXES = (".linear", ".attention", ".moe_router")
-"""Behind the module's name in those files."""
+
+
+class Feature(msgspec.Struct, frozen=True):
+    """A column of one of its files of features: one number an observation."""
+
+    quantity: str
+    """What it is here, behind the colon of a name."""
+    power: int = 1
+    """Ours is this power of its own: its `sr` is ||W||_F / ||W||_2, the stable rank that square."""
+
+
+class FeatureFile(msgspec.Struct, frozen=True):
+    """A file of features."""
+
+    kind: str
+    suffix: str
+    """Behind the module's name there."""
+    ending: str
+    """Behind the module's name here: the weight that was looked at."""
+    columns: dict[str, Feature]
+    has_micro_steps: bool
+
+
+FEATURE_FILES: dict[str, FeatureFile] = {
+    "linear_hook": FeatureFile(
+        "weight_spectrum", ".linear", ".weight",
+        {"sr": Feature("stable_rank", 2), "kernel_norm": Feature("spectral_norm")}, False,
+    ),
+    "attention_hook": FeatureFile(
+        "attention", ".attention", "", {"entropy": Feature("entropy"), "softmax_max": Feature("softmax_max")}, True
+    ),
+    "moe_router_weight_hook": FeatureFile(
+        "router", ".moe_router", "", {"router_weight_similarity": Feature("weight_similarity")}, False
+    ),
+    "moe_router_logit_hook": FeatureFile(
+        "router", ".moe_router", "", {"per_token_expert_entropy": Feature("entropy")}, True
+    ),
+}  # fmt: skip
 FILES = (*TENSOR_FILES, OTHER_FILE, *FEATURE_FILES)
 
 TAG_OF_KIND = {

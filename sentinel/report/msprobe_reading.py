@@ -22,7 +22,6 @@ from sentinel.moments import UNKNOWN_COUNT, Moments
 from sentinel.record import STATS_DTYPE
 from sentinel.report.msprobe_format import (
     FEATURE_FILES,
-    FEATURE_SUFFIXES,
     FILE,
     FILES,
     FOLDER,
@@ -246,7 +245,7 @@ def _columns(path: Path, file: str, header: list[str]) -> tuple[bool, tuple[str,
     lead = [*HEAD, MICRO_STEP] if has_micro_steps else list(HEAD)
     if header[: len(lead)] != lead:
         raise ConfigError(f"{path}:1: expected a header that begins {','.join(HEAD)}, got {','.join(header)[:120]}")
-    known = tuple(FEATURE_FILES[file][1]) if file in FEATURE_FILES else OPS
+    known = tuple(FEATURE_FILES[file].columns) if file in FEATURE_FILES else OPS
     rest = header[len(lead) :]
     if len(set(rest)) != len(rest):
         raise ConfigError(f"{path}:1: a column is there twice: {','.join(rest)}")
@@ -265,11 +264,14 @@ def _placed(line: Observation) -> Iterator[Observation]:
     """Yield what a line is about, in our words."""
     replace = msgspec.structs.replace
     if line.file in FEATURE_FILES:
-        kind, columns = FEATURE_FILES[line.file]
-        name = next((line.name.removesuffix(end) for end in FEATURE_SUFFIXES if line.name.endswith(end)), line.name)
+        features = FEATURE_FILES[line.file]
+        name = line.name.removesuffix(features.suffix) + features.ending
         for op, value in zip(line.ops, line.values, strict=True):
-            one = f"{name}:{columns[op]}"
-            yield replace(line, kind=kind, name=one, shape=(), dtype="float64", values=(value,), ops=("value",))
+            feature = features.columns[op]
+            yield replace(
+                line, kind=features.kind, name=f"{name}:{feature.quantity}", shape=(), dtype="float64",
+                values=(value**feature.power,), ops=("value",),
+            )  # fmt: skip
         return
     if line.file == OTHER_FILE:
         yield replace(line, kind="grad_momentum_alignment")
@@ -312,8 +314,8 @@ def _shape(where: str, text: str) -> tuple[int, ...] | None:
 def stats_of(lines: list[Observation]) -> npt.NDArray[np.void]:
     """Return what lines with the same statistics say of their tensors: [lines] STATS_DTYPE.
 
-    Unknown statistics are NaN, unknown zeros UNKNOWN_COUNT. Non-finite elements are counted as far as they are known: at
-    least one where a statistic shows one.
+    Unknown statistics are NaN, an unknown min or max is what stands for none, unknown zeros are UNKNOWN_COUNT. Non-finite
+    elements are counted as far as they are known: at least one where a statistic shows one.
     """
     ops = lines[0].ops
     if ops == ("value",):
@@ -341,8 +343,8 @@ def stats_of(lines: list[Observation]) -> npt.NDArray[np.void]:
 
     n = np.maximum(stats["count"], 1).astype(np.float64)
     is_clean = bad == 0
-    stats["min"] = np.where(np.isfinite(low), low, np.nan)
-    stats["max"] = np.where(np.isfinite(high), high, np.nan)
+    stats["min"] = np.where(np.isfinite(low), low, np.inf)
+    stats["max"] = np.where(np.isfinite(high), high, -np.inf)
     stats["mean"] = np.where(is_clean & np.isfinite(mean), mean, np.nan)
     with np.errstate(over="ignore", invalid="ignore"):
         m2 = np.maximum(norm * norm - n * mean * mean, 0.0)

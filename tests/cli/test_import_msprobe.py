@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sentinel.cli.main import run_cli
@@ -354,3 +356,67 @@ def test_rules_are_back_tested_on_it(tmp_path: Path, capsys: pytest.CaptureFixtu
     first = min((one for one in found if one["severity"] == "critical"), key=lambda one: (one["step"], one["call_id"]))
     assert (first["step"], first["tag_name"], first["kind"]) == (4, "layers.0.fc2", "activation")
     assert {one["tag_name"] for one in found if one["rule"] == "msprobe-nan"} == {"layers.0.fc2", "layers.1.fc1"}
+
+
+def test_features_go_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """msProbe's sr is norm(W) / spectral norm; the stable rank is its square."""
+    folder = tmp_path / "out" / FOLDER.format(0)
+    tables = {
+        "linear_hook_3-3.csv": ("vpp_stage,name,step,sr,kernel_norm", ["0,layers.0.fc.linear,3,3.0,1.5"]),
+        "attention_hook_3-3.csv": (
+            "vpp_stage,name,step,micro_step,entropy,softmax_max",
+            ["0,layers.0.attn.attention,3,0,1.25,0.5", "0,layers.0.attn.attention,3,1,1.5,0.75"],
+        ),
+        "moe_router_weight_hook_3-3.csv": (
+            "vpp_stage,name,step,router_weight_similarity", ["0,layers.0.moe.moe_router,3,0.125"],
+        ),
+    }
+    for name, (header, lines) in tables.items():
+        write(folder, name, *lines, header=header)
+
+    assert run_cli(["import", "msprobe", str(tmp_path / "out"), "-o", str(tmp_path / "run")]) == 0
+
+    found = {(one["kind"], one["name"]): one["mean"] for one in rows(capsys, tmp_path / "run")}
+    assert found == {
+        ("weight_spectrum", "layers.0.fc.weight:stable_rank"): 9.0,
+        ("weight_spectrum", "layers.0.fc.weight:spectral_norm"): 1.5,
+        ("attention", "layers.0.attn:entropy"): 1.375, ("attention", "layers.0.attn:softmax_max"): 0.625,
+        ("router", "layers.0.moe:weight_similarity"): 0.125,
+    }  # fmt: skip
+    assert run_cli(["export", str(tmp_path / "run"), "--format", "msprobe-csv", "-o", str(tmp_path / "back")]) == 0
+    back = {path.name: path.read_text().splitlines() for path in (tmp_path / "back").glob("*/*.csv")}
+    assert back == {name: [header, *lines] for name, (header, lines) in tables.items()}
+
+
+@given(st.data())
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_csv_comes_back_as_it_was(tmp_path: Path, data: st.DataObject) -> None:
+    """Files, names, steps and micro-steps exactly; numbers to the last digits of a sum of squares."""
+    case = Path(tempfile.mkdtemp(dir=tmp_path))
+    words = st.from_regex(r"[a-z_]{1,6}(\.[0-9]{1,2}){0,2}(\.[a-z]{1,5}){0,2}", fullmatch=True)
+    names = data.draw(st.lists(words, min_size=1, max_size=4, unique=True))
+    num_steps, num_micro = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    elements = st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=5)
+    folder = case / "out" / FOLDER.format(data.draw(st.integers(0, 3)))
+    for step in range(num_steps):
+        weights = [line(f"{name}.weight", step, data.draw(elements)) for name in names]
+        write(folder, f"grad_reduced_{step}-{step}.csv", *weights)
+        write(folder, f"param_origin_{step}-{step}.csv", *weights)
+        both = [line(f"{name}.output", step, data.draw(elements), micro) for micro in range(num_micro) for name in names]
+        write(folder, f"actv_{step}-{step}.csv", *both, header=MICRO)
+
+    assert run_cli(["import", "msprobe", str(case / "out"), "-o", str(case / "run")]) == 0
+    assert run_cli(["export", str(case / "run"), "--format", "msprobe-csv", "-o", str(case / "back")]) == 0
+
+    before = {path.name: path for path in folder.iterdir()}
+    after = {path.name: path for path in (case / "back").glob("*/*.csv")}
+    assert set(after) == set(before) | {f"param_updated_{step}-{step}.csv" for step in range(num_steps - 1)}
+    for name, path in before.items():
+        with path.open(newline="") as one, after[name].open(newline="") as other:
+            pairs = list(zip(csv.DictReader(one), csv.DictReader(other), strict=True))
+        for ours, theirs in pairs:
+            texts = ("vpp_stage", "name", "step", "micro_step", "shape", "dtype", "nans")
+            assert [ours.get(key) for key in texts] == [theirs.get(key) for key in texts]
+            assert [float(ours[key]) for key in ("min", "max")] == [float(theirs[key]) for key in ("min", "max")]
+            for key in ("mean", "norm", "zeros"):
+                assert float(theirs[key]) == pytest.approx(float(ours[key]), rel=1e-7, abs=1e-12), (name, key)
