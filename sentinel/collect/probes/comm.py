@@ -22,7 +22,7 @@ from sentinel.collect.plan import Wish
 from sentinel.collect.probes.call_sites import CallSite, CallSites
 from sentinel.collect.probes.collectives import OBJECT_OPS, Form, argument, calls, tensors_of
 from sentinel.collect.probes.context import ProbeContext
-from sentinel.collect.taps import in_backward
+from sentinel.collect.taps import Chunk, in_backward
 from sentinel.collect.tensors import Entry
 from sentinel.collect.waiting import WORKS
 from sentinel.place import AXES
@@ -95,7 +95,10 @@ class Communication:
         self._sites: dict[tuple[str, CallSite], Site] = {}
         self._entries: dict[tuple[Site, str], Entry] = {}
         self._due: list[Wish] = []
+        self._told: dict[int, Any] = {}
+        """id of an entry -> shape and dtype as the table knows them in this step."""
         self._num_calls = 0
+        self._num_rows = 0
         self._thread = threading.get_ident()
         self._is_inside = False
         self._works: dict[int, tuple[weakref.ref[Any], list[Call]]] = {}
@@ -111,6 +114,7 @@ class Communication:
         events.planned.subscribe("comm", self._planned)
         events.begun.subscribe("comm", self._begin)
         events.ending.subscribe("comm", self._end)
+        events.rewound.subscribe("comm", self._rewind)
         events.removed.subscribe("comm", self._remove)
 
     # -- when ----------------------------------------------------------------------------------------------------------
@@ -148,10 +152,16 @@ class Communication:
     def _begin(self) -> None:
         self._thread = threading.get_ident()
         self._due = self._plan.due(Kind.COMM) if self._is_installed else []
-        self._num_calls = 0
+        self._num_calls = self._num_rows = 0
+        self._told.clear()
         self.is_due = bool(self._due)
         if self.is_due:
             self._look_for_ddp()
+
+    def _rewind(self, chunk: Chunk) -> None:
+        """A forward raised and its rows are forgotten; its calls were made all the same."""
+        rows = self._recording.rows
+        self._num_rows = int((rows.array["kind"][: rows.num_rows] == Kind.COMM).sum()) if self._num_rows else 0
 
     def _end(self) -> None:
         """Ship the step's calls; let what was measured on other streams be done before the rows leave."""
@@ -159,6 +169,8 @@ class Communication:
         for stream in self._streams:
             torch.get_device_module(stream.device).current_stream(stream.device).wait_stream(stream)
         self._streams = set()
+        if self._num_rows:
+            self._context.count({Kind.COMM.label: self._num_rows})
         for site in self._sites.values():
             if site.calls:
                 self._ship(site)
@@ -342,7 +354,7 @@ class Communication:
                 local = arrived(tensor) if role == "in" else local_of(tensor)
                 entry = self._entry(call.site, path, local)
                 self._recording.observe(entry, local, call.micro_step)
-                self._context.count({Kind.COMM.label: 1})
+                self._num_rows += 1
                 if local.device.type != "cpu":
                     self._streams.add(torch.get_device_module(local.device).current_stream(local.device))
 
@@ -353,9 +365,12 @@ class Communication:
             vpp_stage = self._context.chunks[0].vpp_stage if self._context.chunks else 0
             entry = self._entries[site, path] = self._context.table.entry(vpp_stage, name, Kind.COMM)
             entry.flags |= Flag.PER_RANK
-        place = self._context.place()
-        placements = {axis: "unknown" for axis in AXES if place.size(axis) > 1}
-        self._context.table.describe(entry, torch.empty(0) if tensor is None else tensor, placements)
+        told = None if tensor is None else (tensor.shape, tensor.dtype)
+        if self._told.get(entry.id, ()) != told:
+            self._told[entry.id] = told
+            place = self._context.place()
+            placements = {axis: "unknown" for axis in AXES if place.size(axis) > 1}
+            self._context.table.describe(entry, torch.empty(0) if tensor is None else tensor, placements)
         return entry
 
     def _site(self, op: str, where: CallSite) -> Site:

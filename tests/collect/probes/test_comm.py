@@ -329,3 +329,83 @@ def test_off_means_not_installed(run: Path) -> None:
     assert not calls.names
 
     monitor.detach()
+
+
+def single(tmp_path: Path) -> None:
+    """A group of one, in this process."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+
+
+def test_threads_compiled_graphs_and_failed_forwards(run: Path, tmp_path: Path) -> None:
+    """Only the trainer's own calls count; a forward that is tried again leaves no rows of the first try."""
+    import threading
+
+    import sentinel
+
+    single(tmp_path)
+    try:
+        model = TinyModel()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        fails = [True]
+
+        def exchange(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(output.detach().clone())
+            if fails and fails.pop():
+                raise RuntimeError("try again")
+            return output
+
+        model.blocks[0].register_forward_hook(exchange)
+        monitor = sentinel.attach(model, optimizer, {"kinds": ["comm"], "black_box": False})
+        dist.all_reduce(torch.ones(2))  # Before the step.
+        with pytest.raises(RuntimeError, match="try again"):
+            loss_of(model, 0)
+        loss_of(model, 0).backward()
+        other = threading.Thread(target=lambda: dist.broadcast(torch.ones(3), 0))
+        other.start()
+        other.join()
+
+        @torch.compile(backend="eager", fullgraph=True)
+        def compiled(x: torch.Tensor) -> torch.Tensor:
+            return funcol.all_reduce(x * 2, "sum", dist.group.WORLD) + 1
+
+        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 3.0))
+        optimizer.step()
+        dist.all_reduce(torch.ones(2))  # Still of the step: the next one has not begun.
+        optimizer.zero_grad()
+        loss_of(model, 1).backward()
+        optimizer.step()
+        monitor.detach()
+    finally:
+        dist.destroy_process_group()
+
+    ears = Heard(run, 0)
+    first = {name: int(row["num_folded"]) for name, row in ears.rows[0].items()}
+    assert sorted(name.rpartition(":")[2] for name in first) == ["in", "in", "out", "out"]
+    assert all(name.startswith("all_reduce@") for name in first)
+    assert not ears.health
+
+
+def test_calls_held_back_are_seen_when_they_are_sent(run: Path, tmp_path: Path) -> None:
+    import sentinel
+
+    single(tmp_path)
+    try:
+        model = TinyModel()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        monitor = sentinel.attach(model, optimizer, {"kinds": ["comm"], "black_box": False})
+        optimizer.zero_grad()
+        loss_of(model, 0).backward()
+        with dist.distributed_c10d._coalescing_manager(async_ops=True) as held:
+            dist.all_reduce(torch.full((2,), 3.0))
+            dist.all_reduce(torch.full((5,), 4.0))
+        held.wait()
+        optimizer.step()
+        monitor.detach()
+    finally:
+        dist.destroy_process_group()
+
+    rows = {name.rpartition(":")[2]: row for name, row in Heard(run, 0).rows[0].items()}
+    assert {role: (int(row["count"]), float(row["mean"])) for role, row in rows.items()} == {
+        "in.0": (2, 3.0), "in.1": (5, 4.0), "out.0": (2, 3.0), "out.1": (5, 4.0),
+    }  # fmt: skip
