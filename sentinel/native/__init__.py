@@ -2,6 +2,8 @@
 
     measure(pointers, numels, dtypes, out, ...)   many tensors in one call -> their STATS words
     measure_one(pointer, numel, dtype, out, ...)  the same for one, in about a microsecond: for hooks
+    count_below(pointer, numel, dtype, bounds)    how many |x| lie below each bound, in one read
+    add_channel_squares(pointer, rows, channels, dtype, sums)   squares of each channel
     fold_rows(rows, num_rows) -> rows left        one row per (tensor, kind), in place
     merge_rows(rows, group, num_groups) -> STATS  rows of several ranks merged
 
@@ -24,6 +26,8 @@ if _path is not None:
 if _library is not None:
     implementation = _library.implementation
     measure = _library.measure
+    count_below = _library.count_below
+    add_channel_squares = _library.add_channel_squares
     measure_one = _library.measure_one
     fold_rows = _library.fold_rows
     merge_rows = _library.merge_rows
@@ -32,6 +36,8 @@ else:
 
     implementation = "numpy"
     measure = _fallback.measure
+    count_below = _fallback.count_below
+    add_channel_squares = _fallback.add_channel_squares
     measure_one = _fallback.measure_one
     fold_rows = _fallback.fold_rows
     merge_rows = _fallback.merge_rows
@@ -41,6 +47,8 @@ __all__ = [
     "F16",
     "F32",
     "F64",
+    "add_channel_squares",
+    "count_below",
     "fold_rows",
     "implementation",
     "measure",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,10 +21,12 @@ from sentinel.native.layout import (
     EMPTY_STATS,
     F16,
     FOLDED,
+    MAX_BOUNDS,
     NONE_ID,
     STATS,
     check_layouts,
     check_rows,
+    check_sums,
     stats_address,
 )  # fmt: skip
 
@@ -93,22 +96,65 @@ def measure_one(
     if not 0 <= dtype < len(ELEMENT_BYTES):
         raise ValueError(f"unknown dtype code {dtype}")
     words = np.frombuffer(memoryview((ctypes.c_char * STATS.itemsize).from_address(out)), STATS)
-    times = 1
-    if shape is None or strides is None:
-        shape, strides = [numel], [1]
-    pairs = sorted(((st, sz) for st, sz in zip(strides, shape, strict=True) if sz != 1), reverse=True)
-    if all(size > 0 for _, size in pairs):
-        for stride, size in pairs:
-            times *= size if stride == 0 else 1
-        pairs = _joined([pair for pair in pairs if pair[0] != 0])
-    width = ELEMENT_BYTES[dtype]
-    parts = [_measure_chunk(chunk, dtype, zero_eps, checksum) for chunk in _chunks(pointer, pairs, dtype, width)]
+    pairs, times = _pairs(numel, shape, strides)
+    parts = [_measure_chunk(chunk, dtype, zero_eps, checksum) for chunk in _chunks(pointer, pairs, dtype)]
     whole = merge_rows(np.concatenate(parts), np.zeros(len(parts), np.int32), 1) if parts else np.full(1, EMPTY_STATS)
     for name in ("count", "m2", "m3", "m4", "num_nan", "num_pos_inf", "num_neg_inf", "num_zero", "checksum"):
         whole[name] *= whole[name].dtype.type(times)
     if accumulate:
         whole = merge_rows(np.concatenate([words, whole]), np.zeros(2, np.int32), 1)
     words[:] = whole
+
+
+def count_below(
+    pointer: int,
+    numel: int,
+    dtype: int,
+    bounds: Sequence[float] | np.ndarray,
+    shape: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> np.ndarray:
+    """As Library.count_below."""
+    bounds = np.ascontiguousarray(bounds, np.float64)
+    if bounds.ndim != 1 or len(bounds) > MAX_BOUNDS:
+        raise ValueError(f"expected at most {MAX_BOUNDS} bounds in one dimension, got shape {bounds.shape}")
+    if not 0 <= dtype < len(ELEMENT_BYTES):
+        raise ValueError(f"unknown dtype code {dtype}")
+    pairs, times = _pairs(numel, shape, strides)
+    out = np.zeros(len(bounds), np.int64)
+    for chunk in _chunks(pointer, pairs, dtype):
+        with np.errstate(invalid="ignore"):
+            sizes = np.abs(_as_measured(chunk, dtype)[0])
+        out += [np.count_nonzero(sizes < bound) for bound in bounds]
+    return out * times
+
+
+def add_channel_squares(
+    pointer: int, num_rows: int, num_channels: int, dtype: int, sums: np.ndarray, row_stride: int | None = None
+) -> None:
+    """As Library.add_channel_squares."""
+    check_sums(sums, num_channels)
+    if not 0 <= dtype <= F16:
+        raise ValueError(f"expected the dtype code of a float, got {dtype}")
+    stride = num_channels if row_stride is None else row_stride
+    for row in range(num_rows):
+        at = pointer + row * stride * ELEMENT_BYTES[dtype]
+        for start, chunk in zip(itertools.count(0, CHUNK), _chunks(at, [(1, num_channels)], dtype), strict=False):
+            with np.errstate(over="ignore", invalid="ignore"):
+                squares = _as_measured(chunk, dtype)[0] ** 2
+            sums[start : start + len(squares)] += np.where(squares <= np.finfo(np.float64).max, squares, 0.0)
+
+
+def _pairs(
+    numel: int, shape: Sequence[int] | None, strides: Sequence[int] | None
+) -> tuple[list[tuple[int, int]], int]:
+    """Return (stride, size) of the dimensions to be read, the longest steps first, and how often a broadcast shows them."""
+    if shape is None or strides is None:
+        return [(1, numel)], 1
+    pairs = sorted(((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1), reverse=True)
+    if any(size == 0 for _, size in pairs):
+        return [(1, 0)], 1
+    return _joined([pair for pair in pairs if pair[0] != 0]), math.prod(size for stride, size in pairs if stride == 0)
 
 
 def _joined(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -122,8 +168,9 @@ def _joined(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _chunks(pointer: int, pairs: list[tuple[int, int]], dtype: int, width: int) -> Iterator[np.ndarray]:
+def _chunks(pointer: int, pairs: list[tuple[int, int]], dtype: int) -> Iterator[np.ndarray]:
     """Yield what (stride, size) pairs, strides in elements and falling, show from `pointer` on: [at most CHUNK] each."""
+    width = ELEMENT_BYTES[dtype]
     shape = [size for _, size in pairs]
     if 0 in shape:
         return

@@ -71,6 +71,8 @@ static TARGET void LANES(i16_bounds_end)(const LANES(i16_bounds) *bounds, uint16
 #define WIDTH F32_W
 #define LOAD2 F32_LOAD2_f32
 #define WIDEN(x) ((double)(x))
+#define WIDEN_SIZE(x) ((double)(x))
+#define SIGN_BIT 0x80000000u
 #define SPILL 64
 #include "span.h"
 
@@ -82,6 +84,8 @@ static TARGET void LANES(i16_bounds_end)(const LANES(i16_bounds) *bounds, uint16
 #define WIDTH F64_W
 #define LOAD2 F64_LOAD2_f64
 #define WIDEN(x) (x)
+#define WIDEN_SIZE(x) (x)
+#define SIGN_BIT 0x8000000000000000u
 #define SPILL 1024
 #include "span.h"
 
@@ -93,6 +97,8 @@ static TARGET void LANES(i16_bounds_end)(const LANES(i16_bounds) *bounds, uint16
 #define WIDTH F32_W
 #define LOAD2 F32_LOAD2_bf16
 #define WIDEN(x) ((double)widen_bf16(x))
+#define WIDEN_SIZE(x) ((double)widen_bf16(x))
+#define SIGN_BIT 0x8000u
 #define KEYED
 #define SPILL 64
 #include "span.h"
@@ -105,6 +111,8 @@ static TARGET void LANES(i16_bounds_end)(const LANES(i16_bounds) *bounds, uint16
 #define WIDTH F32_W
 #define LOAD2 F32_LOAD2_f16
 #define WIDEN(x) ((double)widen_f16(x))
+#define WIDEN_SIZE(x) ((double)size_of_f16(x))
+#define SIGN_BIT 0x8000u
 #define KEYED
 #define SPILL 64
 #include "span.h"

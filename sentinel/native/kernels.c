@@ -39,6 +39,7 @@
 #define GATHERED 8192
 #define SPAN 32768
 #define SEGMENT ((int64_t)SPAN * 8)
+#define STRIP 2048
 #define MAX_DIMS 64
 #define MAX_THREADS 16
 
@@ -71,7 +72,9 @@ typedef double f64_t;
 
 #define ISA_TABLE(isa) \
     {{span_f32_##isa, span_f64_##isa, span_bf16_##isa, span_f16_##isa}, \
-     {zeros_f32_##isa, zeros_f64_##isa, zeros_bf16_##isa, zeros_f16_##isa}}
+     {zeros_f32_##isa, zeros_f64_##isa, zeros_bf16_##isa, zeros_f16_##isa}, \
+     {below_f32_##isa, below_f64_##isa, below_bf16_##isa, below_f16_##isa}, \
+     {squares_f32_##isa, squares_f64_##isa, squares_bf16_##isa, squares_f16_##isa}}
 static const Isa isas[] = {
     ISA_TABLE(portable),
 #if HAS_X86
@@ -81,7 +84,7 @@ static const Isa isas[] = {
 };
 
 /* Grows when the arguments of a function change. */
-EXPORT int sentinel_interface(void) { return 2; }
+EXPORT int sentinel_interface(void) { return 3; }
 
 /* The best instruction set this CPU has: 0 portable, 1 AVX2, 2 AVX-512. */
 EXPORT int sentinel_best_isa(void)
@@ -139,4 +142,5 @@ EXPORT int64_t sentinel_measure_one(uint64_t pointer, int64_t numel, int32_t dty
     return sentinel_measure(1, &pointer, &numel, &code, layout, out, 96, zero_eps, flags, num_threads, isa_index);
 }
 
+#include "probes.h"
 #include "rows.h"

@@ -21,6 +21,9 @@ ELEMENT_BYTES = (4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8, 1, 1, 1, 1)
 MAX_DIMS = 64
 """Dimensions of a strided tensor."""
 
+MAX_BOUNDS = 64
+"""Bounds that `count_below` counts at once."""
+
 STATS = np.dtype(
     [
         ("count", "<i8"),
@@ -99,3 +102,9 @@ def check_layouts(layouts: np.ndarray, num: int) -> np.ndarray:
     if not is_whole:
         raise ValueError(f"expected layouts of {num} tensors as pack_layouts makes them, got {len(layouts)} words")
     return layouts
+
+
+def check_sums(sums: np.ndarray, num_channels: int) -> None:
+    """Raise where `sums` is not one contiguous, writeable float64 a channel."""
+    if sums.dtype != np.float64 or sums.shape != (num_channels,) or not (sums.flags.c_contiguous and sums.flags.writeable):
+        raise ValueError(f"expected [{num_channels}] float64, contiguous and writeable, got {sums.shape} {sums.dtype}")

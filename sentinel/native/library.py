@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sentinel.native import fallback
+from sentinel.native import fallback, layout
 from sentinel.native.layout import MAX_DIMS, STATS, check_layouts, check_rows, stats_address
 
 ISAS = ("portable", "avx2", "avx512")
@@ -18,13 +18,21 @@ ISAS = ("portable", "avx2", "avx512")
 QUICK_ELEMENTS = 100_000
 """Below this a call keeps the GIL: it ends within some 20 us, and to get the GIL back may take 5 ms (chosen)."""
 
-_INTERFACE = 2
+_INTERFACE = 3
 """Grows when arguments of a function change: a library built from other sources would read the wrong ones."""
 
 _WITH_CHECKSUM, _ACCUMULATE = 1, 2
 
 _PAIRS = [ctypes.c_int64 * (2 * num_dims) for num_dims in range(MAX_DIMS + 1)]
 """Sizes and strides as C reads them, by number of dimensions."""
+
+
+def _packed(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ctypes.Array[ctypes.c_int64]]:
+    """Return the number of dimensions, and sizes and strides as C reads them."""
+    num_dims = len(shape)
+    if num_dims != len(strides) or num_dims > MAX_DIMS:
+        raise ValueError(f"expected strides for at most {MAX_DIMS} sizes, got {len(strides)} for {num_dims}")
+    return num_dims, _PAIRS[num_dims](*shape, *strides)
 
 
 def find_library() -> Path | None:
@@ -50,6 +58,10 @@ class Library:
                 library.sentinel_measure.restype = i64
                 library.sentinel_measure_one.argtypes = [u64, i64, i32, i32, pointer, pointer, f64, i32, i32, i32]
                 library.sentinel_measure_one.restype = i64
+                library.sentinel_count_below.argtypes = [u64, i64, i32, i32, pointer, pointer, i32, pointer, i32]
+                library.sentinel_count_below.restype = i64
+                library.sentinel_add_channel_squares.argtypes = [u64, i64, i64, i64, i32, pointer, i32]
+                library.sentinel_add_channel_squares.restype = i64
                 library.sentinel_fold_rows.argtypes = [pointer, i64]
                 library.sentinel_fold_rows.restype = i64
                 library.sentinel_merge_rows.argtypes = [pointer, i64, pointer, i64, pointer, i64]
@@ -65,6 +77,8 @@ class Library:
         self._measure = slow.sentinel_measure
         self._measure_one = slow.sentinel_measure_one
         self._measure_one_quickly = quick.sentinel_measure_one
+        self._count_below = slow.sentinel_count_below
+        self._add_channel_squares = slow.sentinel_add_channel_squares
         self._fold_rows = slow.sentinel_fold_rows
         self._merge_rows = slow.sentinel_merge_rows
 
@@ -129,17 +143,57 @@ class Library:
         """
         flags = (_WITH_CHECKSUM if checksum else 0) | (_ACCUMULATE if accumulate else 0)
         call = self._measure_one_quickly if numel < QUICK_ELEMENTS else self._measure_one
-        words, num_dims = None, 0
-        if shape is not None and strides is not None:
-            num_dims = len(shape)
-            if num_dims != len(strides) or num_dims > MAX_DIMS:
-                raise ValueError(f"expected strides for at most {MAX_DIMS} sizes, got {len(strides)} for {num_dims}")
-            words = _PAIRS[num_dims](*shape, *strides)
+        num_dims, words = (0, None) if shape is None or strides is None else _packed(shape, strides)
         bad = call(pointer, numel, dtype, num_dims, words, out, zero_eps, flags, num_threads, self._isa)
         if bad < 0:
             raise MemoryError(f"no room to measure {numel} elements in threads")
         if bad:
             raise ValueError(f"unknown dtype code {dtype}")
+
+    def count_below(
+        self,
+        pointer: int,
+        numel: int,
+        dtype: int,
+        bounds: Sequence[float] | np.ndarray,
+        shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+    ) -> np.ndarray:
+        """Return how many elements have |x| < bound, for each of at most 64 bounds: [bounds] int64. Releases the GIL.
+
+        One read of the tensor, compared exactly, nan below no bound: with the bounds [tiny, low, next after high, inf]
+        (tiny: 5e-324, whose count is that of the zeros) the elements that a format of range [low, high] loses are
+        count[1] - count[0] that vanish and count[3] - count[2] that overflow. Arguments as in measure_one.
+        """
+        bounds = np.ascontiguousarray(bounds, np.float64)
+        if bounds.ndim != 1 or len(bounds) > layout.MAX_BOUNDS:
+            raise ValueError(f"expected at most {layout.MAX_BOUNDS} bounds in one dimension, got shape {bounds.shape}")
+        num_dims, words = (0, None) if shape is None or strides is None else _packed(shape, strides)
+        out = np.empty(len(bounds), np.int64)
+        if self._count_below(
+            pointer, numel, dtype, num_dims, words, bounds.ctypes.data, len(bounds), out.ctypes.data, self._isa
+        ):
+            raise ValueError(f"unknown dtype code {dtype}")
+        return out
+
+    def add_channel_squares(
+        self,
+        pointer: int,
+        num_rows: int,
+        num_channels: int,
+        dtype: int,
+        sums: np.ndarray,
+        row_stride: int | None = None,
+    ) -> None:
+        """Add the squares of each channel of [num_rows, num_channels] to `sums`: [num_channels] float64. Releases the GIL.
+
+        Channels lie side by side, rows `row_stride` elements apart (None: without a gap). dtype: F32, F64, BF16 or F16.
+        Values that are not finite add nothing. The RMS of a channel is sqrt(sums / num_rows), where all are finite.
+        """
+        layout.check_sums(sums, num_channels)
+        stride = num_channels if row_stride is None else row_stride
+        if self._add_channel_squares(pointer, num_rows, num_channels, stride, dtype, sums.ctypes.data, self._isa):
+            raise ValueError(f"expected the dtype code of a float, got {dtype}")
 
     def fold_rows(self, rows: np.ndarray, num_rows: int) -> int:
         """Fold the first `num_rows` rows in place, one per (tensor, kind) in order of first appearance; return how many.

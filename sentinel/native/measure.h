@@ -5,6 +5,8 @@ enum { F32, F64, BF16, F16, NUM_STORED };
 typedef struct {
     void (*span[NUM_STORED])(const void *, int, double scale, double minus, int is_masked, int with_checksum, Sums *);
     int64_t (*zeros[NUM_STORED])(const void *, int, double most);
+    void (*below[NUM_STORED])(const void *, int, const uint64_t *bounds, int num_bounds, int64_t *out);
+    void (*squares[NUM_STORED])(const void *, int64_t, double *sums);
 } Isa;
 
 /* Elements count as (x - center) / 2^exponent; is_masked: some may not be finite. */

@@ -92,20 +92,17 @@ static void gather(void *buffer, int filled, const char *p, int64_t stride, int 
     }
 }
 
-/* The statistics of n elements from number `first` on. */
-static void measure_segment(const Isa *isa, const View *view, int64_t first, int64_t n, double zero_eps, int flags,
-                            Stats *out)
+typedef void Visitor(void *visit, const void *p, int64_t n);
+
+/* Show `visitor` the n elements from number `first` on, as the type that they are measured as: where they lie, if they lie
+ * side by side, else gathered, at most GATHERED of them at once. */
+static void visit_elements(const View *view, int64_t first, int64_t n, Visitor *visitor, void *visit)
 {
-    const int dtype = view->dtype, stored = stored_as[dtype], is_converted = dtype >= NUM_STORED;
-    const int last = view->num_dims - 1;
+    const int dtype = view->dtype, last = view->num_dims - 1;
     const int64_t step = view->stride[last], run = view->size[last];
-    const int is_direct = !is_converted && step == element_bytes[dtype];
-    *out = empty;
-    Guess guess = {0.0, 0, 0};
+    const int is_direct = dtype < NUM_STORED && step == element_bytes[dtype];
     if (is_direct && view->num_dims == 1) {
-        const char *p = view->p + first * step;
-        guess = guess_from_sample(p, n < SPAN ? (int)n : SPAN, stored);
-        measure_stretch(isa, p, n, stored, zero_eps, flags, &guess, out);
+        visitor(visit, view->p + first * step, n);
         return;
     }
 
@@ -123,21 +120,17 @@ static void measure_segment(const Isa *isa, const View *view, int64_t first, int
         rest /= view->size[i];
         p += index[i] * view->stride[i];
     }
-    int filled = 0, has_guess = 0;
+    int filled = 0;
     for (int64_t left = n; left > 0;) {
         int64_t num = run - at < left ? run - at : left;
         if (is_direct && filled == 0 && num >= GATHERED) {
-            if (!has_guess) guess = guess_from_sample(p + at * step, (int)(num < SPAN ? num : SPAN), stored);
-            measure_stretch(isa, p + at * step, num, stored, zero_eps, flags, &guess, out);
-            has_guess = 1;
+            visitor(visit, p + at * step, num);
         } else {
             if (num > GATHERED - filled) num = GATHERED - filled;
             gather(buffer, filled, p + at * step, step, (int)num, dtype, fp8);
             filled += (int)num;
             if (filled == GATHERED || num == left) {
-                if (!has_guess) guess = guess_from_sample(buffer, filled, stored);
-                measure_stretch(isa, (const char *)buffer, filled, stored, zero_eps, flags, &guess, out);
-                has_guess = 1;
+                visitor(visit, buffer, filled);
                 filled = 0;
             }
         }
@@ -152,6 +145,31 @@ static void measure_segment(const Isa *isa, const View *view, int64_t first, int
             index[i] = 0;
         }
     }
+}
+
+typedef struct {
+    const Isa *isa;
+    int dtype, flags, has_guess;
+    double zero_eps;
+    Guess guess;
+    Stats *sum;
+} Measuring;
+
+static void measure_visited(void *visit, const void *p, int64_t n)
+{
+    Measuring *m = visit;
+    if (!m->has_guess) m->guess = guess_from_sample(p, n < SPAN ? (int)n : SPAN, m->dtype);
+    m->has_guess = 1;
+    measure_stretch(m->isa, p, n, m->dtype, m->zero_eps, m->flags, &m->guess, m->sum);
+}
+
+/* The statistics of n elements from number `first` on. */
+static void measure_segment(const Isa *isa, const View *view, int64_t first, int64_t n, double zero_eps, int flags,
+                            Stats *out)
+{
+    Measuring measuring = {isa, stored_as[view->dtype], flags, 0, zero_eps, {0.0, 0, 0}, out};
+    *out = empty;
+    visit_elements(view, first, n, measure_visited, &measuring);
     /* The patterns of the type that they are measured as in torch: fp8 as fp32, whose upper half bf16 is. */
-    if (dtype >= E4M3FN) out->checksum <<= 16;
+    if (view->dtype >= E4M3FN) out->checksum <<= 16;
 }

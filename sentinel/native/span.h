@@ -174,6 +174,30 @@ static TARGET int64_t LANES(JOIN(zeros_, DTYPE))(const void *memory, int n, doub
     for (int i = vectors; i < n; i++) zeros += fabs(WIDEN(p[i])) <= most;
     return zeros;
 }
+/* How many |x| lie below each of a few bounds: as patterns, whose order is that of the sizes. */
+static TARGET void LANES(JOIN(below_, DTYPE))(const void *memory, int n, const uint64_t *bounds, int num_bounds,
+                                              int64_t *out)
+{
+    const ELEMENT_BITS *p = memory;
+    for (int j = 0; j < num_bounds; j++) {
+        const ELEMENT_BITS bound = (ELEMENT_BITS)bounds[j];
+        ELEMENT_BITS below = 0; /* as narrow as the elements, for the compiler: n fits 16 bits */
+        for (int i = 0; i < n; i++) below += (ELEMENT_BITS)(p[i] & (ELEMENT_BITS)~SIGN_BIT) < bound;
+        out[j] += (int64_t)below;
+    }
+}
+
+/* Add the squares of n elements to a sum each; what is not finite, or has no finite square, adds nothing. */
+static TARGET void LANES(JOIN(squares_, DTYPE))(const void *memory, int64_t n, double *sums)
+{
+    const ELEMENT *p = memory;
+    for (int64_t i = 0; i < n; i++) {
+        const double x = WIDEN_SIZE(p[i]), square = x * x;
+        sums[i] += square <= DBL_MAX ? square : 0.0;
+    }
+}
+#undef WIDEN_SIZE
+#undef SIGN_BIT
 #undef RUN
 #undef ELEMENT
 #undef ELEMENT_BITS

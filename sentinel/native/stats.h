@@ -69,6 +69,16 @@ static inline float widen_f16(uint16_t x)
     return f;
 }
 
+/* |x|, without branches: the exponent's bias by a product, exact for denormals too; from 2^16 on it is infinity or nan. */
+static inline float size_of_f16(uint16_t x)
+{
+    uint32_t bits = (uint32_t)(x & 0x7fffu) << 13;
+    float f;
+    memcpy(&f, &bits, 4);
+    f *= 0x1p112f;
+    return f < 65536.0f ? f : INFINITY;
+}
+
 /* The largest number of the type that is not above x >= 0 (the half types: its bits), so that |v| <= x stays exact. */
 static inline float f32_at_most(double x)
 {

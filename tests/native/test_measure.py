@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +21,7 @@ BEST = LIBRARIES[ISAS[-1]].implementation if LIBRARIES else ""
 IMPLEMENTATIONS = {isa: library for isa, library in LIBRARIES.items() if library.implementation == isa}
 IMPLEMENTATIONS["numpy"] = SimpleNamespace(
     measure=fallback.measure, measure_one=fallback.measure_one,
+    count_below=fallback.count_below, add_channel_squares=fallback.add_channel_squares,
     fold_rows=fallback.fold_rows, merge_rows=fallback.merge_rows,
 )  # fmt: skip
 
@@ -62,7 +64,7 @@ def reference(memory: np.ndarray, zero_eps: float = 0.0) -> dict[str, float]:
         "num_pos_inf": int((x == np.inf).sum()),
         "num_neg_inf": int((x == -np.inf).sum()),
         "num_zero": int((np.abs(finite) <= zero_eps).sum()),
-        "checksum": sum(map(int, bits)) % 2**64,
+        "checksum": int(bits.sum(dtype=np.uint64)),
     }
 
 
@@ -111,7 +113,7 @@ def memories(draw) -> tuple[str, np.ndarray]:
 
 
 @implementations
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(case=memories())
 def test_measure_matches_two_pass_reference(library, case):
     dtype, memory = case
@@ -142,10 +144,16 @@ def test_kurtosis_within_1e_5_far_from_zero(library, dtype, mean_over_std):
     ("mean_over_std", "scale"), [(10.0, 1.0), (100.0, 1.0), (1e3, 1.0), (1e4, 1.0), (0.0, 1e-25), (1.0, 1e-25), (0.0, 1e12)]
 )
 def test_rows_of_the_field_notes(library, mean_over_std, scale):
+    memory, expected = row_of_the_field_notes(mean_over_std, scale)
+
+    assert_same(measured(library, memory, "f32"), expected)
+
+
+@functools.cache
+def row_of_the_field_notes(mean_over_std: float, scale: float) -> tuple[np.ndarray, dict[str, float]]:
     x = (np.random.default_rng(5).standard_normal(1_000_000) + mean_over_std) * scale
     memory = stored(x**2 / scale if scale == 1e-25 else x, "f32")
-
-    assert_same(measured(library, memory, "f32"), reference(memory))
+    return memory, reference(memory)
 
 
 @st.composite
@@ -180,7 +188,7 @@ def stretches(draw) -> tuple[str, np.ndarray]:
 
 
 @implementations
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(case=stretches())
 def test_no_guess_misleads(library, case):
     dtype, memory = case

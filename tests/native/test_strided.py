@@ -79,7 +79,7 @@ def floats(draw, rng: np.random.Generator, size: int) -> np.ndarray:
 
 
 @implementations
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(view=views(floats))
 def test_views_are_measured_as_what_they_show(library, view):
     code = {np.float32: layout.F32, np.float64: layout.F64, np.uint16: layout.BF16, np.float16: layout.F16}[view.dtype.type]
@@ -101,7 +101,7 @@ def as_floats(view: np.ndarray) -> np.ndarray:
 
 
 @implementations
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(view=views(integers))
 def test_integers_are_measured_as_floats(library, view):
     assert_shows(measured(library, view, INTEGERS[view.dtype]), reference(as_floats(view)))
