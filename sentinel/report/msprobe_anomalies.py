@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from sentinel.anomaly import Anomaly
-from sentinel.report.msprobe_format import tag_of
+from sentinel.report.msprobe_format import TENSOR_FILES, file_of_kind, tag_of
 
 ANOMALY_FILE = "anomaly_detected/rank{rank}/anomaly.json"
 NO_CALL = -1
@@ -47,23 +47,25 @@ class MsprobeAnomalies:
             anomaly.vpp_stage, name, kind, rank, anomaly.micro_step, lambda module: (kind, module) in self._numbered
         )
         call_id = NO_CALL if anomaly.call_id is None else anomaly.call_id
+        # As in its CSV files: it reads the optimizer's state before the update.
+        file = file_of_kind(kind)
+        step = anomaly.step - (TENSOR_FILES[file][1] if file is not None else 0)
         record = {
             "rank": rank,
-            "step": anomaly.step,
+            "step": step,
             "micro_step": anomaly.micro_step or 0,
             "pp_stage": anomaly.pp_stage,
             "vpp_stage": anomaly.vpp_stage,
             "call_id": call_id,
             "tag_name": tag,
-            "message": _message(anomaly, tag),
+            "message": _message(anomaly, tag, step),
             "group_mates": list(anomaly.group_mates or anomaly.ranks or (rank,)),
         }
-        key = f"{tag}_step_{anomaly.step}_call_{call_id}"
+        key = f"{tag}_step_{step}_call_{call_id}"
         num_before = self._num_of_key[key] = self._num_of_key.get(key, 0) + 1
         # Three rules that fire on one tensor are three records: a key that is there already gets a number behind it.
         key += f"_{num_before}" if num_before > 1 else ""
-        file = self._file(rank)
-        file.write(f" {json.dumps(key)}: {json.dumps(record, indent=1, allow_nan=False)}".replace("\n", "\n "))
+        self._file(rank).write(f" {json.dumps(key)}: {json.dumps(record, indent=1, allow_nan=False)}".replace("\n", "\n "))
         self._tags.add(tag)
         self.num_records += 1
 
@@ -88,7 +90,7 @@ class MsprobeAnomalies:
                 file.close()
 
 
-def _message(anomaly: Anomaly, tag: str) -> str:
+def _message(anomaly: Anomaly, tag: str, step: int) -> str:
     """Return the message in msProbe's words: its readers take rule, statistic, value and mean out of it."""
     statistic, value = anomaly.statistic, anomaly.value_text or ("nan" if anomaly.value is None else repr(anomaly.value))
     if statistic in _SEEN_AS:
@@ -96,6 +98,6 @@ def _message(anomaly: Anomaly, tag: str) -> str:
         statistic, value = "norm", _SEEN_AS[statistic]
     mean = "nan" if anomaly.baseline is None else repr(anomaly.baseline)
     return (
-        f"Rule {anomaly.detector} reports anomaly signal in ('{tag}', '{statistic}') at step {anomaly.step}, "
+        f"Rule {anomaly.detector} reports anomaly signal in ('{tag}', '{statistic}') at step {step}, "
         f"current value {value}, history mean {mean}."
     )
