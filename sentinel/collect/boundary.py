@@ -92,6 +92,23 @@ class Boundary:
 
         self._undo.append(register_optimizer_step_pre_hook(before).remove)
 
+    def follow(self, optimizer: Any) -> None:
+        """Tell of the steps of a torch optimizer inside another one: they end nothing, and its gradients are not read."""
+        if not hasattr(optimizer, "register_step_pre_hook") or any(w.optimizer() is optimizer for w in self.watched):
+            return
+
+        def told(tell: Callable[[Any], None]) -> Callable[[Any, Any, Any], None]:
+            def call(one: Any, args: Any, kwargs: Any) -> None:
+                try:
+                    tell(one)
+                except Exception as error:
+                    self._guard("optimizer", error)
+
+            return call
+
+        self._undo.append(optimizer.register_step_pre_hook(told(self._on_stepping)).remove)
+        self._undo.append(optimizer.register_step_post_hook(told(self._on_stepped)).remove)
+
     def _watch_optimizer(self, optimizer: Any) -> Watched:
         chained = getattr(optimizer, "chained_optimizers", None)
         if isinstance(chained, (list, tuple)) and chained:

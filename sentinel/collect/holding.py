@@ -27,6 +27,16 @@ class Held(NamedTuple):
     """Shape of the whole tensor; None: that of `tensor`."""
 
 
+class Master(NamedTuple):
+    """What an optimizer steps in the place of a parameter: a tensor of its own, or a stretch of one."""
+
+    tensor: torch.Tensor
+    """As it lies in `optimizer.param_groups`."""
+    start: int = 0
+    numel: int = -1
+    """The stretch of `tensor`, flattened; -1: all of it."""
+
+
 class Holding(Protocol):
     """Where a trainer keeps parameters, gradients and optimizer state. No collective, no wait, no copy."""
 
@@ -43,6 +53,9 @@ class Holding(Protocol):
 
     def state(self, param: torch.Tensor, tensor: torch.Tensor) -> Held:
         """Return how `tensor`, a part of the optimizer's state for `param`, is placed."""
+
+    def master(self, param: torch.Tensor) -> Master | None:
+        """Return what an optimizer steps instead of `param` itself; None: nothing that is known."""
 
 
 class FlatPiece(NamedTuple):
@@ -91,6 +104,11 @@ class TorchHolding:
     def state(self, param: torch.Tensor, tensor: torch.Tensor) -> Held:
         """Return the state's piece: cut as its parameter is."""
         return self._held(param, tensor, Kind.EXP_AVG)
+
+    def master(self, param: torch.Tensor) -> Master | None:
+        """Return None: torch's optimizers step the parameter."""
+        del param
+        return None
 
     def _held(self, param: torch.Tensor, tensor: Any, kind: Kind) -> Held:
         piece = self._pieces.get(id(param))

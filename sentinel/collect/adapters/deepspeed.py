@@ -93,6 +93,7 @@ class Followed:
         monitor.parameters.holding = self._holding
         monitor.parameters.refresh(monitor.chunks)
         monitor.on_end.append(self._restore)
+        monitor.boundary.follow(getattr(engine.optimizer, "optimizer", None))
         log.info("sentinel: step boundary: the engine's step")
         if engine.zero_optimization_partition_weights():
             for chunk in monitor.chunks:

@@ -17,7 +17,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from sentinel.collect.holding import Held, TorchHolding
+from sentinel.collect.holding import Held, Master, TorchHolding
 from sentinel.collect.placements import placements_of
 from sentinel.place import Place
 from sentinel.record import Kind
@@ -97,6 +97,25 @@ class DeepSpeedHolding(TorchHolding):
         if grad is not None:
             return Held(grad, placements_of(grad, Kind.WGRAD, self.place), "", tuple(param.shape))
         return super().wgrad(param)
+
+    def state(self, param: torch.Tensor, tensor: torch.Tensor) -> Held:
+        """Return how a piece of the optimizer's state lies: as this rank's stretch of the parameter, if as long."""
+        stretch = self._stretches.get(id(param))
+        if self.is_partitioned and stretch is not None and tensor.numel() == stretch.numel:
+            return self._cut(param, tensor, stretch, Kind.EXP_AVG)
+        return super().state(param, tensor)
+
+    def master(self, param: torch.Tensor) -> Master | None:
+        """Return this rank's stretch of the fp32 partition that the optimizer steps."""
+        optimizer, stretch = self._optimizer, self._stretches.get(id(param))
+        if stretch is None:
+            return None
+        if isinstance(optimizer, DeepSpeedZeroOptimizer):
+            return Master(optimizer.single_partition_of_fp32_groups[stretch.group], stretch.at, stretch.numel)
+        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            number, begin, _ = optimizer.grad_position[optimizer.get_param_id(param)]
+            return Master(optimizer.fp32_partitioned_groups_flat[number], int(begin), stretch.numel)
+        return None
 
     def _cut(self, param: Any, piece: torch.Tensor, stretch: Stretch, kind: Kind) -> Held:
         placements = placements_of(piece, kind, self.place)

@@ -24,6 +24,7 @@ from torch import nn
 from sentinel.collect import attach
 from sentinel.collect.adapters.megatron_holding import (
     MegatronHolding,
+    leaves,
     offsets_of,
     tied_names,
     unwrap_chunk,
@@ -121,6 +122,8 @@ class Following:
         for optimizer in optimizers:
             self._wrap(optimizer, "step", self._around_step)
             self._wrap(optimizer, "prepare_grads", self._around_prepare)
+            for leaf in leaves(optimizer):
+                monitor.boundary.follow(getattr(leaf, "optimizer", None))
         for chunk in wrapped:
             if hasattr(chunk, "zero_grad_buffer"):
                 self._wrap(chunk, "zero_grad_buffer", self._around_zeroing)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sentinel.collect.adapters.megatron_placements import expert_tensor_size
-from sentinel.collect.holding import Held
+from sentinel.collect.holding import Held, Master
 from sentinel.place import Place, strip_wrappers
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -122,6 +122,11 @@ class MegatronHolding:
         if stretch is not None and tensor.numel() != stretch[1] - stretch[0]:
             stretch = None
         return self._held(param, tensor, stretch)
+
+    def master(self, param: torch.Tensor) -> Master | None:
+        """Return the optimizer's own copy in fp32: all of the parameter, or this rank's stretch of it."""
+        mains = self._main.get(id(param))
+        return Master(mains[0]) if mains else None
 
     def _stretch(self, param: torch.Tensor) -> tuple[int, int]:
         # Megatron gives a tied embedding a bucket of its own: its copy on the last stage is cut at the same places.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from sentinel.collect.placements import local_of
 from sentinel.collect.probes.context import ProbeContext
+from sentinel.collect.probes.stepped import stepped_by
 from sentinel.collect.tensors import Entry
 from sentinel.record import Kind
 
@@ -35,38 +35,29 @@ class OptimizerState:
         kinds = {key: kind for key, kind in STATE_KEYS.items() if self._plan.takes(kind)}
         if not kinds:
             return
-        is_owner = _is_zero_redundancy(optimizer)
-        state: Mapping[Any, Any] = (optimizer.optim if is_owner else optimizer).state
         entries: list[Entry] = []
         tensors: list[torch.Tensor] = []
         due: dict[str, int] = {}
-        for one in self._parameters.all:
-            kept = state.get(one.param)
-            if not kept:
-                continue
+        for stepped in stepped_by(optimizer, self._parameters):
+            one, held = stepped.one, stepped.held
             for key, kind in kinds.items():
-                tensor = kept.get(key)
-                if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.dim() != one.param.dim():
+                tensor = stepped.state.get(key)
+                if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
                     continue
-                held = self._parameters.holding.state(one.param, tensor)
-                placements = {**held.placements, "dp": "owned"} if is_owner and "dp" in held.placements else held.placements
+                if tensor.dim() != stepped.param.dim():
+                    continue  # In another layout than the parameter's: blocks of eight bits, factors.
+                local = local_of(tensor).detach()
                 entry = self._table.entry(one.entry.chunk, one.entry.name, kind)
                 entry.site_pos = one.entry.site_pos
                 if not self._plan.measures(entry):
                     continue
-                self._table.describe(entry, held.tensor, placements, held.part, held.shape)
+                self._table.describe(entry, local, held.placements, held.part, held.shape)
                 if entry.id in self._rows:
-                    self._recording.fill(self._rows[entry.id], held.tensor, checksum=True)
+                    self._recording.fill(self._rows[entry.id], local, checksum=True)
                     continue
                 entries.append(entry)
-                tensors.append(held.tensor)
+                tensors.append(local)
                 due[kind.label] = due.get(kind.label, 0) + 1
         first = self._recording.observe_all(entries, tensors, [0] * len(entries))
         self._rows.update({entry.id: first + at for at, entry in enumerate(entries)})
         self._count(due)
-
-
-def _is_zero_redundancy(optimizer: Any) -> bool:
-    """Whether each rank keeps the state of some parameters alone (torch.distributed.optim.ZeroRedundancyOptimizer)."""
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sentinel.collect.gradients import Parameter, Parameters
-from sentinel.collect.holding import Held
+from sentinel.collect.holding import Held, Holding, Master
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +35,37 @@ def stepped_by(optimizer: Any, parameters: Parameters) -> list[Stepped]:
     inner = optimizer.optim if is_owner else optimizer
     groups = {id(param): group for group in getattr(inner, "param_groups", ()) for param in group["params"]}
     state: Mapping[Any, Any] = getattr(inner, "state", {})
+    holding = parameters.holding
     found = []
     for one in parameters.all:
         group = groups.get(id(one.param))
         if group is None:
+            master = holding.master(one.param)
+            group = None if master is None else groups.get(id(master.tensor))
+            if master is not None and group is not None:
+                found.append(_by_master(one, master, group, state.get(master.tensor) or {}, holding))
             continue
-        held = parameters.holding.state(one.param, one.param.detach())
+        held = holding.state(one.param, one.param.detach())
         if is_owner and "dp" in held.placements:
             held = held._replace(placements={**held.placements, "dp": "owned"})
         found.append(Stepped(one, one.param, one.param.grad, group, state.get(one.param) or {}, held))
     return found
+
+
+def _by_master(one: Parameter, master: Master, group: Any, state: Mapping[str, Any], holding: Holding) -> Stepped:
+    """Return a parameter whose optimizer steps another tensor: whatever has that tensor's length is cut alike."""
+    whole = master.tensor.numel()
+
+    def mine(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor) or tensor.numel() != whole or master.numel < 0:
+            return tensor
+        return tensor.detach().reshape(-1).narrow(0, master.start, master.numel)
+
+    param = mine(master.tensor.detach())
+    gradient = getattr(master.tensor, "decoupled_grad", None)  # Megatron's, in another type than the copy's.
+    gradient = master.tensor.grad if gradient is None else gradient
+    kept = {key: value if key == "step" else mine(value) for key, value in state.items()}
+    return Stepped(one, param, mine(gradient), group, kept, holding.state(one.param, param))
 
 
 def per_rank(placements: Mapping[str, str]) -> dict[str, str]:
