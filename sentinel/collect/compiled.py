@@ -29,6 +29,11 @@ TOO_LATE = (
     "torch._dynamo.reset() after attach. Outer borders, parameters and gradients are measured"
 )
 
+CUDA_GRAPHS = (
+    "a graph with ops of Sentinel was compiled for CUDA graphs, which cannot hold them: torch cuts it at each op or runs it "
+    "as it is, slower than without Sentinel. Rows are exact; with black_box: false and no kinds of modules it is whole again"
+)
+
 
 class Gate:
     """What graphs that are traced or chosen now hold."""

@@ -70,6 +70,9 @@ NO_TICKET = Ticket()
 
 on_root_traced: list[Callable[[], None]] = []
 """Called while a graph is traced that holds a chunk's whole forward, before the modules inside are."""
+on_cuda_graph: list[Callable[[], None]] = []
+"""Called while a graph is traced that is meant to be replayed as a CUDA graph."""
+GRAPHED_DEVICES = ("cuda",)
 
 
 def enlist(listener: Listener) -> torch.Tensor:
@@ -223,6 +226,7 @@ def _observe_traced(
     known = _traced.find(tensor) if is_graph else None
     if is_graph:
         how |= IN_GRAPH | _position(_OBSERVE)
+        _note_cuda_graph(kept)
     if not torch.is_grad_enabled():
         how |= IS_WITHOUT_GRAPH
     elif tensor.requires_grad and not how & IS_PARAMETER:
@@ -238,6 +242,13 @@ def _observe_traced(
     if how & HAS_GRADIENT and not isinstance(kept, FakeTensor):
         tensor.register_hook(lambda gradient: _answer(gradient, held[0]))  # type: ignore[no-untyped-call]
     return ticket
+
+
+def _note_cuda_graph(tensor: torch.Tensor) -> None:
+    config: Any = sys.modules.get("torch._inductor.config")
+    if config is not None and tensor.device.type in GRAPHED_DEVICES and config.triton.cudagraphs:
+        for call in on_cuda_graph:
+            call()
 
 
 def _answer(gradient: torch.Tensor | None, ticket: torch.Tensor) -> None:
@@ -275,9 +286,13 @@ def _fake_begin(site: torch.Tensor) -> None:
 _library: Any = torch.library.Library("sentinel", "DEF")  # type: ignore[no-untyped-call]
 
 
+_TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+"""Python does not run when a CUDA graph is replayed: torch cuts the graph at such ops, or does without."""
+
+
 def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any], traced: Callable[..., Any] | None = None) -> Any:
     name = schema.partition("(")[0]
-    _library.define(schema)
+    _library.define(schema, tags=_TAGS)
     _library.impl(name, run, "CompositeExplicitAutograd")
     if traced is not None:
         _library.impl(name, traced, "Autograd")

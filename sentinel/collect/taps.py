@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sentinel.collect.aliases import Aliases
 from sentinel.collect.compiled import (
+    CUDA_GRAPHS,
     TOO_LATE,
     compiled_parts,
     compiler_is_back,
@@ -32,6 +33,7 @@ from sentinel.collect.compiled_ops import (
     Ticket,
     enlist,
     new_serial,
+    on_cuda_graph,
     on_root_traced,
     unavailable,
 )
@@ -121,6 +123,7 @@ class Chunk:
             self.root.register_forward_hook(self._root_post, always_call=True),
         ]
         on_root_traced.append(self._traced_whole)
+        on_cuda_graph.append(self._traced_for_cuda)
         self.find_compiled()
 
     def remove(self) -> None:
@@ -134,6 +137,7 @@ class Chunk:
         self.wants_borders = self.wants_sites = False
         if self._traced_whole in on_root_traced:
             on_root_traced.remove(self._traced_whole)
+            on_cuda_graph.remove(self._traced_for_cuda)
         set_gate()
 
     def plan(self, wanted: Callable[[str], frozenset[Kind]], black_box: bool) -> None:
@@ -192,6 +196,9 @@ class Chunk:
     def _traced_whole(self) -> None:
         """A graph is being traced that holds a chunk's whole forward, perhaps this one's."""
         self.find_compiled(is_whole=True)
+
+    def _traced_for_cuda(self) -> None:
+        self.recorder.sites.blind("cuda_graphs", CUDA_GRAPHS)
 
     def _tell_blind_parts(self) -> None:
         """A whole forward has passed: say which part was compiled before its hooks were there, so that none of them ran."""
