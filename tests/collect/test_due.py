@@ -11,6 +11,7 @@ import torch
 import sentinel
 from sentinel.collect.gradient_taps import GradientTap
 from sentinel.collect.module_tap import ModuleTap
+from sentinel.place import Place
 
 from .conftest import Said, TinyModel, loss_of
 
@@ -100,3 +101,25 @@ def test_staggered_steps_measure_every_site_once_a_round(run: Path) -> None:
     for rows in said.rows.values():
         assert {t.name for t, _ in rows if t.kind == "wgrad"} == {t.name for t, _ in rows if t.kind == "param"}
         assert {t.name for t, _ in rows if t.kind == "dgrad"} <= {t.name for t, _ in rows if t.kind == "activation"}
+
+
+@pytest.mark.parametrize(("listed", "expected"), [([0], 0), ([1], 3), ([], 3)])
+def test_defect_12_ranks_that_are_not_listed_measure_nothing(
+    run: Path, monkeypatch: pytest.MonkeyPatch, listed: list[int], expected: int
+) -> None:
+    """Rank 1 of 2: where it is not listed no tensor is read and no module carries a hook of ours."""
+    calls: list[str] = []
+    for owner, name in ((ModuleTap, "take_inputs"), (ModuleTap, "take_outputs"), (GradientTap, "__init__")):
+        counting(monkeypatch, owner, name, calls)
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    place = Place(rank=1, world_size=2, dp_rank=1, dp_size=2)
+    config = {"kinds": KINDS, "black_box": False, "ranks": listed}
+    monitor = sentinel.attach(model, optimizer, config, place=place)
+    found = train(monitor, model, optimizer, range(3), calls)
+    monitor.detach()
+    said = Said(run, rank=1)
+
+    assert len([step for step in said.rows if said.of(step, "wgrad")]) == expected
+    assert sorted(end.step for end in said.ends) == [0, 1, 2]
+    assert all(found) == bool(expected) and any(found) == bool(expected)

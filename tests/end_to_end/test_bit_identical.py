@@ -9,11 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from .ranks import EVERYTHING, Spoken, train
+from sentinel.monitor_config import MEASURED_LABELS
 
-NUM_STEPS, SKIPPED, CLIP = 50, 20, 0.05
+from .ranks import Spoken, train
+
+NUM_STEPS, SKIPPED, CLIP = 24, 9, 0.05
 FAULTS = [{"module": "blocks.1.mlp.fc1", "dp_rank": 1, "micro_step": 2, "steps": [SKIPPED]}]
 ARGUMENTS = ("--steps", str(NUM_STEPS), "--clip", str(CLIP), "--lr-schedule", "cosine")
+
+EVERYTHING = {
+    "kinds": list(MEASURED_LABELS), "per_micro_step": True,
+    "probes": {kind: {"histogram": True} for kind in ("activation", "wgrad", "update")},
+}  # fmt: skip
+"""Every probe there is, with histograms."""
 
 
 def truth(folder: Path) -> dict[int, dict[str, list[str]]]:
@@ -32,7 +40,7 @@ def test_bit_identical_training(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     run = train(
         seen, *ARGUMENTS, "--truth", str(seen),
-        faults=FAULTS, config={**EVERYTHING, "per_micro_step": True}, is_judged=False,
+        faults=FAULTS, config=EVERYTHING, is_judged=False,
     )  # fmt: skip
     off = tmp_path / "off"
     train(off, *ARGUMENTS, "--truth", str(off), faults=FAULTS, is_judged=False, environment={"SENTINEL_DISABLE": "1"})
