@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from sentinel.daemon.rank_series import RANK_COLUMNS, RankPicker, RankPoints, RankStepRows, rank_rows_of
 from sentinel.daemon.series import COLUMNS, VALUE, MergedStep, Picker, Points, SeriesQuery, rows_of
-from sentinel.record import NONE_ID
+from sentinel.record import NONE_ID, Kind
 from sentinel.report import megatron_stats, msprobe_csv, tensorboard
 from sentinel.report.export import TableText
-from sentinel.report.msprobe_format import squashed
+from sentinel.report.msprobe_format import OTHER_FILE, squashed
 from sentinel.rules.row_watch import raw_statistic
 
 if TYPE_CHECKING:
@@ -207,6 +208,11 @@ class _MsprobeRows:
         return sorted(found)
 
 
+def _has_several(rows: npt.NDArray[np.void]) -> bool:
+    """Return whether there are gradients of more than one micro-batch."""
+    return bool(((rows["kind"] == Kind.WGRAD_UNREDUCED) & (rows["micro_step"] > 0)).any())
+
+
 class MsprobeCsv:
     """msProbe's CSV files, a folder a rank."""
 
@@ -228,7 +234,7 @@ class MsprobeCsv:
             columns = [msprobe_csv.value_column(op, raw_statistic(rows, op).tolist()) for op in self._ops]
             values = list(zip(*columns, strict=True))
             sizes, means = points.moments.num_elements().tolist(), raw_statistic(rows, "mean")
-            micro_steps = rows["micro_step"].tolist()
+            micro_steps, has_several = rows["micro_step"].tolist(), _has_several(rows)
             lines: dict[tuple[str, str], list[str]] = {}
             features: dict[tuple[str, int, str, int], dict[str, float]] = {}
             num_rows = 0
@@ -241,13 +247,16 @@ class MsprobeCsv:
                         key = (spot.file, info.chunk, spot.name, micro_steps[at])
                         features.setdefault(key, {})[spot.column] = float(means[at])
                         continue
-                    micro = msprobe_csv.micro_step_of(spot.file, micro_steps[at])
+                    micro = msprobe_csv.micro_step_of(spot.file, micro_steps[at], has_several)
                     places = [(spot.file, step.step + spot.shift)]
                     if spot.file == "param_origin" and follows:
                         places.append(("param_updated", step.step - 1))
                     for file, number in places:
                         name = self._name(points, file, number)
-                        text = msprobe_csv.line(info.chunk, spot.name, number, micro, values[at], shape, info.dtype)
+                        own: Sequence[float | int] = values[at]
+                        if file == OTHER_FILE:
+                            own, shape = msprobe_csv.share_values(self._ops, float(means[at])), "[]"
+                        text = msprobe_csv.line(info.chunk, spot.name, number, micro, own, shape, info.dtype)
                         head = msprobe_csv.header(self._ops, micro is not None)
                         lines.setdefault((name, head), []).append(text)
             for (file, vpp_stage, module, micro_step), several in features.items():
@@ -276,7 +285,7 @@ class TensorBoardRanks:
         found = Encoded()
         for points in self._rows.picker.points(step):
             spots = self._rows.spots(step, points.rank)
-            micro_steps = points.rows["micro_step"].tolist()
+            micro_steps, has_several = points.rows["micro_step"].tolist(), _has_several(points.rows)
             is_bad = (points.rows["num_nan"] + points.rows["num_pos_inf"] + points.rows["num_neg_inf"] > 0).tolist()
             columns = [(name, raw_statistic(points.rows, name).tolist()) for name in self._statistics]
             events: dict[tuple[str, int], list[tuple[str, float]]] = {}
@@ -284,7 +293,7 @@ class TensorBoardRanks:
                 places = [spot for spot in spots.get(one.info.id, ()) if not spot.column]
                 places = places or [msprobe_csv.Spot(one.info.kind, one.name)]
                 for spot in places:
-                    micro = msprobe_csv.micro_step_of(spot.file, micro_steps[at])
+                    micro = msprobe_csv.micro_step_of(spot.file, micro_steps[at], has_several)
                     tag = f"vp{one.info.chunk}:{spot.name}" + (f":micro{micro}" if micro is not None else "")
                     # What is undefined is left out; a NaN that was measured is one here.
                     values = [

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SCALAR = "scalar"
 VALUE = "value"
 """The statistic of a scalar: the number itself."""
-SERIES_KINDS: tuple[str, ...] = tuple(kind for kind in KIND_LABELS if kind not in ("health", "comm"))
+SERIES_KINDS: tuple[str, ...] = tuple(kind for kind in KIND_LABELS if kind != "health")
 TENSOR_KINDS: tuple[str, ...] = tuple(kind for kind in SERIES_KINDS if kind != SCALAR)
 RECENT_BYTES = 16 * 2**20
 """Most memory that a run's recent steps take: 170 steps of 1,000 tensors (chosen)."""

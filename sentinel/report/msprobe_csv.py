@@ -23,10 +23,15 @@ from sentinel.report.msprobe_format import (
 MICRO_FILES = ("actv", "actv_grad")
 """Files whose lines always have a micro-step: that of rows folded over several is 0."""
 GRADIENT_FILE = "grad_unreduced"
-"""Has micro-steps where they were recorded."""
+"""Has micro-steps where a step has several."""
 FEATURE_KINDS = frozenset(one.kind for one in FEATURE_FILES.values())
 """Kinds of which its files have single numbers."""
-_INPUTS = {"activation": "activation_in", "dgrad": "dgrad_in"}
+_SIDES = {
+    kind: sides
+    for sides in (("activation", "activation_in"), ("dgrad", "dgrad_in"))
+    for kind in sides
+}
+"""Kind -> what the same tensor is as a module's output, and as one's input."""
 
 
 class Spot(msgspec.Struct, frozen=True):
@@ -59,14 +64,17 @@ def spots_of(infos: Iterable[TensorInfo], squash: bool = False) -> dict[int, tup
             if spot is not None:
                 found.setdefault(info.id, []).append(spot)
         elif kind == "grad_momentum_alignment":
+            if ":" in info.name:
+                continue
             found.setdefault(info.id, []).append(Spot(OTHER_FILE, short.get(info.name, info.name)))
         elif (file := file_of_kind(kind)) is not None:
             found.setdefault(info.id, []).append(Spot(file, short.get(info.name, info.name), -TENSOR_FILES[file][1]))
     for info in infos:
-        if info.kind not in _INPUTS:
+        if info.kind not in _SIDES:
             continue
-        others = [(info.kind, *name.partition(":")[::2]) for name in info.also]
-        others += [(_INPUTS[info.kind], *name.partition(":")[::2]) for name in info.consumers]
+        output, taken = _SIDES[info.kind]
+        others = [(output, *name.partition(":")[::2]) for name in info.also]
+        others += [(taken, *name.partition(":")[::2]) for name in info.consumers]
         for kind, module, element in others:
             held = slots.setdefault((info.chunk, kind, module), [])
             if info.id not in [number for _, number in held]:
@@ -113,9 +121,12 @@ def _free(element: str, taken: Sequence[str]) -> str:
     return str(next(number for number in range(len(taken) + 1) if str(number) not in taken))
 
 
-def micro_step_of(file: str, micro_step: int) -> int | None:
-    """Return the micro-step that a line of this file tells; None: the file has no such column."""
-    if file in MICRO_FILES or (file == GRADIENT_FILE and micro_step >= 0):
+def micro_step_of(file: str, micro_step: int, has_several: bool) -> int | None:
+    """Return the micro-step that a line of this file tells; None: the file has no such column.
+
+    has_several: whether the step has gradients of several micro-batches; of one alone it is that of the step.
+    """
+    if file in MICRO_FILES or (file == GRADIENT_FILE and has_several):
         return max(micro_step, 0)
     return None
 
@@ -137,6 +148,12 @@ def line(
     """Return one line; `shape` as `shape_text` has it."""
     micro = "" if micro_step is None else f"{micro_step},"
     return f"{vpp_stage},{_quoted(name)},{step},{micro}{','.join(map(repr, values))},{shape},torch.{dtype}\n"
+
+
+def share_values(ops: Sequence[str], share: float) -> list[float | int]:
+    """Return what `other` has of a share: it is a tensor of one element there."""
+    of_op: dict[str, float | int] = {"nans": int(math.isnan(share)), "zeros": float(abs(share) < 1e-8)}
+    return [of_op.get(op, share) for op in ops]
 
 
 def shape_text(shape: Sequence[int], num_elements: int) -> str:

@@ -184,6 +184,9 @@ def test_a_tensor_stands_under_each_module_that_has_it() -> None:
         TensorInfo(id=4, name="", kind="dgrad"),
         TensorInfo(id=5, name="layers.0.attn.weight", kind="exp_avg"),
         TensorInfo(id=6, name="layers.0.attn.weight", kind="update"),
+        TensorInfo(id=7, name="layers.0.drop", kind="activation_in", consumers=("layers.0.fc",)),
+        TensorInfo(id=8, name="layers.0.attn.weight", kind="grad_momentum_alignment"),
+        TensorInfo(id=9, name="layers.0.attn.weight:cosine", kind="grad_momentum_alignment"),
     ]
 
     found = {number: [(spot.file, spot.name, spot.shift) for spot in spots] for number, spots in spots_of(infos).items()}
@@ -195,6 +198,8 @@ def test_a_tensor_stands_under_each_module_that_has_it() -> None:
         3: [("actv", "layers.0.attn.output_weights", 0)],
         4: [("actv_grad", ".output", 0)],
         5: [("exp_avg", "layers.0.attn.weight", 1)],
+        7: [("actv", "layers.0.drop.input", 0), ("actv", "layers.0.fc.input", 0)],
+        8: [("other", "layers.0.attn.weight", 0)],
     }
 
 
