@@ -1,15 +1,21 @@
-"""The optimizer's state and updates where trainers keep weights of their own for it: Megatron's and DeepSpeed's fp32 copies."""
+"""Optimizer state and updates where trainers keep copies in fp32 for their optimizer: Megatron and DeepSpeed."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+import sentinel
 
 from ..layouts.layout import differences, heard, statistics
+from ..layouts.net import loss_of, tokens
+from .deepspeed_ranks import JOBS, backward, make_engine, plain, run
 from .megatron_launch import Launcher, launched
 
 pytestmark = pytest.mark.trainer
@@ -57,3 +63,74 @@ def test_megatrons_copies_merge_to_one_process(name: str, launcher: Launcher, tm
             assert not wrong, "\n".join([f"{kind} of step {view.step}", *wrong[:10], f"{len(wrong)} in all"])
         for key, one in statistics(view, "update").items() if "bf16" in name else ():
             assert one["norm"] == pytest.approx(statistics(whole, "update")[key]["norm"], rel=0.15), key
+
+
+DEEPSPEED = ("zero0-fp32", "zero1-fp32", "zero1-round-robin", "zero2-fp32", "zero3-fp32", "zero2-bf16", "zero3-bf16")
+
+
+def trained(rank: int, world: int, folder: Path) -> None:
+    """One rank: every job, watched."""
+    for name in DEEPSPEED:
+        (folder / name).mkdir(exist_ok=True, mode=0o700)
+        os.environ["SENTINEL_DIR"] = str(folder / name)
+        torch.manual_seed(0)
+        engine = make_engine(JOBS[name])
+        monitor = sentinel.attach_deepspeed(engine, CONFIG)
+        for step in range(2):
+            backward(engine, JOBS[name], step, 0, rank, world)
+            engine.step()
+        assert not monitor.recording.health
+        monitor.detach()
+        inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        assert not inner._optimizer_step_pre_hooks
+        assert not inner._optimizer_step_post_hooks
+        engine.destroy()
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("deepspeed")
+    folder = tmp_path_factory.mktemp("jobs")
+    run(folder, 2, trained, timeout_s=300)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The same model on the same data in one plain torch process."""
+    folder = tmp_path_factory.mktemp("alone")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SENTINEL_DIR", str(folder))
+        patch.setenv("SENTINEL_RUN", "run")
+        torch.manual_seed(0)
+        model = plain()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.5)
+        monitor = sentinel.attach(model, optimizer, CONFIG)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model(tokens(step)), tokens(step)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        monitor.detach()
+    return heard(folder)
+
+
+@pytest.mark.parametrize("name", DEEPSPEED)
+def test_deepspeeds_partitions_merge_to_one_process(name: str, jobs: Path, alone: list[Any]) -> None:
+    views = heard(jobs / name)
+    is_cut = name.startswith("zero") and name[4] in "123"
+
+    assert len(views) == len(alone)
+    for view, whole in zip(views, alone, strict=True):
+        for kind in ("exp_avg", "update"):
+            ours, truth = statistics(view, kind), statistics(whole, kind)
+            assert ours.keys() == truth.keys(), kind
+            if "fp32" in name or "round" in name:
+                assert not differences(ours, truth, 5e-3)
+            for key, one in ours.items():
+                assert one["count"] == truth[key]["count"]
+                assert one["norm"] == pytest.approx(truth[key]["norm"], rel=0.2, abs=1e-6), key
+        ratios = statistics(view, "update_ratio")
+        assert ratios
+        assert any("@dp" in key for key in ratios) is is_cut
+        assert len(statistics(view, "wgrad_unreduced")) == len(statistics(view, "param"))

@@ -59,7 +59,7 @@ def _by_master(one: Parameter, master: Master, group: Any, state: Mapping[str, A
     def mine(tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor) or tensor.numel() != whole or master.numel < 0:
             return tensor
-        return tensor.detach().reshape(-1).narrow(0, master.start, master.numel)
+        return tensor.detach().reshape(-1).narrow(0, master.start if master.numel else 0, master.numel)
 
     param = mine(master.tensor.detach())
     gradient = getattr(master.tensor, "decoupled_grad", None)  # Megatron's, in another type than the copy's.
