@@ -126,7 +126,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Return the schedule of a kind, nothing left open but `collect_times`, whose None is: no end."""
         own = self.probes.get(kind, ProbeSchedule())
         common = ["start_step", "step_interval", "collect_times", "ranks", "stagger"]
-        if Kind.of(kind) not in PARAMETER_KINDS:
+        # Targets of the measurement name modules; those of comm name lines of code.
+        if Kind.of(kind) not in (*PARAMETER_KINDS, Kind.COMM):
             common.append("targets")
         return msgspec.structs.replace(own, **{key: getattr(self, key) for key in common if getattr(own, key) is None})
 

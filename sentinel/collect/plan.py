@@ -312,7 +312,12 @@ class Plan:
     @property
     def is_dumping(self) -> bool:
         """Whether the running step dumps anything."""
-        return any(wish.is_due and wish.request is not None and wish.request.dump is not None for wish in self._wishes)
+        return bool(self.dumping())
+
+    def dumping(self) -> list[Request]:
+        """Return the requests that dump in the running step."""
+        asked = [wish.request for wish in self._wishes if wish.is_due and wish.request is not None]
+        return [request for request in asked if request.dump is not None]
 
     @property
     def will_dump(self) -> bool:

@@ -56,8 +56,12 @@ class Site:
         """Where it stands among the turns of a staggered wish: alike on all ranks."""
 
     def means(self, wish: Wish) -> bool:
-        """Whether the code-line filter of a wish lets it through; no filter means every call."""
-        return not wish.targets or any(self._is_meant(target) for target in wish.targets)
+        """Whether the code-line filter of a wish lets it through; no filter means every call.
+
+        The targets of a request for other kinds as well name modules: it means every call.
+        """
+        is_filter = wish.schedule is not None or wish.kinds == {Kind.COMM}
+        return not wish.targets or not is_filter or any(self._is_meant(target) for target in wish.targets)
 
     def _is_meant(self, target: Target) -> bool:
         where = self.where

@@ -133,6 +133,8 @@ class TensorDump:
     def _end(self) -> None:
         """Hand the step over."""
         self._params = None
+        if self._is_installed and self._plan.is_dumping:
+            self._tell_unseen()
         if not self._pieces and not self._left_out:
             return
         if self._left_out:
@@ -143,6 +145,14 @@ class TensorDump:
             self._writer.submit(StepDump(self._head(), self._tensors, _events(self._tensors.values()), self._num_bytes))
         self._pieces, self._tensors, self._left_out, self._asked = {}, {}, {}, {}
         self._first_n, self._num_bytes = 0, 0
+
+    def _tell_unseen(self) -> None:
+        """Say which kinds were asked for everywhere and shown nowhere: inside a compiled graph, say."""
+        seen = {piece.kind for piece in self._pieces.values()} | {key.partition("/")[0] for key in self._left_out}
+        wanted = {kind.label for one in self._plan.dumping() if not one.targets for kind in one.kinds}
+        for label in sorted(wanted - seen):
+            message = f"a dump of {label} was asked for, and this step showed no such tensor in eager code"
+            _tell(self._context, "dump_empty", message, label)
 
     def _head(self) -> DumpHead:
         descriptor = self._context.descriptor()

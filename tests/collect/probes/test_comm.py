@@ -284,6 +284,33 @@ def test_code_lines_are_filtered(target: str, tmp_path: Path) -> None:
     assert (len({name.partition("@")[0] for name in names}) == 1) is target.startswith("all_gather")
 
 
+def test_targets_of_modules_are_no_filter_of_lines(run: Path, tmp_path: Path) -> None:
+    import sentinel
+
+    single(tmp_path)
+    try:
+        model = TinyModel()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        monitor = sentinel.attach(model, optimizer, {"kinds": ["activation", "comm"], "targets": ["blocks.1"]})
+        for step in range(3):
+            loss_of(model, step).backward()
+            dist.all_reduce(torch.ones(2))
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                monitor.disable("comm")
+                monitor.enable(["comm", "dgrad"], ["blocks.0"])
+            if step == 1:
+                monitor.disable("comm")
+                monitor.enable(["comm"], ["nowhere.py:1"])
+        monitor.detach()
+    finally:
+        dist.destroy_process_group()
+
+    rows = Heard(run, 0).rows
+    assert [len(rows[step]) for step in range(3)] == [2, 2, 0]
+
+
 def test_log_only_counts_and_measures_nothing(tmp_path: Path) -> None:
     config = {"probes": {"comm": {"log_only": True, "step_interval": 2}}}
     train(tmp_path, by_hand, 2, config=config, num_steps=4)

@@ -245,6 +245,15 @@ def test_a_command_dumps_only_where_the_trainer_allows_it(run: Path, is_allowed:
         assert "allow_commands" in answers(run)[0][1]
 
 
+def test_what_nobody_shows_is_said(run: Path) -> None:
+    training = Training({"kinds": [], "dump": {"kinds": ["exp_avg", "router", "param"]}}).steps(2)
+    training.end()
+
+    told = [(one.code, one.site) for one in Said(run).health]
+    assert told and set(told) == {("dump_empty", "router")}
+    assert "exp_avg/head.weight" in load_file(dump_path(run, 0, 0, 0))
+
+
 def test_off_costs_nothing(run: Path) -> None:
     training = Training({"kinds": ["wgrad"]}).steps(1)
 
