@@ -141,3 +141,36 @@ def test_a_gpu_without_triton_is_measured_by_torch(monkeypatch, caplog):
     caplog.clear()
     assert kernels.choose_kernel("cuda").name == "torch (cuda)"
     assert not caplog.text
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("script", ["kernel_gpu", "gpu_step_time"])
+def test_the_benchmarks_of_a_gpu_run_dry(script, tmp_path):
+    import json
+
+    done = python(
+        f"benchmarks/{script}.py", "--device", "cpu", "--tiny", "--write", "--out", str(tmp_path), PYTHONPATH=str(ROOT)
+    )
+
+    assert done.returncode == 0, done.stderr[-4000:]
+    (written,) = tmp_path.glob(f"20*-{script}.json")
+    assert json.loads(written.read_text())["is_dry_run"] is True
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_the_benchmarks_of_a_gpu_say_that_they_need_one():
+    done = python("benchmarks/kernel_gpu.py", PYTHONPATH=str(ROOT))
+
+    assert done.returncode == 1
+    assert "needs an NVIDIA GPU" in done.stderr
+
+
+def test_every_parameter_is_an_integer_of_64_bits_whatever_its_value():
+    """A compiled kernel is launched without Triton's look at the arguments: it may depend on none of their values."""
+    from sentinel.collect.kernels import triton_entries
+
+    for kind in ("one", "many"):
+        for code in CODES:
+            kernel = getattr(triton_entries, f"{kind}_{code}")
+            assert {param.annotation_type for param in kernel.params} == {"i64"}
+            assert all(param.do_not_specialize and not param.is_constexpr for param in kernel.params)

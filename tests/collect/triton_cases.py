@@ -433,3 +433,17 @@ def test_triton_that_cannot_compile_is_replaced(monkeypatch, caplog):
     assert kernel.name == "torch (cuda), triton failed"
     assert [r.message for r in caplog.records if "ptxas" in r.message] != []
     assert len(caplog.records) == 1
+
+
+def test_a_capture_is_left_alone():
+    rows = begun(1)
+    kernel = kernel_of()
+    kernel.is_capturing = lambda: True
+
+    with pytest.raises(SentinelError, match="capture"):
+        kernel.measure([torch.ones(5)], rows, 0)
+
+    assert rows.is_on_host
+    kernel.is_capturing = lambda: False
+    kernel.measure([torch.ones(5)], rows, 0)
+    assert not rows.is_on_host

@@ -27,6 +27,8 @@ CHUNK = 1 << 21
 TILES_A_PART = 8
 """Tiles that a part should have where there are parts enough: to end one costs about as much as a tile."""
 ENOUGH_PARTS = 1536
+MOST_CUTS = 4096
+"""Sizes of tensors whose parts are remembered: sequences of every length come by."""
 MOST_TABLES = 32
 """Lists of tensors whose tables are kept on the device."""
 
@@ -121,6 +123,10 @@ class TritonKernel:
 
     def __init__(self, on_cpu: NativeKernel | None = None) -> None:
         self.name = "triton"
+        self.is_capturing: Callable[[], bool] = bool
+        """Whether the current stream records a CUDA graph."""
+        if torch.cuda.is_available():
+            self.is_capturing = torch.cuda.is_current_stream_capturing
         self._on_cpu = on_cpu
         self._instead: TorchKernel | None = None
         self._launchers: dict[tuple[int, str], Launcher] = {}
@@ -143,6 +149,9 @@ class TritonKernel:
         if self._instead is not None:
             self._instead.measure(tensors, rows, first_row, zero_eps=zero_eps, checksum=checksum)
             return
+        if self.is_capturing():
+            # Every replay would fill this step's rows again, and whatever waits here would break the capture.
+            raise SentinelError("cannot measure while a CUDA graph is being captured: capture the launch, with a gate")
         try:
             if len(tensors) == 1:
                 self._measure_one(tensors[0], rows, first_row, zero_eps, checksum)
@@ -179,6 +188,8 @@ class TritonKernel:
     ) -> None:
         cut = self._cut.get((numel, code))
         if cut is None:
+            if len(self._cut) >= MOST_CUTS:
+                self._cut.clear()
             tiles = tiles_of(numel, code)
             tiles_a_part = -(-tiles // device_code.MOST_PARTS[code])
             cut = self._cut[numel, code] = (tiles_a_part, -(-tiles // tiles_a_part))
@@ -203,7 +214,7 @@ class TritonKernel:
         slot = stats.slot(row)
         stream = stats.accelerator.raw_stream()
         if num_parts > 1 and not parts:
-            parts = self._parts(device, stream, num_parts)
+            parts = self._parts(device, stream)
         self._launcher(device, "one", code)(
             num_programs, stream, address, numel, tiles_a_part, first_part, num_parts, parts, stats.counters + 4 * row,
             stats.stage + SLOT_BYTES * row, slot, stats.epoch, limit, int(checksum), 0,
@@ -236,12 +247,8 @@ class TritonKernel:
             launcher = self._launchers[key] = Launcher(f"{kind}_{code}")
         return launcher
 
-    def _parts(self, device: torch.device, stream: int, num_parts: int) -> int:
+    def _parts(self, device: torch.device, stream: int) -> int:
         """Return where launches on a stream keep their parts: one after the other, they can share."""
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            room = torch.empty(12 * num_parts, dtype=torch.int64, device=device)
-            self._captured.append(room)
-            return room.data_ptr()
         key = (device.index or 0, stream)
         scratch = self._scratch.get(key)
         if scratch is None:
@@ -345,10 +352,9 @@ class TritonKernel:
             with torch.cuda.device(device):
                 self._launch_group(tensors, places, stats, code, first_row, zero_eps, checksum)
             return
-        is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        address = 0 if is_captured or len(places) == 1 else stats.slots(first_row + places[0], 1)
+        address = 0 if len(places) == 1 else stats.slots(first_row + places[0], 1)
         if not address:
-            # A table may not be sent within a capture, nor do rows on both sides of a buffer's growth lie in one stretch.
+            # One tensor needs no table; and rows on both sides of a buffer's growth do not lie in one stretch.
             for at in places:
                 tensor = tensors[at]
                 self._launch_one(tensor.data_ptr(), tensor.numel(), code, stats, first_row + at, zero_eps, checksum)
