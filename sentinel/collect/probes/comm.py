@@ -218,6 +218,9 @@ class Communication:
         is_root = not form.root or _is_root(group, args, kwargs)
         sent = list(tensors_of(argument(form, form.sent, args, kwargs)))
         received = list(tensors_of(argument(form, form.received, args, kwargs)))
+        if _is_captured(sent) or _is_captured(received):
+            self._recording.tell("blind_probe", "comm: what a CUDA graph replays is not seen", "comm graph")
+            return None
         num_bytes = sum(one.numel() * one.element_size() for one in sent or received)
         fields = [float(self._num_calls), float(num_bytes), 0.0, float(_size_of(group)), 0.0]
         self._num_calls += 1
@@ -333,11 +336,14 @@ class Communication:
         held = self._held.pop(id(group), None)
         if not held:
             return
-        if work is None:
+        try:
+            if work is not None:
+                self._works[id(work)] = (weakref.ref(work, self._forgotten(id(work))), held)
+                return
             for call in held:
                 self._finish(call)
-        else:
-            self._works[id(work)] = (weakref.ref(work, self._forgotten(id(work))), held)
+        except Exception as error:
+            self._context.guard("comm coalescing", error)
 
     # -- measuring ---------------------------------------------------------------------------------------------------
 
@@ -406,6 +412,11 @@ class Communication:
 def _is_available() -> bool:
     """Whether this torch can communicate at all; whether a group exists by now does not matter."""
     return sys.modules.get("torch._C._distributed_c10d") is not None
+
+
+def _is_captured(tensors: list[torch.Tensor]) -> bool:
+    """Whether a CUDA graph is being recorded: what is launched now would run again at each replay."""
+    return bool(tensors) and tensors[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _is_root(group: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
