@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sentinel.collect.buffer import scaled_kinds
 from sentinel.collect.interception import Interception
 from sentinel.collect.scalars import on_its_way
 
@@ -28,6 +29,8 @@ class LossScale:
         """on_unscaled: gradients were rewritten by the scaler, which is no clipping."""
         self.value: torch.Tensor | None = None
         """0-dim float64 on the host, or pinned and on its way there; None: this step's loss was not scaled."""
+        self.on_device: torch.Tensor | None = None
+        """The same where the scaler keeps it, for who measures gradients while they carry it."""
         self.is_unscaled = False
         """Weight gradients are those of the loss itself again."""
         self._on_unscaled = on_unscaled
@@ -46,6 +49,7 @@ class LossScale:
         """A loss was multiplied by `scale`, which changes between steps only, in place."""
         try:
             self.is_unscaled = False
+            self.on_device = scale.detach()
             if self.value is None or self._version != scale._version:
                 self.value, self._version = on_its_way("loss_scale", scale.detach()), scale._version
         except Exception as error:
@@ -62,8 +66,16 @@ class LossScale:
     def take(self) -> tuple[torch.Tensor | None, bool]:
         """Hand out (scale, whether weight gradients carried it to the end) of the step that ends."""
         taken = self.value, not self.is_unscaled
-        self.value = None
+        self.value = self.on_device = None
         return taken
+
+
+def carried(kind: int) -> torch.Tensor | None:
+    """Return what gradients of a kind are multiplied by now, on the device; None: nothing, as far as scalers of torch go."""
+    for user in _scalers.users:
+        if user.on_device is not None and kind in scaled_kinds(not user.is_unscaled):
+            return user.on_device
+    return None
 
 
 def _replace_all(scalers: Interception[LossScale]) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from sentinel.collect.buffer import GRADIENT_KINDS, scaled_kinds
+from sentinel.collect.loss_scale import carried
 from sentinel.collect.placements import local_of
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.pieces import ROOM, side_by_side
@@ -56,11 +58,22 @@ class Histogram:
         if entry.kind not in self._kinds or not self._context.plan.measures(entry, Kind(entry.kind)):
             return
         with torch.no_grad():
-            counts = counted(local_of(tensor).detach())
+            counts = counted(local_of(tensor).detach(), self._scale(entry.kind))
         self._context.recording.vector(entry, STATISTIC, counts, "bin", micro_step, EDGES)
         self._num_added += 1
         if self._num_added % FOLD_AT == 0:
             self._fold()
+
+    def _scale(self, kind: int) -> torch.Tensor | float:
+        """Return what the loss was multiplied by, if gradients of this kind carry that now: rows are divided later."""
+        scale = carried(kind)
+        if scale is not None:
+            return scale
+        rows = self._context.recording.rows
+        if not isinstance(rows.grad_scale, torch.Tensor) and rows.grad_scale != 1.0:  # DeepSpeed's.
+            return rows.grad_scale if kind in scaled_kinds(rows.wgrads_are_scaled) else 1.0
+        own = getattr(self._context.parameters.holding, "loss_scale", None)  # Megatron's, which reads them unscaled.
+        return own if own is not None and kind in GRADIENT_KINDS else 1.0
 
     def _fold(self) -> None:
         self._context.recording.vectors.add_up(STATISTIC, keeps_micro_steps=self._context.plan.per_micro_step)
@@ -71,20 +84,22 @@ class Histogram:
             self._num_added = 0
 
 
-def counted(tensor: torch.Tensor) -> torch.Tensor:
-    """Return [NUM_BINS] int64: how many finite elements of a tensor fall into each bin. Never waits for a device."""
+def counted(tensor: torch.Tensor, scale: torch.Tensor | float = 1.0) -> torch.Tensor:
+    """Return [NUM_BINS] int64: how many finite elements of a tensor over `scale` fall into each bin. Never waits."""
     total = torch.zeros(NUM_BINS + 1, dtype=torch.int64, device=tensor.device)
     for (piece,) in side_by_side([tensor], ROOM // 4):
         if piece.numel():
-            total += _tallied(bin_of(piece))
+            total += _tallied(bin_of(piece, scale))
     return total[:NUM_BINS]
 
 
-def bin_of(x: torch.Tensor) -> torch.Tensor:
-    """Return the number of each element's bin, int32, flat; NUM_BINS for what is not finite."""
+def bin_of(x: torch.Tensor, scale: torch.Tensor | float = 1.0) -> torch.Tensor:
+    """Return the number of the bin of each element over `scale`, int32, flat; NUM_BINS for what is not finite."""
     if x.dtype not in (torch.float32, torch.float64):
         x = x.to(torch.float64 if not x.is_floating_point() else torch.float32)
     x = x.reshape(-1)
+    if isinstance(scale, torch.Tensor) or scale != 1.0:
+        x = x / (scale.to(x.device, non_blocking=True) if isinstance(scale, torch.Tensor) else scale)
     # x = m * 2**e with 0.5 <= |m| < 1: |x| lies in [2**(e-1), 2**e). A zero's exponent says nothing.
     exponent = torch.frexp(x)[1].clamp_(LEAST, MOST + 1).sub_(LEAST)
     exponent.mul_(x.sign().to(torch.int32)).add_(PER_SIDE)

@@ -228,3 +228,33 @@ def test_a_forward_that_is_tried_again_is_counted_once(run: Path) -> None:
     (counts,) = Heard(run).of(0, "activation", "head")
 
     assert counts.sum() == 20 * 11
+
+
+@pytest.mark.parametrize("scale", [2.0**16, 3.0])
+@pytest.mark.parametrize("unscales", [True, False])
+def test_the_scale_of_the_loss_is_divided_out(unscales: bool, scale: float, run: Path) -> None:
+    torch.manual_seed(0)
+    model = TinyModel()
+    alone = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    monitor = sentinel.attach(model, optimizer, CONFIG)
+    scaler.scale(loss_of(model, 0)).backward()
+    if unscales:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    monitor.detach()
+    loss_of(alone, 0).backward()
+
+    heard = Heard(run)
+
+    for name, p in alone.named_parameters():
+        assert p.grad is not None
+        truth = truth_of(p.grad)
+        for kind in ("wgrad_unreduced", "wgrad"):
+            (counts,) = heard.of(0, kind, name)
+            # Elements at an edge may be rounded to its other side.
+            assert np.abs(counts.cumsum() - truth.cumsum()).max() <= (0 if scale == 2.0**16 else 2), (kind, name)
+    (counts,) = heard.of(0, "dgrad", "head")
+    assert counts[: NUM_BINS // 2 - 64 - 2].sum() == 0  # None is below -4.
+    assert counts.sum() == 20 * 11

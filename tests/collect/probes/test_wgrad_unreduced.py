@@ -304,3 +304,29 @@ def test_a_sparse_gradient_is_told_once(run: Path) -> None:
 
     assert [h.code for h in said.health if "wgrad_unreduced" in h.site][:1] == ["unsupported"]
     assert np.isfinite(norm(said.of(0, "wgrad_unreduced", "1.weight")[0]))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_in_a_compiled_model_each_micro_batch_has_its_own_gradient(in_place: bool, run: Path) -> None:
+    torch._dynamo.reset()
+    model = TinyModel()
+    truth = own_gradients(model, [0, 1, 2])
+    compiled: Any = model
+    if in_place:
+        model.compile(backend="aot_eager")
+    else:
+        compiled = torch.compile(model, backend="aot_eager")
+    monitor = sentinel.attach(compiled, torch.optim.SGD(model.parameters(), 0.1), CONFIG)
+    losses = [loss_of(compiled, micro_step) for micro_step in range(3)]
+    for loss in reversed(losses):
+        loss.backward()
+    monitor.detach()
+
+    said = Said(run)
+
+    for name in truth[0]:
+        rows = said.of(0, "wgrad_unreduced", name)
+        assert [int(row["micro_step"]) for row in rows] == [2, 1, 0]
+        for row in rows:
+            assert_row_is(row, truth[int(row["micro_step"])][name])
+    assert not said.health
