@@ -86,8 +86,8 @@ class Recording:
         """Measure one tensor into a row begun before."""
         self.kernel.measure((tensor,), self.rows, row, zero_eps=self.zero_eps, checksum=checksum and self.checksum)
 
-    def reserve_all(self, entries: Sequence[Entry], flags: Sequence[int]) -> int:
-        """Begin a row for each entry, of no micro-step; returns the first, the others follow."""
+    def reserve_all(self, entries: Sequence[Entry], flags: Sequence[int], micro_step: int = -1) -> int:
+        """Begin a row for each entry, -1: of no micro-step; returns the first, the others follow."""
         rows = self.rows
         if not entries:
             return rows.num_rows
@@ -95,7 +95,7 @@ class Recording:
             self._make_room(len(entries))
         first = rows.num_rows
         for entry, flag in zip(entries, flags, strict=True):
-            rows.add(entry.id, entry.kind, entry.flags | flag, -1, self.call_id, entry.site_pos)
+            rows.add(entry.id, entry.kind, entry.flags | flag, micro_step, self.call_id, entry.site_pos)
             self.call_id += 1
         self.at = entries[-1]
         return first

@@ -15,7 +15,7 @@ from sentinel.collect.probes.attention_calls import Attended, calls
 from sentinel.collect.probes.attention_scores import Logits, Scores, measure
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.derived import describe_site
-from sentinel.collect.probes.prepared_rows import moments_words, write_rows
+from sentinel.collect.probes.prepared_rows import observe_some
 from sentinel.collect.taps import Chunk, in_backward
 from sentinel.collect.tensors import Entry
 from sentinel.place import strip_wrappers
@@ -170,7 +170,7 @@ class Attention:
             if not is_wanted:
                 continue
             describe_site(context, chunk, entry, shown, module, tuple(one.shape))
-            write_rows(context.recording, [entry], moments_words(one, counts), chunk.micro_step)
+            observe_some(context.recording, entry, one, counts, chunk.micro_step)
             context.recording.vector(entry, entry.name.removeprefix(f"{name}:").partition(":")[0], of_head, "head",
                                      chunk.micro_step)  # fmt: skip
             self._num_rows += 1

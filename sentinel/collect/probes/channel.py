@@ -96,17 +96,22 @@ def channel_sums(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
     shape = (view.shape[-1],)
     count, total, square = (torch.zeros(shape, dtype=torch.float64, device=view.device) for _ in range(3))
     for piece in blocks(view):
-        wide = piece.double()
-        sums = wide.sum(dims)
-        if wide.is_cpu and sums.isfinite().all():  # Looking costs no wait on a CPU, and nearly every block is finite.
-            count += tokens_of(piece)
-        else:
-            is_finite = wide.isfinite()
-            wide = wide.masked_fill(~is_finite, 0.0)
-            sums = wide.sum(dims)
-            count += is_finite.sum(dims)
-        total += sums
-        square += torch.linalg.vector_norm(wide, dim=dims).square()
+        x = piece if piece.dtype is torch.float64 else piece.float()
+        number = torch.full(shape, tokens_of(piece), dtype=torch.float64, device=view.device)
+        center = x.mean(dims)
+        away = x - center
+        squares = torch.linalg.vector_norm(away, dim=dims).double().square()
+        if not (x.is_cpu and squares.sum().isfinite()):  # Looking costs no wait on a CPU, and nearly every block is finite.
+            is_finite = x.isfinite()
+            number = is_finite.sum(dims).double()
+            center = torch.where(is_finite, x, 0.0).sum(dims).div_(number.clamp(min=1.0)).nan_to_num_(0.0, 0.0, 0.0)
+            away = torch.where(is_finite, x - center, 0.0)
+            squares = away.square().sum(dims, dtype=torch.float64)
+        # Sums about the mean of a block, in fp32, then moved to zero in fp64: so a large mean costs no digits.
+        rest, wide = away.sum(dims).double(), center.double()
+        count += number
+        total += rest + number * wide
+        square += squares + 2.0 * wide * rest + number * wide.square()
     return count, total, square
 
 

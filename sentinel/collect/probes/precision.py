@@ -7,7 +7,7 @@ import torch
 from sentinel.collect.kernels.reading import in_storage_order, is_dense, pieces, plain
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.derived import DerivedEntries
-from sentinel.collect.probes.prepared_rows import moments_words, share_words, write_rows
+from sentinel.collect.probes.prepared_rows import observe_some, share_words, write_rows
 from sentinel.collect.tensors import Entry
 from sentinel.record import Kind
 
@@ -67,11 +67,17 @@ class Precision:
         entries = self._derived.due(entry, self._quantities[kind], tensor, entry.shape)
         if not entries:
             return
+        num_rows = len(entries)
         with torch.no_grad():
-            words = precision_words(plain(tensor))
+            shares, span, is_there = look_closely(plain(tensor))
             chosen = [self._quantities[kind].index(one.name.rpartition(":")[2]) for one in entries]
-            write_rows(self._context.recording, entries, words if len(chosen) == len(words) else words[chosen], micro_step)
-        self._num_rows += len(entries)
+            if chosen[-1] == len(QUANTITIES) - 1:
+                observe_some(self._context.recording, entries[-1], span, is_there, micro_step)
+                entries, chosen = entries[:-1], chosen[:-1]
+            if chosen:
+                words = shares if len(chosen) == len(shares) else shares[chosen]
+                write_rows(self._context.recording, entries, words, micro_step)
+        self._num_rows += num_rows
 
     def _end(self) -> None:
         if self._num_rows:
@@ -79,8 +85,8 @@ class Precision:
         self._num_rows = 0
 
 
-def precision_words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return [9, 12] int64 words: statistics of QUANTITIES of a plain float tensor.
+def look_closely(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ([8, 12] int64 words of the shares among QUANTITIES, [1] dynamic range, [1] whether there is one) of a tensor.
 
     Source of the definitions: TransformerEngine's debug statistics (underflows, overflows, dynamic_range); shares there are
     of all elements too.
@@ -100,7 +106,7 @@ def precision_words(tensor: torch.Tensor) -> torch.Tensor:
         else:
             num += _look(size, lost, low, high)
     span = torch.log2(high) - torch.log2(low)
-    return torch.cat((share_words(lost, num), moments_words(span.view(1), (high > 0.0).view(1))))
+    return share_words(lost, num), span.view(1), (high > 0.0).view(1)
 
 
 def _look(size: torch.Tensor, lost: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:

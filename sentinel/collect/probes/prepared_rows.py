@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from sentinel.collect.buffer import WORDS
 from sentinel.collect.recording import Recording
 from sentinel.collect.tensors import Entry
+from sentinel.record import STATS_DTYPE
 
 _COUNT, _MEAN, _M2, _M3, _M4, _MIN, _MAX, _NAN, _POS_INF, _NEG_INF, _ZERO, _ = range(WORDS)
 
@@ -18,6 +20,25 @@ def share_words(hits: torch.Tensor, total: torch.Tensor | int) -> torch.Tensor:
 
     So a share is a row's mean, and shares of shards, ranks and micro-steps of any sizes merge exactly.
     """
+    if hits.is_cpu:
+        return torch.from_numpy(_host_shares(hits.numpy().astype(np.int64), int(total)))
+    return device_shares(hits, total)
+
+
+def _host_shares(hits: np.ndarray, total: int) -> np.ndarray:
+    rows = np.zeros(len(hits), STATS_DTYPE)
+    share = hits / max(1, total)
+    spread = total * share * (1.0 - share)
+    rows["count"], rows["mean"], rows["num_zero"] = total, share, total - hits
+    rows["m2"], rows["m3"] = spread, spread * (1.0 - 2.0 * share)
+    rows["m4"] = spread * (1.0 - 3.0 * share * (1.0 - share))
+    rows["min"] = hits == total if total else np.inf
+    rows["max"] = hits > 0 if total else -np.inf
+    return rows.view(np.int64).reshape(-1, WORDS)
+
+
+def device_shares(hits: torch.Tensor, total: torch.Tensor | int) -> torch.Tensor:
+    """As `share_words`, on any device: some twenty small launches."""
     hits = hits.to(torch.int64)
     words = torch.zeros((hits.numel(), WORDS), dtype=torch.int64, device=hits.device)
     real = words.view(torch.float64)
@@ -76,6 +97,15 @@ def moments_words(values: torch.Tensor, counts: torch.Tensor | None = None) -> t
 
 def write_rows(recording: Recording, entries: Sequence[Entry], words: torch.Tensor, micro_step: int) -> None:
     """Make each row of words, [n, 12] int64 on any device, a row of the running step."""
-    for entry, one in zip(entries, words, strict=True):
-        row = recording.reserve(entry, micro_step)
-        recording.rows.stats_on(words.device, row, 1)[0].copy_(one)
+    first = recording.reserve_all(entries, [0] * len(entries), micro_step)
+    recording.rows.stats_on(words.device, first, len(entries)).copy_(words)
+
+
+def observe_some(
+    recording: Recording, entry: Entry, values: torch.Tensor, counts: torch.Tensor | None, micro_step: int
+) -> None:
+    """Make a row of the elements of a small tensor that count; None: all of them."""
+    if not values.is_cpu:
+        write_rows(recording, [entry], moments_words(values, counts), micro_step)
+    else:
+        recording.observe(entry, values if counts is None else values[counts], micro_step)

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from sentinel.collect.placements import local_of
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.derived import describe_site
-from sentinel.collect.probes.prepared_rows import moments_words, share_words, write_rows
+from sentinel.collect.probes.prepared_rows import observe_some, share_words, write_rows
 from sentinel.collect.probes.router_finding import Router, find_routers
 from sentinel.collect.probes.routing import (
     balance_of,
@@ -171,7 +171,7 @@ class RouterProbe:
             if weight is not None:
                 cosine, counts = similarity(weight)
                 self._describe(one, "weight_similarity", shown, tuple(cosine.shape))
-                write_rows(self._context.recording, [entries["weight_similarity"]], moments_words(cosine, counts), -1)
+                observe_some(self._context.recording, entries["weight_similarity"], cosine, counts, -1)
                 self._num_rows += 1
         if load is not None and wanted.intersection(AT_END):
             preferred = decisions.preferred if decisions.preferred is not None else load
@@ -275,7 +275,7 @@ class RouterProbe:
         if not context.plan.measures(entry):
             return
         describe_site(context, chunk, entry, values, chunk.root, tuple(values.shape))
-        write_rows(context.recording, [entry], moments_words(values, counts), micro_step)
+        observe_some(context.recording, entry, values, counts, micro_step)
         if axis:
             context.recording.vector(entry, quantity, values, axis)
         self._num_rows += 1

@@ -54,7 +54,7 @@ class Saturation:
             onlookers.remove(self.look)
 
     def look(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
-        """Count in an activation. Reads it some four times; does not wait."""
+        """Count in an activation. Reads it some five times; does not wait."""
         if entry.kind != Kind.ACTIVATION:
             return
         module = producer(self._context, entry)
@@ -65,26 +65,24 @@ class Saturation:
         if not wanted:
             return
         with torch.no_grad():
-            non_zero = torch.zeros(view.shape[-1], dtype=torch.int64, device=view.device)
-            for piece in blocks(view):
-                non_zero += (piece != 0).sum(leading(piece))
+            largest = largest_of(view)
             hits = []
             for one in wanted:
                 if one.name.endswith(":dead"):
-                    self._sums.add(one, micro_step, (non_zero,), tokens_of(view))
+                    self._sums.add(one, micro_step, (largest,), tokens_of(view))
                 elif one.name.endswith(":zero"):
-                    hits.append((one, view.numel() - non_zero.sum()))
+                    hits.append((one, view.numel() - torch.count_nonzero(view)))
                 else:
-                    hits.append((one, num_flat(view, flat_of(module))))
+                    hits.append((one, num_flat(view, flat_of(module), largest)))
             if hits:
                 words = share_words(torch.stack([number for _, number in hits]), view.numel())
                 write_rows(self._context.recording, [one for one, _ in hits], words, micro_step)
         self._num_rows += len(hits)
 
     def _end(self) -> None:
-        for entry, (non_zero,), _ in self._sums.take():
-            is_dead = non_zero == 0
-            write_rows(self._context.recording, [entry], share_words(is_dead.sum().view(1), non_zero.numel()), -1)
+        for entry, (largest,), _ in self._sums.take():
+            is_dead = largest == 0  # A sum of the largest magnitudes of the micro-steps.
+            write_rows(self._context.recording, [entry], share_words(is_dead.sum().view(1), largest.numel()), -1)
             self._context.recording.vector(entry, "is_dead", is_dead.to(torch.uint8), "channel")
             self._num_rows += 1
         if self._num_rows:
@@ -126,22 +124,29 @@ def _ends(low: float, high: float) -> Flat:
     return (low, low + margin), (high - margin, high)
 
 
-def num_flat(view: torch.Tensor, flat: Flat | None) -> torch.Tensor:
-    """Return how many elements lie in the intervals, 0-dim int64; None: within MARGIN of the tensor's largest |x|."""
+def largest_of(view: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude in each channel, [channels]; NaN where one holds a NaN."""
+    dims = leading(view)
+    return torch.maximum(view.amax(dims), -view.amin(dims)).float()
+
+
+def num_flat(view: torch.Tensor, flat: Flat | None, largest: torch.Tensor) -> torch.Tensor:
+    """Return how many elements lie in the intervals, 0-dim int64; None: within MARGIN of the tensor's largest magnitude.
+
+    largest: of each channel; a channel that holds what is not finite has no say in it.
+    """
     found = torch.zeros((), dtype=torch.int64, device=view.device)
     if flat is not None:
         for piece in blocks(view):
             exact = _exact(piece)
             for low, high in flat:
-                found += ((exact >= low) & (exact <= high)).sum()
+                found += torch.count_nonzero((exact >= low) & (exact <= high))
         return found
-    largest = torch.zeros((), dtype=torch.float64, device=view.device)
+    bound = torch.where(largest.isfinite(), largest, 0.0).amax() * (1.0 - MARGIN)
+    bound = torch.where(bound > 0.0, bound, torch.inf)
     for piece in blocks(view):
-        size = _exact(piece).abs()
-        largest = torch.maximum(largest, torch.where(size.isfinite(), size, 0.0).amax().double())
-    bound = largest * (1.0 - MARGIN)
-    for piece in blocks(view):
-        found += ((_exact(piece).abs() >= bound) & (bound > 0.0)).sum()
+        exact = _exact(piece)
+        found += torch.count_nonzero(exact >= bound) + torch.count_nonzero(exact <= -bound)
     return found
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import sentinel
-from sentinel.collect.probes.precision import LARGEST, QUANTITIES, SMALLEST, _look, precision_words
+from sentinel.collect.probes.precision import LARGEST, QUANTITIES, SMALLEST, _look, look_closely
+from sentinel.collect.probes.prepared_rows import moments_words
 from sentinel.record import STATS_DTYPE
 
 from ..conftest import TinyModel
@@ -43,11 +44,17 @@ def spread(dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([x, torch.tensor([0.0, torch.nan, torch.inf, -torch.inf, *edges])]).to(dtype)
 
 
+def rows_of(x: torch.Tensor) -> np.ndarray:
+    """[9] STATS_DTYPE: of all QUANTITIES."""
+    shares, span, is_there = look_closely(x)
+    return torch.cat((shares, moments_words(span, is_there))).numpy().view(STATS_DTYPE).reshape(-1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_shares_are_those_of_casting(dtype: torch.dtype) -> None:
     x = spread(dtype)
 
-    rows = precision_words(x).numpy().view(STATS_DTYPE).reshape(-1)
+    rows = rows_of(x)
 
     for row, quantity in zip(rows, QUANTITIES, strict=True):
         check(row, truth(x, quantity))
@@ -67,7 +74,7 @@ def test_the_way_for_accelerators_counts_alike(dtype: torch.dtype) -> None:
 
 
 def test_zeros_are_not_lost_and_have_no_range() -> None:
-    rows = precision_words(torch.zeros(5, 3)).numpy().view(STATS_DTYPE).reshape(-1)
+    rows = rows_of(torch.zeros(5, 3))
 
     assert [row["mean"] for row in rows[:8]] == [0.0] * 8
     assert [row["count"] for row in rows] == [15] * 8 + [0]
@@ -77,7 +84,7 @@ def test_strided_tensors_are_read_once_and_left_alone() -> None:
     x = torch.randn(64, 48) * 1e-4
     for view in (x.t(), x[::2, 1::3], x.expand(3, 64, 48)):
         before = view.clone()
-        rows = precision_words(view).numpy().view(STATS_DTYPE).reshape(-1)
+        rows = rows_of(view)
 
         assert torch.equal(view, before)
         for row, quantity in zip(rows, QUANTITIES, strict=True):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sentinel.collect.probes.prepared_rows import moments_words, share_words
+from sentinel.collect.probes.prepared_rows import device_shares, moments_words, share_words
 from sentinel.moments import Moments
 from sentinel.record import STATS_DTYPE
 
@@ -20,7 +20,9 @@ def stats(words: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize(("hits", "total"), [(0, 7), (3, 7), (7, 7), (0, 0), (1, 2**40)])
 def test_a_share_is_the_mean_of_ones_and_zeros(hits: int, total: int) -> None:
     (row,) = stats(share_words(torch.tensor([hits]), total))
+    (other,) = stats(device_shares(torch.tensor([hits]), torch.tensor(total)))
 
+    assert row == other
     if total < 100:
         check(row, np.array([1.0] * hits + [0.0] * (total - hits)))
     else:

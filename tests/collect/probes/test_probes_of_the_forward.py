@@ -173,7 +173,7 @@ def test_a_probe_that_fails_is_said_and_training_goes_on(run: Path, monkeypatch:
     model = copy.deepcopy(bare)
     expected = fit(bare)
     for module, name in (
-        (attention, "measure"), (channel, "channel_sums"), (precision, "precision_words"), (router, "decide"),
+        (attention, "measure"), (channel, "channel_sums"), (precision, "look_closely"), (router, "decide"),
         (saturation, "num_flat"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, broken)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import sentinel
-from sentinel.collect.probes.saturation import flat_of, num_flat
+from sentinel.collect.probes.saturation import flat_of, largest_of, num_flat
 
 from .told import Told, check, outputs
 
@@ -84,16 +84,22 @@ def test_limits_are_those_of_the_function(module: nn.Module, saturated: list[flo
     flat = flat_of(module)
 
     assert flat is not None
-    assert num_flat(x, flat) == 2 * len(saturated)
-    assert num_flat(x[:, len(saturated) :], flat) == 0
+    assert num_flat(x, flat, largest_of(x)) == 2 * len(saturated)
+    assert num_flat(x[:, len(saturated) :], flat, largest_of(x[:, len(saturated) :])) == 0
 
 
 def test_without_a_function_clamped_values_show() -> None:
     x = torch.randn(1000, 8, generator=torch.Generator().manual_seed(0))
     assert flat_of(nn.Linear(2, 2)) is None
 
-    assert num_flat(x, None) <= 3
-    assert num_flat(x.clamp(-1.0, 1.0), None) == int((x.clamp(-1.0, 1.0).abs() >= 0.99).sum()) > 2000
-    assert num_flat(torch.zeros(4, 4), None) == 0
+    def near_largest(x: torch.Tensor) -> int:
+        return int(num_flat(x, None, largest_of(x)))
+
+    assert near_largest(x) <= 3
+    assert near_largest(x.clamp(-1.0, 1.0)) == int((x.clamp(-1.0, 1.0).abs() >= 0.99).sum()) > 2000
+    assert near_largest(x.clamp(-1.0, 1.0).bfloat16()) == int((x.clamp(-1.0, 1.0).bfloat16().abs().float() >= 0.99).sum())
+    assert near_largest(torch.zeros(4, 4)) == 0
     x[0, 0] = torch.inf
-    assert num_flat(x, None) <= 4
+    assert 1 <= near_largest(x) <= 4
+    x[0, 1] = torch.nan
+    assert 1 <= near_largest(x) <= 4
