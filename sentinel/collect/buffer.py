@@ -213,6 +213,9 @@ class DeviceStats:
     def __init__(self, device: torch.device, capacity: int, accelerator: Accelerator | None = None) -> None:
         self.device = device
         self.accelerator = accelerator or Accelerator(device)
+        self._raw_stream = self.accelerator.raw_stream
+        self.stream = 0
+        """The stream that was current when a slot was asked for last."""
         self.is_row = np.zeros(capacity, bool)
         """[capacity] which rows of the step are measured here."""
         self.is_used = False
@@ -265,7 +268,7 @@ class DeviceStats:
 
     def slot(self, row: int) -> int:
         """Return the address of the slot that a kernel on the current stream fills for `row`, sealed, when it is done."""
-        raw = self.accelerator.raw_stream()
+        self.stream = raw = self._raw_stream()
         if raw not in self._streams:
             self._meet(raw)
         self.is_row[row] = True

@@ -435,6 +435,32 @@ def test_triton_that_cannot_compile_is_replaced(monkeypatch, caplog):
     assert len(caplog.records) == 1
 
 
+def test_the_short_way_of_a_tensor_like_one_before(monkeypatch):
+    kernel = kernel_of()
+    slow = []
+    real = TritonKernel._measure_slowly
+    monkeypatch.setattr(TritonKernel, "_measure_slowly", lambda self, *args: slow.append(1) or real(self, *args))
+    base = drawn(40, 2 * 9000).float()
+    flat = torch.randn(9100)
+    tensors = {
+        "first": base[:9000], "like it": base[9000:] * 2, "of another shape": (base[:9000] + 1).view(90, 100),
+        "beginning elsewhere": base[3:9003], "strided": base[::2], "transposed": base[:9000].view(90, 100).t(),
+        "negated": torch.view_as_complex(base.view(-1, 2)).conj().imag,
+    }  # fmt: skip
+
+    for tensor in tensors.values():
+        found, expected = measure(tensor, kernel=kernel, checksum=True), Moments.of(tensor.double().numpy())
+        assert found.std() == pytest.approx(expected.std(), rel=1e-5)
+        assert found.mean() == pytest.approx(expected.mean(), abs=1e-5)
+        assert found.stats["checksum"] == checksum_of(tensor)
+    assert len(slow) == 4  # the first, and those that do not lie open
+    view = flat[100:]
+    flat.untyped_storage().resize_(0)
+    with pytest.raises(SentinelError, match="freed"):
+        measure(view, kernel=kernel)
+    assert measure(base[:9000].clone(), kernel=kernel, zero_eps=0.5).zeros()[0] > 0.3
+
+
 def test_a_capture_is_left_alone():
     rows = begun(1)
     kernel = kernel_of()
@@ -447,3 +473,6 @@ def test_a_capture_is_left_alone():
     kernel.is_capturing = lambda: False
     kernel.measure([torch.ones(5)], rows, 0)
     assert not rows.is_on_host
+    kernel.is_capturing = lambda: True
+    with pytest.raises(SentinelError, match="capture"):
+        kernel.measure([torch.ones(5)], rows, 0)  # by the short way

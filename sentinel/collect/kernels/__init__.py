@@ -52,19 +52,18 @@ class Kernel(Protocol):
 def choose_kernel(device: torch.device | str) -> Kernel:
     """Return the best kernel for tensors on `device`; it also measures tensors that turn out to be on the CPU."""
     kind = torch.device(device).type
-    if implementation == "numpy":
-        return TorchKernel(kind)
+    native = None if implementation == "numpy" else NativeKernel()
     if kind == "cpu":
-        return NativeKernel()
+        return native or TorchKernel(kind)
     if kind == "cuda" and torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
         try:
             # Imported only here: a machine without a GPU has no use for it.
             from sentinel.collect.kernels.triton_kernel import TritonKernel
 
-            return TritonKernel(on_cpu=NativeKernel())
+            return TritonKernel(on_cpu=native or TorchKernel("cpu"))
         except Exception as error:
             log.warning("sentinel: triton cannot be imported, torch operations measure instead: %s", error)
-    return TorchKernel(kind, on_cpu=NativeKernel())
+    return TorchKernel(kind, on_cpu=native)
 
 
 __all__ = ["Kernel", "NativeKernel", "TorchKernel", "choose_kernel"]

@@ -27,8 +27,8 @@ CHUNK = 1 << 21
 TILES_A_PART = 8
 """Tiles that a part should have where there are parts enough: to end one costs about as much as a tile."""
 ENOUGH_PARTS = 1536
-MOST_CUTS = 4096
-"""Sizes of tensors whose parts are remembered: sequences of every length come by."""
+MOST_PLANS = 4096
+"""Kinds of tensors whose launch is remembered: sequences of every length come by."""
 MOST_TABLES = 32
 """Lists of tensors whose tables are kept on the device."""
 
@@ -47,6 +47,11 @@ class Launcher:
         self._registers = device_code.MOST_REGISTERS[name.split("_")[1]]
         self._compiled: Any = None
         self._runners: dict[int, Callable[..., Any]] = {}
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it was launched before."""
+        return self._compiled is not None
 
     def __call__(self, num_programs: int, stream: int, *args: int) -> None:
         """Launch that many programs on `stream`, which is the current one."""
@@ -121,7 +126,8 @@ class Gate:
 class TritonKernel:
     """Measures tensors on a GPU; those on the CPU by `on_cpu`. Torch operations measure where Triton cannot compile."""
 
-    def __init__(self, on_cpu: NativeKernel | None = None) -> None:
+    def __init__(self, on_cpu: NativeKernel | TorchKernel | None = None) -> None:
+        """on_cpu: measures tensors on the CPU; None: Triton does, which only its interpreter can."""
         self.name = "triton"
         self.is_capturing: Callable[[], bool] = bool
         """Whether the current stream records a CUDA graph."""
@@ -130,8 +136,8 @@ class TritonKernel:
         self._on_cpu = on_cpu
         self._instead: TorchKernel | None = None
         self._launchers: dict[tuple[int, str], Launcher] = {}
-        self._scratch: dict[tuple[int, int], torch.Tensor] = {}
-        self._cut: dict[tuple[int, str], tuple[int, int]] = {}
+        self._scratch: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
+        self._plans: dict[tuple[torch.dtype, int, int, float], tuple[Launcher, torch.device, int, int, int]] = {}
         self._limits: dict[tuple[float, bool], int] = {}
         self._tables: dict[Any, Tables] = {}
         self._captured: list[Any] = []
@@ -146,6 +152,8 @@ class TritonKernel:
         checksum: bool = False,
     ) -> None:
         """As Kernel.measure, on GPUs."""
+        if len(tensors) == 1 and self._measured_fast(tensors[0], rows, first_row, zero_eps, checksum):
+            return
         if self._instead is not None:
             self._instead.measure(tensors, rows, first_row, zero_eps=zero_eps, checksum=checksum)
             return
@@ -154,31 +162,63 @@ class TritonKernel:
             raise SentinelError("cannot measure while a CUDA graph is being captured: capture the launch, with a gate")
         try:
             if len(tensors) == 1:
-                self._measure_one(tensors[0], rows, first_row, zero_eps, checksum)
+                self._measure_slowly(tensors[0], rows, first_row, zero_eps, checksum)
             else:
                 self._measure_many(tensors, rows, first_row, zero_eps, checksum)
         except SentinelError:
             raise
         except Exception as error:
-            if any(launcher._compiled is not None for launcher in self._launchers.values()):
+            if any(launcher.is_compiled for launcher in self._launchers.values()):
                 raise
             # Nothing was ever launched: this Triton, driver or device cannot compile it.
-            self._instead = TorchKernel("cuda", on_cpu=self._on_cpu)
+            self._instead = TorchKernel("cuda", on_cpu=self._on_cpu if isinstance(self._on_cpu, NativeKernel) else None)
+            self._plans.clear()
             self.name = f"{self._instead.name}, triton failed"
             log.warning("sentinel: triton cannot compile its kernel, torch operations measure instead: %s", error)
             self._instead.measure(tensors, rows, first_row, zero_eps=zero_eps, checksum=checksum)
 
     # -- one tensor ------------------------------------------------------------------------------------------------
 
-    def _measure_one(self, tensor: torch.Tensor, rows: StepRows, row: int, zero_eps: float, checksum: bool) -> None:
-        code = CODES.get(tensor.dtype)
+    def _measured_fast(self, tensor: torch.Tensor, rows: StepRows, row: int, zero_eps: float, checksum: bool) -> bool:
+        """Launch for a tensor whose like was launched before, where nothing stands in the way; false: the long way round.
+
+        All that is known of such tensors is kept in a plan: this is the path of every hook, a microsecond of which counts.
+        """
+        index = tensor.get_device()
+        plan = self._plans.get((tensor.dtype, tensor.numel(), index, zero_eps))
+        if plan is None:
+            return False
+        launcher, device, num_parts, tiles_a_part, limit = plan
+        address = tensor.data_ptr()
         if (
-            code is None or type(tensor) not in _ORDINARY or not self._is_here(tensor) or not tensor.is_contiguous()
-            or tensor.is_neg() or tensor.data_ptr() == tensor.storage_offset() * tensor.itemsize
+            not _lies_open(tensor, address) or self.is_capturing()
+            or (index >= 0 and torch._C._cuda_getDevice() != index)
         ):  # fmt: skip
-            self._measure_slowly(tensor, rows, row, zero_eps, checksum)
-            return
-        self._launch_one(tensor.data_ptr(), tensor.numel(), code, rows.on(tensor.device), row, zero_eps, checksum)
+            return False
+        stats = rows.on(device)
+        slot = stats.slot(row)
+        stream = stats.stream
+        parts = 0
+        if num_parts > 1:
+            scratch = self._scratch.get((index, stream))
+            if scratch is None:
+                return False
+            parts = scratch[1]
+        launcher(
+            num_parts, stream, address, tensor.numel(), tiles_a_part, 0, num_parts, parts, stats.counters + 4 * row,
+            stats.stage + SLOT_BYTES * row, slot, stats.epoch, limit, checksum, 0,
+        )  # fmt: skip
+        return True
+
+    def _plan(self, local: torch.Tensor, code: str, zero_eps: float) -> None:
+        """Remember how tensors like this one are launched."""
+        if len(self._plans) >= MOST_PLANS:
+            self._plans.clear()
+        numel, index = local.numel(), local.get_device()
+        tiles_a_part, num_parts = cut(numel, code)
+        self._plans[local.dtype, numel, index, zero_eps] = (
+            self._launcher(local.device, "one", code), local.device, num_parts, tiles_a_part, self._limit(zero_eps, code)
+        )  # fmt: skip
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda or (self._on_cpu is None and tensor.is_cpu)
@@ -186,14 +226,7 @@ class TritonKernel:
     def _launch_one(
         self, address: int, numel: int, code: str, stats: DeviceStats, row: int, zero_eps: float, checksum: bool
     ) -> None:
-        cut = self._cut.get((numel, code))
-        if cut is None:
-            if len(self._cut) >= MOST_CUTS:
-                self._cut.clear()
-            tiles = tiles_of(numel, code)
-            tiles_a_part = -(-tiles // device_code.MOST_PARTS[code])
-            cut = self._cut[numel, code] = (tiles_a_part, -(-tiles // tiles_a_part))
-        tiles_a_part, num_parts = cut
+        tiles_a_part, num_parts = cut(numel, code)
         self._launch(
             stats, code, num_parts, address, numel, tiles_a_part, 0, num_parts, row,
             self._limit(zero_eps, code), checksum,
@@ -212,7 +245,7 @@ class TritonKernel:
                 )  # fmt: skip
             return
         slot = stats.slot(row)
-        stream = stats.accelerator.raw_stream()
+        stream = stats.stream
         if num_parts > 1 and not parts:
             parts = self._parts(device, stream)
         self._launcher(device, "one", code)(
@@ -228,9 +261,7 @@ class TritonKernel:
         code = CODES.get(tensor.dtype)
         if code is None or not is_dense(tensor) or tensor.is_neg():
             raise SentinelError(f"cannot capture the reading of a tensor of dtype {tensor.dtype}, strides {tensor.stride()}")
-        tiles = tiles_of(tensor.numel(), code)
-        tiles_a_part = -(-tiles // device_code.MOST_PARTS[code])
-        num_parts = -(-tiles // tiles_a_part)
+        tiles_a_part, num_parts = cut(tensor.numel(), code)
         # Of its own: a replay may run beside other launches.
         room = torch.zeros(12 * num_parts + 1, dtype=torch.int64, device=tensor.device)
         self._captured.append(room)
@@ -249,12 +280,13 @@ class TritonKernel:
 
     def _parts(self, device: torch.device, stream: int) -> int:
         """Return where launches on a stream keep their parts: one after the other, they can share."""
-        key = (device.index or 0, stream)
+        key = (-1 if device.index is None else device.index, stream)
         scratch = self._scratch.get(key)
         if scratch is None:
             most = 12 * max(device_code.MOST_PARTS.values())
-            scratch = self._scratch[key] = torch.empty(most, dtype=torch.int64, device=device)
-        return scratch.data_ptr()
+            room = torch.empty(most, dtype=torch.int64, device=device)
+            scratch = self._scratch[key] = (room, room.data_ptr())
+        return scratch[1]
 
     def _limit(self, zero_eps: float, code: str) -> int:
         """Return the bits of the largest number of the arithmetic type that is not above zero_eps, finite: as float64."""
@@ -282,6 +314,7 @@ class TritonKernel:
         code = CODES[dtype]
         stats = rows.on(local.device)
         if local.dtype is dtype and is_dense(local) and not local.is_neg():
+            self._plan(local, code, zero_eps)
             self._launch_one(local.data_ptr(), local.numel(), code, stats, row, zero_eps, checksum)
             return
         with torch.no_grad():
@@ -325,10 +358,7 @@ class TritonKernel:
         slow: list[int] = []
         for at, tensor in enumerate(tensors):
             code = CODES.get(tensor.dtype)
-            if (
-                code is None or type(tensor) not in _ORDINARY or not self._is_here(tensor) or not tensor.is_contiguous()
-                or tensor.is_neg() or tensor.data_ptr() == tensor.storage_offset() * tensor.itemsize
-            ):  # fmt: skip
+            if code is None or not self._is_here(tensor) or not _lies_open(tensor, tensor.data_ptr()):
                 slow.append(at)
             else:
                 groups.setdefault((tensor.device, code), []).append(at)
@@ -361,7 +391,7 @@ class TritonKernel:
             return
         for at in places[1:]:
             stats.is_row[first_row + at] = True
-        stream = stats.accelerator.raw_stream()
+        stream = stats.stream
         numels = tuple(tensors[at].numel() for at in places)
         first = first_row + places[0]
         key = (device, stream, code, numels, tuple(at - places[0] for at in places))
@@ -376,6 +406,24 @@ class TritonKernel:
             tables.shapes.data_ptr(), tables.work.data_ptr(), tables.parts.data_ptr(), stats.counters + 4 * first,
             stats.stage + SLOT_BYTES * first, address, stats.epoch, self._limit(zero_eps, code), int(checksum),
         )  # fmt: skip
+
+
+def _lies_open(tensor: torch.Tensor, address: int) -> bool:
+    """Return whether memory holds the tensor as it is: nothing to copy or unwrap. address: its data_ptr."""
+    return (
+        type(tensor) in _ORDINARY
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        # FSDP frees storages under living tensors: then only the offset is left of the address.
+        and address != tensor.storage_offset() * tensor.itemsize
+    )
+
+
+def cut(numel: int, code: str) -> tuple[int, int]:
+    """Return the tiles of a part and the parts of a tensor that is launched alone."""
+    tiles = tiles_of(numel, code)
+    tiles_a_part = -(-tiles // device_code.MOST_PARTS[code])
+    return tiles_a_part, -(-tiles // tiles_a_part)
 
 
 def tiles_of(numel: int, code: str) -> int:
