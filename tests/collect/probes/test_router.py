@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +229,28 @@ def test_a_router_that_shows_nothing_says_so(run: Path) -> None:
     monitor.detach()
 
     assert [one.code for one in Told(run).health] == ["blind_probe"]
+
+
+def test_losses_in_megatrons_tracker_are_read_before_it_is_cleared(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = {"load_balancing_loss": {"values": torch.zeros(3)}}
+    module: Any = types.ModuleType("megatron.core.transformer.moe.moe_utils")
+    module.get_moe_layer_wise_logging_tracker = lambda: tracker
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    model = Net("megatron")
+    router = model.get_submodule("moe.router")
+
+    def record(*args: Any) -> None:
+        tracker["load_balancing_loss"]["values"][1] += 1.5
+
+    router.register_forward_hook(record)
+    monitor = sentinel.attach(model, config=ROUTER)
+    for _ in range(2):
+        fit(model, 1)
+        tracker["load_balancing_loss"]["values"].zero_()
+    monitor.detach()
+
+    told = Told(run)
+    for step in range(2):
+        # One layer here, two micro-steps.
+        check(told.row(step, "router", ":load_balancing_loss"), [1.5])
+        assert told.vectors[step][":load_balancing_loss", "load_balancing_loss"][0].tolist() == [0.0, 1.5, 0.0]
