@@ -41,6 +41,22 @@ def once(run: Path, form: str, scratch: Path, *arguments: str) -> tuple[float, f
     return seconds, usage.ru_maxrss / 1024, num_bytes
 
 
+def shares(run: Path, form: str, scratch: Path) -> tuple[float, float]:
+    """Return CPU seconds of the process that reads and writes, and of the two that encode: what more processes can share."""
+    from sentinel.cli.main import run_cli
+
+    def spent() -> list[float]:
+        return [resource.getrusage(who).ru_utime for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+
+    before = spent()
+    out = scratch / "out"
+    if run_cli(["export", str(run), "--format", form, "-o", str(out), "--quiet", "--jobs", "2"]):
+        raise SystemExit(form)
+    after = spent()
+    out.unlink() if out.is_file() else shutil.rmtree(out)
+    return after[0] - before[0], after[1] - before[1]
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -67,6 +83,7 @@ def main() -> None:
         for _ in range(given.rounds):
             for label, (path, form, arguments) in contenders.items():
                 found[label].append(once(path, form, scratch, *arguments))
+        parts = {form: shares(scratch / "run", form, scratch) for form in FORMS}
         spool = sum(path.stat().st_size for path in (scratch / "run").rglob("*.spool"))
     load = "/".join(f"{one:.1f}" for one in os.getloadavg())
     print(f"{given.steps} steps, {num_rows} recorded rows, {spool / 2**20:.0f} MiB of spool; {given.rounds} rounds")
@@ -77,6 +94,9 @@ def main() -> None:
         best = min(seconds)
         peak, size = max(one[1] for one in several), several[0][2] / 2**20
         print(f"{label:32} {best:8.2f} {max(seconds):8.2f} {num_rows / best:9.0f} {peak:9.0f} {size:8.1f}")
+    print(f"\n{'with --jobs 2, CPU seconds':32} {'reading':>8} {'encoding':>9}")
+    for form, (reading, encoding) in parts.items():
+        print(f"{form:32} {reading:8.2f} {encoding:9.2f}")
     print(f"this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
 
 
