@@ -195,8 +195,8 @@ class Accelerator:
         return self._module.current_stream(self.device)
 
     def event(self) -> Any:
-        """Return an event; it must not be recorded before it is needed."""
-        return self._module.Event()
+        """Return an event; who waits for it sleeps, where the device can do that, and spins on no core."""
+        return torch.cuda.Event(blocking=True) if self.device.type == "cuda" else self._module.Event()
 
     def pinned(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return int64 zeros in pinned memory, which the device addresses as the host does."""
