@@ -117,6 +117,8 @@ static TARGET void LANES(i16_bounds_end)(const LANES(i16_bounds) *bounds, uint16
 #define SPILL 64
 #include "span.h"
 
+#include "gather.h"
+
 #undef LANES
 #undef I16_TURN
 #undef OP

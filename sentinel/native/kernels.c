@@ -74,6 +74,7 @@ typedef double f64_t;
     {{span_f32_##isa, span_f64_##isa, span_bf16_##isa, span_f16_##isa}, \
      {zeros_f32_##isa, zeros_f64_##isa, zeros_bf16_##isa, zeros_f16_##isa}, \
      {below_f32_##isa, below_f64_##isa, below_bf16_##isa, below_f16_##isa}, \
+     gather_##isa, \
      {squares_f32_##isa, squares_f64_##isa, squares_bf16_##isa, squares_f16_##isa}}
 static const Isa isas[] = {
     ISA_TABLE(portable),

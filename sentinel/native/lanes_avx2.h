@@ -3,9 +3,11 @@
 #define F32_W 8
 typedef __m256 LANES(f32);
 typedef __m256i LANES(f32_counts);
+typedef __m256 LANES(f32_mask);
 #define F64_W 4
 typedef __m256d LANES(f64);
 typedef __m256i LANES(f64_counts);
+typedef __m256d LANES(f64_mask);
 typedef __m256i LANES(i16);
 typedef struct { __m256d low, high; } LANES(f32_wide);
 typedef __m256d LANES(f64_wide);
@@ -25,11 +27,14 @@ AVX2 __m256i LANES(f32_count)(__m256i n, __m256 x, __m256 eps)
     const __m256 size = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x);
     return _mm256_sub_epi32(n, _mm256_castps_si256(_mm256_cmp_ps(size, eps, _CMP_LE_OQ)));
 }
-AVX2 __m256 LANES(f32_finite_or)(__m256 a, __m256 x, __m256 other) /* a where x is finite */
+AVX2 __m256 LANES(f32_finite)(__m256 x)
 {
-    const __m256 size = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x), most = _mm256_set1_ps(FLT_MAX);
-    return _mm256_blendv_ps(other, a, _mm256_cmp_ps(size, most, _CMP_LE_OQ));
+    return _mm256_cmp_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), x), _mm256_set1_ps(FLT_MAX), _CMP_LE_OQ);
 }
+AVX2 __m256 LANES(f32_where)(__m256 m, __m256 x) { return _mm256_and_ps(m, x); }
+AVX2 __m256 LANES(f32_min_where)(__m256 a, __m256 m, __m256 x) { return _mm256_min_ps(a, _mm256_blendv_ps(a, x, m)); }
+AVX2 __m256 LANES(f32_max_where)(__m256 a, __m256 m, __m256 x) { return _mm256_max_ps(a, _mm256_blendv_ps(a, x, m)); }
+AVX2 __m256i LANES(f32_count_where)(__m256i n, __m256 m) { return _mm256_sub_epi32(n, _mm256_castps_si256(m)); }
 AVX2 __m256i LANES(f32_count_equal)(__m256i n, __m256 x, __m256 y)
 {
     return _mm256_sub_epi32(n, _mm256_castps_si256(_mm256_cmp_ps(x, y, _CMP_EQ_OQ)));
@@ -54,11 +59,14 @@ AVX2 __m256i LANES(f64_count)(__m256i n, __m256d x, __m256d eps)
     const __m256d size = _mm256_andnot_pd(_mm256_set1_pd(-0.0), x);
     return _mm256_sub_epi64(n, _mm256_castpd_si256(_mm256_cmp_pd(size, eps, _CMP_LE_OQ)));
 }
-AVX2 __m256d LANES(f64_finite_or)(__m256d a, __m256d x, __m256d other) /* a where x is finite */
+AVX2 __m256d LANES(f64_finite)(__m256d x)
 {
-    const __m256d size = _mm256_andnot_pd(_mm256_set1_pd(-0.0), x), most = _mm256_set1_pd(DBL_MAX);
-    return _mm256_blendv_pd(other, a, _mm256_cmp_pd(size, most, _CMP_LE_OQ));
+    return _mm256_cmp_pd(_mm256_andnot_pd(_mm256_set1_pd(-0.0), x), _mm256_set1_pd(DBL_MAX), _CMP_LE_OQ);
 }
+AVX2 __m256d LANES(f64_where)(__m256d m, __m256d x) { return _mm256_and_pd(m, x); }
+AVX2 __m256d LANES(f64_min_where)(__m256d a, __m256d m, __m256d x) { return _mm256_min_pd(a, _mm256_blendv_pd(a, x, m)); }
+AVX2 __m256d LANES(f64_max_where)(__m256d a, __m256d m, __m256d x) { return _mm256_max_pd(a, _mm256_blendv_pd(a, x, m)); }
+AVX2 __m256i LANES(f64_count_where)(__m256i n, __m256d m) { return _mm256_sub_epi64(n, _mm256_castpd_si256(m)); }
 AVX2 __m256i LANES(f64_count_equal)(__m256i n, __m256d x, __m256d y)
 {
     return _mm256_sub_epi64(n, _mm256_castpd_si256(_mm256_cmp_pd(x, y, _CMP_EQ_OQ)));

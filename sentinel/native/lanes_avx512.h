@@ -3,9 +3,11 @@
 #define F32_W 16
 typedef __m512 LANES(f32);
 typedef __m512i LANES(f32_counts);
+typedef __mmask16 LANES(f32_mask);
 #define F64_W 8
 typedef __m512d LANES(f64);
 typedef __m512i LANES(f64_counts);
+typedef __mmask8 LANES(f64_mask);
 typedef __m512i LANES(i16);
 typedef struct { __m512d low, high; } LANES(f32_wide);
 typedef __m512d LANES(f64_wide);
@@ -25,10 +27,13 @@ AVX512 __m512i LANES(f32_count)(__m512i n, __m512 x, __m512 eps)
     const __mmask16 is_zero = _mm512_cmp_ps_mask(_mm512_abs_ps(x), eps, _CMP_LE_OQ);
     return _mm512_mask_add_epi32(n, is_zero, n, _mm512_set1_epi32(1));
 }
-AVX512 __m512 LANES(f32_finite_or)(__m512 a, __m512 x, __m512 other) /* a where x is finite */
+AVX512 __mmask16 LANES(f32_finite)(__m512 x) { return (__mmask16)~_mm512_fpclass_ps_mask(x, 0x99); } /* nans, infinities */
+AVX512 __m512 LANES(f32_where)(__mmask16 m, __m512 x) { return _mm512_maskz_mov_ps(m, x); }
+AVX512 __m512 LANES(f32_min_where)(__m512 a, __mmask16 m, __m512 x) { return _mm512_mask_min_ps(a, m, a, x); }
+AVX512 __m512 LANES(f32_max_where)(__m512 a, __mmask16 m, __m512 x) { return _mm512_mask_max_ps(a, m, a, x); }
+AVX512 __m512i LANES(f32_count_where)(__m512i n, __mmask16 m)
 {
-    const __m512 most = _mm512_set1_ps(FLT_MAX);
-    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(_mm512_abs_ps(x), most, _CMP_LE_OQ), other, a);
+    return _mm512_mask_sub_epi32(n, m, n, _mm512_set1_epi32(-1));
 }
 AVX512 __m512i LANES(f32_count_equal)(__m512i n, __m512 x, __m512 y)
 {
@@ -66,10 +71,13 @@ AVX512 __m512i LANES(f64_count)(__m512i n, __m512d x, __m512d eps)
     const __mmask8 is_zero = _mm512_cmp_pd_mask(_mm512_abs_pd(x), eps, _CMP_LE_OQ);
     return _mm512_mask_add_epi64(n, is_zero, n, _mm512_set1_epi64(1));
 }
-AVX512 __m512d LANES(f64_finite_or)(__m512d a, __m512d x, __m512d other) /* a where x is finite */
+AVX512 __mmask8 LANES(f64_finite)(__m512d x) { return (__mmask8)~_mm512_fpclass_pd_mask(x, 0x99); } /* nans, infinities */
+AVX512 __m512d LANES(f64_where)(__mmask8 m, __m512d x) { return _mm512_maskz_mov_pd(m, x); }
+AVX512 __m512d LANES(f64_min_where)(__m512d a, __mmask8 m, __m512d x) { return _mm512_mask_min_pd(a, m, a, x); }
+AVX512 __m512d LANES(f64_max_where)(__m512d a, __mmask8 m, __m512d x) { return _mm512_mask_max_pd(a, m, a, x); }
+AVX512 __m512i LANES(f64_count_where)(__m512i n, __mmask8 m)
 {
-    const __m512d most = _mm512_set1_pd(DBL_MAX);
-    return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(_mm512_abs_pd(x), most, _CMP_LE_OQ), other, a);
+    return _mm512_mask_sub_epi64(n, m, n, _mm512_set1_epi64(-1));
 }
 AVX512 __m512i LANES(f64_count_equal)(__m512i n, __m512d x, __m512d y)
 {

@@ -3,9 +3,11 @@
 #define F32_W 4
 typedef float LANES(f32) __attribute__((vector_size(16)));
 typedef int32_t LANES(f32_counts) __attribute__((vector_size(16)));
+typedef LANES(f32_counts) LANES(f32_mask);
 #define F64_W 2
 typedef double LANES(f64) __attribute__((vector_size(16)));
 typedef int64_t LANES(f64_counts) __attribute__((vector_size(16)));
+typedef LANES(f64_counts) LANES(f64_mask);
 
 /* A comparison is a vector of 0 and -1: it selects, and it counts. */
 #define PORTABLE_OPS(T, V, I) \
@@ -15,8 +17,11 @@ typedef int64_t LANES(f64_counts) __attribute__((vector_size(16)));
     static inline V LANES(T##_fma)(V a, V b, V c) { return a * b + c; } \
     static inline I LANES(T##_count)(I n, V x, V eps) { return n - ((I)(x <= eps) & (I)(-x <= eps)); } \
     static inline I LANES(T##_none)(void) { I r; memset(&r, 0, sizeof r); return r; } \
-    static inline V LANES(T##_finite_or)(V a, V x, V other) /* a where x is finite: x - x is zero there, nan elsewhere */ \
-    { const I m = x - x == 0; return (V)(((I)a & m) | ((I)other & ~m)); } \
+    static inline I LANES(T##_finite)(V x) { return x - x == 0; } /* elsewhere it is nan */ \
+    static inline V LANES(T##_where)(I m, V x) { return (V)(m & (I)x); } \
+    static inline V LANES(T##_min_where)(V a, I m, V x) { return LANES(T##_min)(a, (V)((m & (I)x) | (~m & (I)a))); } \
+    static inline V LANES(T##_max_where)(V a, I m, V x) { return LANES(T##_max)(a, (V)((m & (I)x) | (~m & (I)a))); } \
+    static inline I LANES(T##_count_where)(I n, I m) { return n - m; } \
     static inline I LANES(T##_count_equal)(I n, V x, V y) { return n - (I)(x == y); } \
     static inline I LANES(T##_count_nan)(I n, V x) { return n - (I)(x != x); } \
     static inline I LANES(T##_count_zero)(I n, V x) { return n - (I)(x == 0); } \

@@ -1,11 +1,12 @@
 /* From sums to moments, by whichever instruction set: guess a center, sum once, and look whether that was good enough. */
 
-enum { F32, F64, BF16, F16, NUM_STORED };
+typedef void Gather(void *, int filled, const char *, int64_t stride, int, int dtype, const uint16_t *fp8);
 
 typedef struct {
     void (*span[NUM_STORED])(const void *, int, double scale, double minus, int is_masked, int with_checksum, Sums *);
     int64_t (*zeros[NUM_STORED])(const void *, int, double most);
     void (*below[NUM_STORED])(const void *, int, const uint64_t *bounds, int num_bounds, int64_t *out);
+    Gather *gather;
     void (*squares[NUM_STORED])(const void *, int64_t, double *sums);
 } Isa;
 

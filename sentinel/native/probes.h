@@ -63,7 +63,7 @@ EXPORT int64_t sentinel_count_below(uint64_t pointer, int64_t numel, int32_t dty
     }
     if (view.numel == 0) return 0;
     Counting counting = {&isas[isa_index], stored_as[dtype], num_bounds, patterns, out};
-    visit_elements(&view, 0, view.numel, count_visited, &counting);
+    visit_elements(&isas[isa_index], &view, 0, view.numel, count_visited, &counting);
     for (int j = 0; j < num_bounds; j++) out[j] *= view.times;
     return 0;
 }

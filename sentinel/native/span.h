@@ -24,7 +24,7 @@ static inline __attribute__((always_inline)) TARGET void RUN(const ELEMENT *p, i
         LANES(JOIN(REAL_NAME, _wide)) w1 = OP(wide_none)(), w2 = w1, w3 = w1, w4 = w1;
         LANES(checks) checks = LANES(checks_none)();
         V lo = infinity, hi = minus_infinity;
-        LANES(JOIN(REAL_NAME, _counts)) nans = OP(none)(), positive = nans, negative = nans;
+        LANES(JOIN(REAL_NAME, _counts)) nans = OP(none)(), positive = nans, kept = nans;
 #ifdef KEYED
         LANES(i16_bounds) bounds = LANES(i16_bounds_none)();
         LANES(i16) z = LANES(i16_set)(0);
@@ -55,21 +55,23 @@ static inline __attribute__((always_inline)) TARGET void RUN(const ELEMENT *p, i
                     hi = OP(max)(hi, OP(max)(a, b));
                 }
 #endif
-                const V x = a, y = b;
+                LANES(JOIN(REAL_NAME, _mask)) keep_a, keep_b;
                 if (is_masked) {
-                    lo = OP(min)(lo, OP(min)(OP(finite_or)(a, x, infinity), OP(finite_or)(b, y, infinity)));
-                    hi = OP(max)(hi, OP(max)(OP(finite_or)(a, x, minus_infinity), OP(finite_or)(b, y, minus_infinity)));
+                    keep_a = OP(finite)(a);
+                    keep_b = OP(finite)(b);
+                    lo = OP(min_where)(OP(min_where)(lo, keep_a, a), keep_b, b);
+                    hi = OP(max_where)(OP(max_where)(hi, keep_a, a), keep_b, b);
                     nans = OP(count_nan)(OP(count_nan)(nans, a), b);
                     positive = OP(count_equal)(OP(count_equal)(positive, a, infinity), b, infinity);
-                    negative = OP(count_equal)(OP(count_equal)(negative, a, minus_infinity), b, minus_infinity);
+                    kept = OP(count_where)(OP(count_where)(kept, keep_a), keep_b);
                 }
                 if (is_centred) {
                     a = OP(fma)(a, times, plus);
                     b = OP(fma)(b, times, plus);
                 }
                 if (is_masked) {
-                    a = OP(finite_or)(a, x, OP(set)(0));
-                    b = OP(finite_or)(b, y, OP(set)(0));
+                    a = OP(where)(keep_a, a);
+                    b = OP(where)(keep_b, b);
                 }
                 const V aa = OP(mul)(a, a), bb = OP(mul)(b, b);
                 /* One addition a round waits for the last round's; of the slower fma there are two sums each. */
@@ -110,7 +112,7 @@ static inline __attribute__((always_inline)) TARGET void RUN(const ELEMENT *p, i
         if (is_masked) {
             num_nan = OP(total)(nans);
             num_pos = OP(total)(positive);
-            num_neg = OP(total)(negative);
+            num_neg = vectors - OP(total)(kept) - num_nan - num_pos;
         }
     }
     for (int i = vectors; i < n; i++) {

@@ -29,6 +29,15 @@ typedef struct {
     uint64_t checksum;
 } Sums;
 
+/* What is measured as it is, and what is measured as another type. */
+enum { F32, F64, BF16, F16, NUM_STORED };
+enum { U8 = NUM_STORED, I8, I16, U16, I32, U32, I64, U64, E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, NUM_DTYPES };
+
+static const int element_bytes[NUM_DTYPES] = {4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8, 1, 1, 1, 1};
+/* The smallest type that holds every value; 64-bit integers to 53 bits. */
+static const uint8_t stored_as[NUM_DTYPES] = {F32, F64, BF16, F16, F32, F32, F32, F32,
+                                              F64, F64, F64, F64, BF16, BF16, BF16, BF16};
+
 static inline double power_of_two(int exponent) /* -1022 <= exponent <= 1023 */
 {
     const uint64_t bits = (uint64_t)(exponent + 1023) << 52;

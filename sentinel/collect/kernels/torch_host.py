@@ -18,7 +18,7 @@ from sentinel.native import merge_rows
 from sentinel.record import STATS_DTYPE
 
 CHUNK = 1 << 19
-"""Elements read at a time: 2 MiB of fp32, four times in the outer cache (measured 2^16 to 2^20); counts stay exact in fp32."""
+"""Elements read at a time: 2 MiB of fp32, four times in the outer cache (measured 2^16 to 2^20); fp32 counts them."""
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLE = 1024
