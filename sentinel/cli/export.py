@@ -82,7 +82,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 )
 @click.option(
     "--vectors", is_flag=True,
-    help="What is no row instead: histograms, values for each head, expert or channel. JSON lines or Parquet.",
+    help="What is no row instead: histograms, values for each head, expert or channel. JSON lines, Parquet or TensorBoard.",
 )
 @click.option(
     "--squash-names", "squash", is_flag=True,
@@ -162,14 +162,14 @@ def export(
         from sentinel.cli.export_tensors import export_tensors
 
         if aggregates or statistics or timed or squash:
-            raise click.UsageError(f"--format {TENSORS} joins dumped tensors: --name, --kind, --steps, --attempt choose them")
+            raise click.UsageError(f"--format {TENSORS} joins dumped tensors: --name, --kind, --steps, --attempt choose")
         return export_tensors(find_run(run), Path(output or ""), names, kinds, steps, attempt, as_json)
     paths = RunPaths.of(find_run(run), Path(state_dir) if state_dir else None)
     if vectors:
         from sentinel.cli.export_vectors import export_vectors
 
-        if form not in ("jsonl", PARQUET) or aggregates or statistics or squash:
-            raise click.UsageError("--vectors: a row for each, as jsonl or parquet; --name, --kind and --steps choose them")
+        if form not in ("jsonl", PARQUET, TENSORBOARD) or aggregates or statistics or squash:
+            raise click.UsageError("--vectors: as jsonl, parquet or tensorboard; --name, --kind and --steps choose them")
         query = _query(options, (), names, kinds, None, steps)
         written = export_vectors(paths, query, form, output, attempt, options.times)
     elif form == MSPROBE:

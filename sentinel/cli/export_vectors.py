@@ -1,4 +1,4 @@
-"""`sentinel export --vectors`: histograms and values for each head, expert or channel, as JSON lines or Parquet."""
+"""`sentinel export --vectors`: histograms and values for each head, expert or channel."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 
 import click
 import msgspec
+import numpy as np
 
 from sentinel.aggregate import nearest_names
 from sentinel.cli.exporting import Written
 from sentinel.cli.main import say
-from sentinel.daemon.recorded_vectors import VECTOR_COLUMNS, VectorReader
+from sentinel.daemon.recorded_vectors import VECTOR_COLUMNS, RecordedVector, VectorReader
 from sentinel.daemon.series import SeriesQuery
 from sentinel.errors import ConfigError
-from sentinel.report.output import WholeFile
+from sentinel.report import tensorboard
+from sentinel.report.output import WholeDirectory, WholeFile
 from sentinel.report.parquet import ParquetTable
 from sentinel.store.whereabouts import RunPaths
 
@@ -36,6 +38,16 @@ def export_vectors(
     written = Written(num_files=1)
     series: set[tuple[str, str, str]] = set()
     steps: set[int] = set()
+    if form == "tensorboard":
+        assert output is not None
+        tensorboard.load()
+        with WholeDirectory(Path(output)) as directory:
+            for one in _counted(reader, written, series, steps):
+                name = f"rank{one.rank}/{one.tensor.kind}/{tensorboard.FILE_NAME}"
+                directory.append(name, _events(one), tensorboard.head())
+            _check(query, reader)
+        written.num_files = len(directory.files)
+        return _told(reader, written, series, steps)
     with ExitStack() as stack:
         whole = None if output is None else stack.enter_context(WholeFile(Path(output)))
         table: ParquetTable | None = None
@@ -52,13 +64,21 @@ def export_vectors(
                 table.add({name: [row[name] for row in rows] for name in VECTOR_COLUMNS}, len(rows))
             else:
                 out.writelines(msgspec.json.encode(row) + b"\n" for row in rows)
-        for glob in query.names:
-            if glob not in reader.met and (reader.names or glob != "*"):
-                near = nearest_names([glob], reader.names)
-                hint = f"; nearest: {', '.join(near)}" if near else "; there are none at all"
-                raise ConfigError(f'"{glob}" matches no name of a vector{hint}')
+        _check(query, reader)
         if whole is not None:
             whole.is_wanted = written.num_rows > 0
+    return _told(reader, written, series, steps)
+
+
+def _check(query: SeriesQuery, reader: VectorReader) -> None:
+    for glob in query.names:
+        if glob not in reader.met and (reader.names or glob != "*"):
+            near = nearest_names([glob], reader.names)
+            hint = f"; nearest: {', '.join(near)}" if near else "; there are none at all"
+            raise ConfigError(f'"{glob}" matches no name of a vector{hint}')
+
+
+def _told(reader: VectorReader, written: Written, series: set[tuple[str, str, str]], steps: set[int]) -> Written:
     if reader.num_broken:
         say(f"{reader.num_broken} vectors do not hold what they say, or are of tensors that nobody described")
     if not written.num_rows:
@@ -67,15 +87,34 @@ def export_vectors(
     return written
 
 
+def _events(one: RecordedVector) -> bytes:
+    """Return a vector as TensorBoard has it: a histogram as one, else a value for each head, expert or channel."""
+    vector = one.vector
+    tag = f"vp{one.tensor.vpp_stage}:{one.tensor.name}"
+    tag += f":micro{vector.micro_step}/{vector.statistic}" if vector.micro_step >= 0 else f"/{vector.statistic}"
+    if len(vector.edges) == len(one.values) + 1:
+        return tensorboard.histograms(one.step, one.time, [(tag, one.values, vector.edges)])
+    places = (",".join(map(str, place)) for place in np.ndindex(*vector.shape))
+    values = ((f"{tag}/{vector.axis} {place}", value) for place, value in zip(places, one.values, strict=True))
+    return tensorboard.events(one.step, one.time, values)
+
+
+def _counted(
+    reader: VectorReader, written: Written, series: set[tuple[str, str, str]], steps: set[int]
+) -> Iterator[RecordedVector]:
+    for one in reader:
+        written.num_rows += 1
+        series.add((one.tensor.kind, one.tensor.name, one.vector.statistic))
+        steps.add(one.step)
+        yield one
+
+
 def _batches(
     reader: VectorReader, written: Written, series: set[tuple[str, str, str]], steps: set[int]
 ) -> Iterator[list[dict[str, object]]]:
     batch: list[dict[str, object]] = []
-    for one in reader:
+    for one in _counted(reader, written, series, steps):
         batch.append(one.row())
-        written.num_rows += 1
-        series.add((one.tensor.kind, one.tensor.name, one.vector.statistic))
-        steps.add(one.step)
         if len(batch) >= ROWS_AT_ONCE:
             yield batch
             batch = []

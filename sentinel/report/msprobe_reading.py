@@ -42,9 +42,7 @@ ROUNDING = 1e-4
 _NOT_A_TENSOR = "nan"
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf)", re.ASCII)
 _SHAPE = re.compile(r"\[(?:\d{1,18}(?:, ?\d{1,18})*,?)?\]|torch\.Size\(\[[\d, ]*\]\)", re.ASCII)
-_FIELD_BYTES = 2**16
 
-csv.field_size_limit(_FIELD_BYTES)
 
 
 class Observation(msgspec.Struct, frozen=True):

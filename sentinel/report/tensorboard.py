@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sentinel.errors import ConfigError
@@ -40,3 +40,22 @@ def events(step: int, time: float, values: Iterable[tuple[str, float]]) -> bytes
             add(tag=tag, simple_value=value)
         found.append(record(event.SerializeToString()))
     return b"".join(found)
+
+
+def histograms(step: int, time: float, found: Iterable[tuple[str, Sequence[float], Sequence[float]]]) -> bytes:
+    """Return the bytes of a step's histograms, (tag, numbers in the bins, edges), an event each.
+
+    Empty bins at either end are left out; min and max are the edges of what is left. Sums are not known, and 0 there.
+    """
+    event_pb2 = load()
+    records = []
+    for tag, counts, edges in found:
+        filled = [at for at, count in enumerate(counts) if count]
+        first, last = (filled[0], filled[-1]) if filled else (0, 0)
+        event = event_pb2.Event(wall_time=time, step=step)
+        histogram = event.summary.value.add(tag=tag).histo
+        histogram.min, histogram.max, histogram.num = edges[first], edges[last + 1], sum(counts)
+        histogram.bucket_limit.extend(edges[first + 1 : last + 2])
+        histogram.bucket.extend(counts[first : last + 1])
+        records.append(record(event.SerializeToString()))
+    return b"".join(records)

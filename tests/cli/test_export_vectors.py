@@ -94,8 +94,8 @@ def test_they_are_chosen_and_resumed_runs_joined(tmp_path: Path, capsys: pytest.
     ("arguments", "what"),
     [
         (["--name", "layer.0*"], '"layer.0*" matches no name of a vector; nearest: layers.0'),
-        (["--format", "csv"], "as jsonl or parquet"),
-        (["--statistic", "norm"], "as jsonl or parquet"),
+        (["--format", "csv"], "as jsonl, parquet or tensorboard"),
+        (["--statistic", "norm"], "as jsonl, parquet or tensorboard"),
         (["--format", "parquet"], "give -o FILE"),
     ],
 )
@@ -123,3 +123,27 @@ def test_a_vector_that_lies_is_counted(tmp_path: Path, capsys: pytest.CaptureFix
     assert run_cli(["export", str(tmp_path / "run"), "--vectors"]) == 0
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 2 and "3 vectors do not hold what they say" in err
+
+
+def test_tensorboard_has_histograms_and_a_value_a_head(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(synthetic(tmp_path / "run", pp=1), 2)
+
+    arguments = ["--vectors", "--format", "tensorboard", "-o", str(tmp_path / "tb")]
+    assert run_cli(["export", str(tmp_path / "run"), *arguments]) == 0
+
+    def read(kind: str) -> EventAccumulator:
+        events = EventAccumulator(str(tmp_path / "tb" / "rank0" / kind), size_guidance={"scalars": 0, "histograms": 0})
+        events.Reload()
+        return events
+
+    histogram, second = read("wgrad").Histograms("vp0:layers.0.mlp.weight/histogram")
+    value = histogram.histogram_value
+    assert (list(value.bucket_limit), list(value.bucket)) == ([0.0, 1e-7], [1, 2**53]) and second.step == 1
+    assert (value.min, value.max, value.num) == (-1.0, 1e-7, 2.0**53)
+    heads = read("activation")
+    assert sorted(heads.Tags()["scalars"]) == [
+        f"vp0:layers.0:micro1/entropy/micro_batch,head {place}" for place in ("0,0", "0,1", "1,0", "1,1")
+    ]
+    assert [one.value for one in heads.Scalars("vp0:layers.0:micro1/entropy/micro_batch,head 1,1")] == [0.0, 1.0]
