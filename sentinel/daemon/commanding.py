@@ -20,6 +20,8 @@ from sentinel.record import KIND_LABELS
 from sentinel.store.journal import Journal
 from sentinel.store.whereabouts import RunPaths
 
+ACTIONS = ("enable", "disable", "dump", "describe")
+"""What a person may ask for over HTTP."""
 _FACT = "commands"
 EDITS_FACT = "config"
 SILENT_START_S = 5.0
@@ -40,6 +42,10 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     at_step: int | None = None
     """None: the first step that every rank can still obey."""
     reason: str = ""
+    step_interval: int = 1
+    """dump: every this many steps."""
+    first_n: int | None = None
+    """dump: only the first so many elements of each dimension; None: all."""
 
     def __post_init__(self) -> None:
         unknown = [kind for kind in self.kinds if kind not in KIND_LABELS]
@@ -47,6 +53,10 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ConfigError(f"kinds must be among {', '.join(KIND_LABELS)}, got {', '.join(unknown)}")
         if self.for_steps is not None and self.for_steps < 1:
             raise ConfigError(f"for_steps must be at least 1, got {self.for_steps}")
+        if self.step_interval < 1:
+            raise ConfigError(f"step_interval must be at least 1, got {self.step_interval}")
+        if self.first_n is not None and self.first_n < 1:
+            raise ConfigError(f"first_n must be at least 1, got {self.first_n}")
 
 
 class Commanding:
@@ -143,6 +153,16 @@ class Commanding:
                     reason=reason,
                     source="http",
                     kinds=order.kinds or ALARM_KINDS,
+                )
+            elif action == "dump":
+                command = self._desk.dump_tensors(
+                    at_step=at_step, now=now, kinds=order.kinds or ("wgrad",), targets=order.targets, ranks=order.ranks,
+                    for_steps=order.for_steps or 1, step_interval=order.step_interval, first_n=order.first_n,
+                    reason=reason, source="http",
+                )  # fmt: skip
+            elif action == "describe":
+                command = self._desk.describe(
+                    at_step=at_step, now=now, ranks=order.ranks, reason=reason, source="http"
                 )
             else:
                 command = self._desk.disable(

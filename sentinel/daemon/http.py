@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from sentinel.daemon.commanding import ACTIONS
 from sentinel.daemon.series_api import Busy, SeriesRequest
 from sentinel.daemon.tokens import Scope, Tokens
 from sentinel.errors import ConfigError, SentinelError
@@ -84,7 +85,7 @@ class Console(Protocol):
         ...
 
     def control(self, run: str, action: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Do `enable` or `disable`; SentinelError when it cannot be, Unavailable when not now."""
+        """Do one of `commanding.ACTIONS`; SentinelError when it cannot be, Unavailable when not now."""
         ...
 
     def reload(self) -> dict[str, Any]:
@@ -293,8 +294,8 @@ def make_app(console: Console, gate: Gate) -> Starlette:
     def control(request: Request) -> Response:
         order = msgspec.json.decode(request.state.body, type=dict[str, Any])
         run, action = order.pop("run", None), order.pop("action", None)
-        if not isinstance(run, str) or action not in ("enable", "disable"):
-            raise ValueError('expected {"run": NAME, "action": "enable" or "disable", ...}')
+        if not isinstance(run, str) or action not in ACTIONS:
+            raise ValueError(f'expected {{"run": NAME, "action": {" or ".join(map(repr, ACTIONS))}, ...}}')
         return plain(console.control(run, action, order))
 
     def reload(request: Request) -> Response:

@@ -1,0 +1,55 @@
+"""What a person asks for over HTTP becomes a command in the run's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sentinel.command import DescribeStructure, DumpTensors
+from sentinel.control.commands import CommandDesk
+from sentinel.control.policy import ControlConfig
+from sentinel.daemon.commanding import Commanding
+from sentinel.errors import ConfigError
+from sentinel.store.journal import Journal
+from sentinel.store.whereabouts import RunPaths
+
+
+@pytest.fixture
+def commanding(tmp_path: Path) -> Commanding:
+    run_dir = tmp_path / "run"
+    (run_dir / ".daemon").mkdir(parents=True)
+    return Commanding(RunPaths.of(run_dir), ControlConfig(), Journal(run_dir / ".daemon" / "journal.sqlite"))
+
+
+def written(tmp_path: Path) -> list[object]:
+    desk = CommandDesk(tmp_path / "run")
+    desk.scan(1.0)
+    return [status.command for status in desk.statuses()]
+
+
+def test_a_dump_is_ordered(commanding: Commanding, tmp_path: Path) -> None:
+    request = {"kinds": ["param"], "targets": ["head"], "at_step": 9, "for_steps": 4, "step_interval": 2, "first_n": 8}
+
+    commanding.order("dump", request, 1.0)
+
+    (command,) = written(tmp_path)
+    assert isinstance(command, DumpTensors)
+    assert (command.kinds, command.targets, command.at_step) == (("param",), ("head",), 9)
+    assert (command.for_steps, command.step_interval, command.first_n) == (4, 2, 8)
+
+
+def test_the_structure_is_asked_for(commanding: Commanding, tmp_path: Path) -> None:
+    commanding.order("describe", {"ranks": [1]}, 1.0)
+
+    (command,) = written(tmp_path)
+    assert isinstance(command, DescribeStructure)
+    assert command.ranks == (1,)
+
+
+@pytest.mark.parametrize("request_", [{"step_interval": 0}, {"first_n": 0}, {"for_steps": 0}, {"kinds": ["x"]}, {"all": 1}])
+def test_nonsense_is_refused(commanding: Commanding, tmp_path: Path, request_: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        commanding.order("dump", request_, 1.0)
+
+    assert not written(tmp_path)
