@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sentinel.collect.compiled import is_inside
 from sentinel.collect.placements import axes_of, is_dtensor, is_shard, local_of
 from sentinel.collect.probes.attention_calls import Attended, calls
 from sentinel.collect.probes.attention_scores import Logits, Scores, measure
@@ -91,9 +92,23 @@ class Attention:
                 "attention",
                 self._context.step(),
             )
+        elif self._is_due:
+            self._tell_compiled()
         if self._num_rows:
             self._context.count({"attention": self._num_rows})
         self._num_rows = 0
+
+    def _tell_compiled(self) -> None:
+        """Say which compiled parts hold attention, none of which was seen: a graph calls no function of torch."""
+        for chunk in self._context.chunks:
+            seen = [name for stage, name in self._num_calls if stage == chunk.vpp_stage]
+            for part in chunk.compiled if chunk.num_forwards else ():
+                if any(is_inside(name, part) for name in seen):
+                    continue
+                inner = [(name, one) for name, one in chunk.structure.modules.items() if is_inside(name, part)]
+                if any(ATTENTIVE.search(f"{type(one).__name__} {name.rpartition('.')[2]}") for name, one in inner):
+                    told = f"attention inside {part or 'the model'} is compiled, and not measured"
+                    self._context.recording.tell("blind_probe", told, f"{part}:attention", self._context.step())
 
     # -- what the replaced functions tell --------------------------------------------------------------------------------
 

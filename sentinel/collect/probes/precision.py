@@ -75,7 +75,7 @@ class Precision:
                 observe_some(self._context.recording, entries[-1], span, is_there, micro_step)
                 entries, chosen = entries[:-1], chosen[:-1]
             if chosen:
-                words = shares if len(chosen) == len(shares) else shares[chosen]
+                words = shares if len(chosen) == len(shares) else torch.stack([shares[at] for at in chosen])
                 write_rows(self._context.recording, entries, words, micro_step)
         self._num_rows += num_rows
 

@@ -45,6 +45,8 @@ class Watched:
         self.entries: dict[str, Entry] = {}
         self.step = -1
         """The step in which its weight was looked at."""
+        self.was_called = False
+        """A forward of it was seen: it is not compiled."""
 
 
 class RouterProbe:
@@ -120,7 +122,7 @@ class RouterProbe:
 
     def routed(self, one: Watched, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, micro_step: int) -> None:
         """A router has ended."""
-        logits, one.logits = one.logits, None
+        logits, one.logits, one.was_called = one.logits, None, True
         plan = self._context.plan
         if not plan.takes(Kind.ROUTER):
             return
@@ -227,6 +229,18 @@ class RouterProbe:
         if self._num_rows:
             self._context.count({"router": self._num_rows})
         self._num_rows = 0
+        if self._context.plan.takes(Kind.ROUTER):
+            self._tell_blind()
+
+    def _tell_blind(self) -> None:
+        tell, step = self._context.recording.tell, self._context.step()
+        for one in self._watched:
+            if not one.was_called and one.chunk.num_forwards:
+                told = f"router {one.router.name} was not seen at work: it is compiled, or not used"
+                tell("blind_probe", told, one.router.name, step)
+        if not self._watched and self._context.place().pp_size == 1:
+            told = "routers are to be measured, but no module looks like one; name them as targets of router"
+            tell("blind_probe", told, "router", step)
 
     def _entry(self, one: Watched, quantity: str) -> Entry:
         entry = one.entries.get(quantity)

@@ -375,6 +375,22 @@ def test_a_model_that_is_not_ours_is_not_measured(run: Path) -> None:
     assert set(told.names(0, "attention")) == {"student.attn:entropy", "student.attn:max_logit"}
 
 
+def test_a_block_that_is_compiled_is_named(run: Path) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Attend("sdpa"), Attend("sdpa"))
+    model[2].expected = type("Nothing", (), {"append": lambda self, x: None})()
+    model[2].compile(backend="eager")
+    monitor = sentinel.attach(model, config=ATTENTION)
+    model(batch(0)).sum().backward()
+    monitor.detach()
+    torch._dynamo.reset()
+
+    told = Told(run)
+    seen = set(told.names(0, "attention"))
+    assert {"1:entropy", "1:max_logit"} <= seen
+    assert "2:entropy" in seen or [one.site for one in told.health if one.code == "blind_probe"] == ["2:attention"]
+
+
 def test_blindness_is_said(run: Path) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     monitor = sentinel.attach(model, config=ATTENTION)

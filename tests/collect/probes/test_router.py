@@ -213,6 +213,21 @@ def test_blocks_of_tokens_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.allclose(whole.scores, cut.scores, rtol=1e-6) and torch.equal(whole.margin, cut.margin)
 
 
+def test_a_router_that_is_not_seen_and_a_model_without_any_are_told(run: Path) -> None:
+    model = Net("tuple")
+    model.moe.forward = lambda x: x  # type: ignore[method-assign,assignment]
+    monitor = sentinel.attach(model, config={**ROUTER, "run": "run"})
+    fit(model, 1)
+    monitor.detach()
+    plain = nn.Linear(2, 2)
+    monitor = sentinel.attach(plain, config={**ROUTER, "run": "other"})
+    plain(torch.ones(2)).sum().backward()
+    monitor.detach()
+
+    assert [(one.code, one.site) for one in Told(run).health] == [("blind_probe", "moe.gate")]
+    assert [(one.code, one.site) for one in Told(run.parent / "other").health] == [("blind_probe", "router")]
+
+
 def test_a_router_that_shows_nothing_says_so(run: Path) -> None:
     class Router(nn.Module):
         def __init__(self) -> None:
