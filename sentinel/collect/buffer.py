@@ -196,7 +196,7 @@ class Accelerator:
 
     def event(self) -> Any:
         """Return an event; who waits for it sleeps, where the device can do that, and spins on no core."""
-        return torch.cuda.Event(blocking=True) if self.device.type == "cuda" else self._module.Event()
+        return self._module.Event(blocking=True) if self.device.type == "cuda" else self._module.Event()
 
     def pinned(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return int64 zeros in pinned memory, which the device addresses as the host does."""

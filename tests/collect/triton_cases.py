@@ -231,7 +231,7 @@ def test_converted_types(dtype):
 
 
 def test_what_is_read_in_chunks_is_one_row(monkeypatch):
-    monkeypatch.setattr("sentinel.collect.kernels.triton_kernel.CHUNK", 3000)
+    monkeypatch.setattr("sentinel.collect.kernels.triton_kernel.CHUNK_BYTES", 12_000)
     x = drawn(13, 14_400).float().view(120, 120) + 3
 
     assert_measures(x[:, ::2])

@@ -22,8 +22,8 @@ log = logging.getLogger("sentinel")
 CODES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 """Types of elements that are read as they are."""
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
-CHUNK = 1 << 21
-"""Elements converted or copied at a time, where a tensor cannot be read as it lies: 16 MiB in float64."""
+CHUNK_BYTES = 16 << 20
+"""Bytes converted or copied at a time, where a tensor cannot be read as it lies."""
 TILES_A_PART = 8
 """Tiles that a part should have where there are parts enough: to end one costs about as much as a tile."""
 ENOUGH_PARTS = 1536
@@ -325,7 +325,7 @@ class TritonKernel:
         checksum: bool,
     ) -> None:  # fmt: skip
         most_parts = device_code.MOST_PARTS[code]
-        size = min(max(CHUNK, local.numel() // (most_parts // 4)), max(local.numel(), 1))
+        size = min(max(CHUNK_BYTES // BYTES[code], local.numel() // (most_parts // 4)), max(local.numel(), 1))
         chunks = list(_packed(pieces(local, size), size))
         numels = [sum(piece.numel() for piece in chunk) for chunk in chunks] or [0]
         most_of_one = max(1, most_parts // len(numels))
