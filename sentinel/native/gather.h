@@ -1,18 +1,12 @@
 /* Elements that do not lie side by side, or are measured as another type, into a buffer of what is measured. */
 
-/* Written twice, for the compiler to see the common stride; the other loop it must not turn into vector gathers, which
- * take twice as long. */
+/* Written twice, for the compiler to see the common stride. */
 #define GATHER_AS(FROM, TO, VALUE) { \
     TO *restrict to = (TO *)buffer + filled; \
     if (stride == (int64_t)sizeof(FROM)) { \
         for (int i = 0; i < n; i++) { FROM x; memcpy(&x, p + i * (int64_t)sizeof x, sizeof x); to[i] = VALUE; } \
     } else { \
-        for (int i = 0; i < n; i++, p += stride) { \
-            FROM x; \
-            memcpy(&x, p, sizeof x); \
-            to[i] = VALUE; \
-            __asm__("" : "+r"(p)); \
-        } \
+        for (int i = 0; i < n; i++, p += stride) { FROM x; memcpy(&x, p, sizeof x); to[i] = VALUE; } \
     } }
 
 /* Put n elements, `stride` bytes apart, behind the `filled` ones of the buffer, as the type that they are measured as. */

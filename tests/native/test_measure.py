@@ -319,6 +319,16 @@ def test_implementation_says_what_runs():
     assert native.implementation == (BEST or "numpy")
 
 
+@pytest.mark.skipif(not LIBRARIES, reason="no compiler built the library")
+def test_a_library_of_other_sources_is_refused(monkeypatch):
+    """Its functions would read other arguments than they are given."""
+    Library(PATH)
+    monkeypatch.setattr("sentinel.native.library._INTERFACE", -1)
+
+    with pytest.raises(OSError, match="build it again"):
+        Library(PATH)
+
+
 def test_a_broken_library_is_refused(tmp_path):
     path = tmp_path / "_kernels.so"
     path.write_bytes(b"not a library")
