@@ -168,7 +168,12 @@ class Update:
         """Yield the parameters of an optimizer that the running step measures."""
         plan, table = self._context.plan, self._context.table
         has_update, has_ratio = plan.takes(Kind.UPDATE), plan.takes(Kind.UPDATE_RATIO)
-        for stepped in stepped_by(optimizer, self._context.parameters):
+        found = stepped_by(optimizer, self._context.parameters)
+        if not found and any(group["params"] for group in getattr(optimizer, "param_groups", ())):
+            name = type(optimizer).__name__
+            message = f"{name} steps tensors that are none of the model's parameters: what becomes of those is not known"
+            self._context.recording.tell("unsupported", message, f"update of {name}")
+        for stepped in found:
             if not stepped.held.tensor.is_floating_point() or stepped.held.tensor.layout is not torch.strided:
                 continue
             one = stepped.one.entry

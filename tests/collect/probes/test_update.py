@@ -311,3 +311,20 @@ def test_an_update_that_nobody_knows_is_told_once(run: Path) -> None:
     assert [h.code for h in said.health][:1] == ["unsupported"]
     (row,) = said.of(said.ends[-1].step, "update", "head.weight")
     assert row["flags"] & Flag.DIFFERENCE
+
+
+def test_an_optimizer_of_foreign_tensors_is_told_once(run: Path) -> None:
+    model = TinyModel()
+    foreign = nn.Parameter(torch.zeros(10))
+    optimizer = torch.optim.SGD([foreign], 0.1)
+    monitor = sentinel.attach(model, optimizer, CONFIG)
+    for step in range(2):
+        loss_of(model, step).backward()
+        foreign.grad = torch.ones(10)
+        optimizer.step()
+    monitor.detach()
+
+    said = Said(run)
+
+    assert {(h.code, h.site) for h in said.health} == {("unsupported", "update of SGD")}
+    assert not said.of(0, "update")
