@@ -233,6 +233,7 @@ class DeviceStats:
         self.stage = 0
         """Where row 0 lies on the device: 16 words a row, as in the slots."""
         self._pending: list[tuple[int, int]] = []
+        self._writers: set[int] = set()
         self._streams: dict[int, Any] = {}
         self._ends: list[Any] = []
         self._spare: list[Any] = []
@@ -293,6 +294,7 @@ class DeviceStats:
         self.slot(first_row)
         self.is_row[first_row : first_row + num_rows] = True
         self._pending.append((first_row, num_rows))
+        self._writers.add(self.stream)
         return self._stage[first_row : first_row + num_rows, :WORDS]
 
     def send(self) -> None:
@@ -300,6 +302,12 @@ class DeviceStats:
         pending, self._pending = self._pending, []
         if not pending:
             return
+        raw = self._raw_stream()
+        if raw not in self._streams:
+            self._meet(raw)
+        for writer in self._writers - {raw}:
+            self._streams[raw].wait_stream(self._streams[writer])
+        self._writers.clear()
         first, last = pending[0][0], pending[0][0]
         for begin, number in [*pending, (-1, 0)]:
             if begin == last:
@@ -386,6 +394,7 @@ class DeviceStats:
         self.boundary = 0
         self._slots = [(0, self._slots[-1][1])]
         self._pending.clear()
+        self._writers.clear()
         self._streams.clear()
         self._spare += self._ends
         self._ends = []

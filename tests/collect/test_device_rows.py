@@ -194,6 +194,28 @@ def test_rows_of_torch_operations_arrive_sealed():
     np.testing.assert_allclose(rows.array["mean"][[0, 1, 3, 4]], means, rtol=1e-5)
 
 
+def test_rows_staged_on_another_stream_are_sent_behind_it():
+    runtime = Runtime()
+    rows = device_rows(4, runtime)
+    begin(rows, 2)
+    stats = rows.on(CPU)
+    stats.staged(0, 1)[0, 0] = 60
+    before = len(runtime.streams[0].work)
+    runtime.current = runtime.streams[1]
+    stats.staged(1, 1)[0, 0] = 61
+    done = []
+    runtime.streams[1].enqueue(lambda: done.append(1))  # the work that writes the second row
+    runtime.current = runtime.streams[0]
+
+    rows.begin_copy()
+
+    assert len(runtime.streams[0].work) == before + 1
+    runtime.streams[0].work[-1]()
+    assert done == [1]
+    assert rows.finish() == 0
+    assert rows.array["count"][:2].tolist() == [60, 61]
+
+
 def test_what_was_written_before_growth_can_be_read_after_it():
     rows = device_rows(2)
     begin(rows, 2)
