@@ -14,7 +14,7 @@ from sentinel.report.msprobe_format import TENSOR_FILES, file_of_kind, tag_of
 ANOMALY_FILE = "anomaly_detected/rank{rank}/anomaly.json"
 NO_CALL = -1
 """msProbe's call_id of a tensor that it did not see called."""
-_WHOLE = re.compile(r"(?:model|stage\d+)(?=$|:)")
+_WHOLE = re.compile(r"^(?:model|stage\d+)(?=$|:)")
 """Names of a whole chunk, which msProbe has no name for."""
 
 _SEEN_AS = {"nans": "nan", "infs": "inf"}
