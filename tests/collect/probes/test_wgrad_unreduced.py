@@ -330,3 +330,17 @@ def test_in_a_compiled_model_each_micro_batch_has_its_own_gradient(in_place: boo
         for row in rows:
             assert_row_is(row, truth[int(row["micro_step"])][name])
     assert not said.health
+
+
+def test_a_gradient_that_a_kernel_adds_to_main_grad_is_told_and_not_read(run: Path) -> None:
+    model = TinyModel()
+    model.head.weight.grad_added_to_main_grad = True  # type: ignore[assignment]
+    monitor = sentinel.attach(model, torch.optim.SGD(model.parameters(), 0.1), CONFIG)
+    loss_of(model, 0).backward()
+    monitor.detach()
+
+    said = Said(run)
+
+    assert [(h.code, "main_grad" in h.message) for h in said.health] == [("unsupported", True)]
+    assert not said.of(0, "wgrad_unreduced", "head.weight")
+    assert said.of(0, "wgrad_unreduced", "head.bias")
