@@ -16,7 +16,8 @@ from sentinel.report.msprobe_anomalies import MsprobeAnomalies
 def anomaly(**given: Any) -> Anomaly:
     fields: dict[str, Any] = {
         "id": "0", "run": "r", "attempt": 0, "rank": 3, "step": 7, "micro_step": 1, "pp_stage": 2, "vpp_stage": 1,
-        "call_id": 9, "tag_name": "layers.0.fc", "kind": "activation", "statistic": "norm", "rule": "x", "detector": "AnomalyTurbulence",
+        "call_id": 9, "tag_name": "layers.0.fc", "kind": "activation", "statistic": "norm", "rule": "x",
+        "detector": "AnomalyTurbulence",
         "severity": Severity.WARNING, "value": 1.5, "baseline": 0.5,
     }  # fmt: skip
     return Anomaly(**{**fields, **given})
