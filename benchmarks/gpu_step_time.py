@@ -204,6 +204,8 @@ def graph(options: argparse.Namespace, training: Training) -> dict[str, float]:
 
     kernel = choose_kernel("cuda")
     assert isinstance(kernel, TritonKernel), kernel.name
+    # Each graph keeps the memory of a whole step.
+    training.set_batch(max(1, training.batch // 8))
     blocks = list(training.model.blocks)
     rows = StepRows(len(blocks))
     for row in range(len(blocks)):
