@@ -113,6 +113,7 @@ class Plan:
         self._wishes: list[Wish] = []
         self._step = 0
         """The running step, or the one that comes next."""
+        self._dumping: list[Request] = []
         self._due: frozenset[int] = frozenset()
         """Kinds of which the running step measures some tensors, or all."""
         self._whole: frozenset[int] = frozenset()
@@ -153,6 +154,8 @@ class Plan:
                 due |= kinds
                 whole |= kinds if wish.stagger == 1 and not wish.targets else frozenset()
         self._due, self._whole = frozenset(map(int, due)), frozenset(map(int, whole))
+        asked = [wish.request for wish in self._wishes if wish.is_due and wish.request is not None]
+        self._dumping = [request for request in asked if request.dump is not None]
 
     @property
     def is_due(self) -> bool:
@@ -312,17 +315,16 @@ class Plan:
     @property
     def is_dumping(self) -> bool:
         """Whether the running step dumps anything."""
-        return bool(self.dumping())
+        return bool(self._dumping)
 
     def dumping(self) -> list[Request]:
         """Return the requests that dump in the running step."""
-        asked = [wish.request for wish in self._wishes if wish.is_due and wish.request is not None]
-        return [request for request in asked if request.dump is not None]
+        return self._dumping
 
     @property
-    def will_dump(self) -> bool:
-        """Whether a dump is asked for, in this step or a later one."""
-        return any(request.dump is not None for request in self.requests)
+    def may_dump(self) -> bool:
+        """Whether a dump is asked for, in this step or by itself in a later one: tensors must be shown."""
+        return any(wish.is_open and wish.request is not None and wish.request.dump is not None for wish in self._wishes)
 
     def withdraw(self, request: Request) -> None:
         """Forget one request."""

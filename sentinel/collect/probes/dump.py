@@ -57,10 +57,10 @@ class TensorDump:
 
     def _planned(self) -> None:
         onlookers = self._recording.onlookers
-        if self._plan.will_dump and not self._is_installed:
+        if self._plan.may_dump and not self._is_installed:
             self._is_installed = True
             onlookers.append(self._look)
-        elif not self._plan.will_dump and self._is_installed:
+        elif not self._plan.may_dump and self._is_installed:
             self._is_installed = False
             onlookers.remove(self._look)
 
