@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from sentinel.collect.compiled_ops import IS_FIRST, IS_INPUT, IS_PARAMETER, begin_forward, end_forward, observe
+from sentinel.collect.compiled_trial import is_tested
 from sentinel.collect.nesting import MAX_NESTING
 
 if TYPE_CHECKING:
@@ -36,12 +37,15 @@ CUDA_GRAPHS = (
 
 
 class Gate:
-    """What graphs that are traced or chosen now hold."""
+    """What graphs that are traced or chosen now hold. A graph is guarded by these, so nothing is set while one is traced."""
 
-    borders = False
-    """The black box."""
-    sites = False
-    """Every place that can be observed, whether it is due or not."""
+    def __init__(self) -> None:
+        self.borders = False
+        """The black box."""
+        self.sites = False
+        """Every place that can be observed, whether it is due or not."""
+        self.is_usable = is_tested()
+        """This torch keeps the ops: it is one that the tests ran on, or it was tried out."""
 
 
 gate = Gate()
@@ -118,7 +122,7 @@ def trace_tensors(site: torch.Tensor, module: nn.Module, values: tuple[Any, ...]
     # A forward without gradients is evaluation, or the first pass of a part that is checkpointed.
     if (not torch.is_grad_enabled() and not module.training) or _exporting():
         return
-    if not gate.sites and not (gate.borders and is_border):
+    if not gate.is_usable or (not gate.sites and not (gate.borders and is_border)):
         return
     for value in values:
         for path, tensor in _floating_in(value):
@@ -131,13 +135,13 @@ def trace_tensors(site: torch.Tensor, module: nn.Module, values: tuple[Any, ...]
 
 def trace_begin(site: torch.Tensor) -> None:
     """A chunk's whole forward is inside the graph: leave an op behind where it begins."""
-    if torch.is_grad_enabled() and not _exporting():
+    if torch.is_grad_enabled() and gate.is_usable and not _exporting():
         begin_forward(site)
 
 
 def trace_end(site: torch.Tensor, output: Any) -> None:
     """Leave an op behind where a chunk's forward ends."""
-    if torch.is_grad_enabled() and not _exporting():
+    if torch.is_grad_enabled() and gate.is_usable and not _exporting():
         last = site
         for _, tensor in _floating_in(output):
             if tensor.requires_grad:
@@ -169,4 +173,3 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]] | list[tuple[Any, Any]]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
     return []
-

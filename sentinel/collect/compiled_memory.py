@@ -22,7 +22,8 @@ class GraphMemory:
     def __init__(self) -> None:
         self._entries: dict[tuple[int, int], Entry] = {}
         """(site, id) -> entry of what passed in a compiled graph: tickets name them."""
-        self._held: dict[_Key, tuple[StorageWeakRef, int, Entry]] = {}
+        self._held: dict[_Key, tuple[StorageWeakRef, int, bool, Entry]] = {}
+        """(memory, version, whether a graph's op saw it, entry)"""
         self._answered: set[int] = set()
         """Serials of the tickets whose gradients came in this step."""
         self._step = -1
@@ -45,20 +46,23 @@ class GraphMemory:
         """Return what a ticket names; None: nothing, or another chunk's."""
         return self._entries.get((ticket.site, ticket.entry))
 
-    def remember(self, tensor: torch.Tensor, entry: Entry) -> None:
+    def remember(self, tensor: torch.Tensor, entry: Entry, *, in_graph: bool) -> None:
         """Let others find a tensor that leaves a graph or enters one, as long as its memory lives and does not change."""
         if tensor.layout is torch.strided and not hasattr(tensor, "_local_tensor"):
             memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            self._held[_key(tensor)] = (memory, tensor._version, entry)
+            self._held[_key(tensor)] = (memory, tensor._version, in_graph, entry)
 
-    def find(self, tensor: torch.Tensor) -> Entry | None:
-        """Return the entry under which a tensor was measured on the other side."""
+    def find(self, tensor: torch.Tensor, *, in_graph: bool) -> Entry | None:
+        """Return the entry under which a tensor was measured before it entered a graph, or just before it left one."""
         if not self._held or tensor.layout is not torch.strided or hasattr(tensor, "_local_tensor"):
             return None
-        memory, version, entry = self._held.get(_key(tensor), (None, 0, None))
+        # What others have made of a graph's output lies in the same memory and is another tensor, as it is without graphs.
+        if not in_graph and tensor.grad_fn is not None and not tensor.grad_fn.name().startswith("CompiledFunction"):
+            return None
+        memory, version, was_in_graph, entry = self._held.get(_key(tensor), (None, 0, False, None))
         if memory is None or memory.expired() or version != tensor._version:  # type: ignore[no-untyped-call]
             return None
-        return entry
+        return entry if in_graph or was_in_graph else None
 
     def is_first_answer(self, ticket: Ticket) -> bool:
         """Whether this gradient comes for the first time: zero-bubble schedules and retained graphs walk twice."""
@@ -70,5 +74,3 @@ class GraphMemory:
 
 def _key(tensor: torch.Tensor) -> _Key:
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-

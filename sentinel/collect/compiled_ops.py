@@ -107,9 +107,7 @@ def _run(site: int, call: Callable[[Listener], Ticket | None]) -> torch.Tensor:
     return _paper(NO_TICKET if ticket is None else ticket)
 
 
-def _observe(
-    tensor: torch.Tensor, site: torch.Tensor, former: torch.Tensor | None, path: str, how: int
-) -> torch.Tensor:
+def _observe(tensor: torch.Tensor, site: torch.Tensor, former: torch.Tensor | None, path: str, how: int) -> torch.Tensor:
     told = NO_TICKET if former is None else Ticket(*former.tolist())
     return _run(int(site), lambda listener: listener.tensor_passes(tensor, told, path, how))
 
@@ -211,9 +209,7 @@ def _stays_in_forward() -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _observe_traced(
-    tensor: torch.Tensor, site: torch.Tensor, former: torch.Tensor | None, path: str, how: int
-) -> Any:
+def _observe_traced(tensor: torch.Tensor, site: torch.Tensor, former: torch.Tensor | None, path: str, how: int) -> Any:
     """Autograd's kernel of `observe`: the tensor and its future are known here, below it they are not."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
@@ -308,9 +304,7 @@ _OBSERVE_GRADIENT = _define(
     "observe_gradient(Tensor gradient, Tensor ticket) -> ()", _observe_gradient, _fake_nothing, _observe_gradient_traced
 )
 _BEGIN_FORWARD = _define("begin_forward(Tensor site) -> ()", _begin_forward, _fake_begin)
-_END_FORWARD = _define(
-    "end_forward(Tensor output, Tensor site) -> Tensor", _end_forward, _fake_ticket, _end_forward_traced
-)
+_END_FORWARD = _define("end_forward(Tensor output, Tensor site) -> Tensor", _end_forward, _fake_ticket, _end_forward_traced)
 observe, begin_forward, end_forward = _OBSERVE, _BEGIN_FORWARD, _END_FORWARD
 
 

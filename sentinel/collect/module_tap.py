@@ -297,15 +297,18 @@ class ModuleTap:
         if known is not None:
             self._name_again(known, path, is_input, was_first)
             return former
-        known = chunk.known(tensor) if how & ENTERS_GRAPH or not how & IN_GRAPH else None
+        in_graph = bool(how & IN_GRAPH)
+        known = chunk.known(tensor, in_graph=in_graph) if how & ENTERS_GRAPH or not in_graph else None
         if known is not None:
             self._answers[is_input, path] = known, False
             self._name_again(known, path, is_input, was_first)
             return self._ticket(known, chunk.micro_step, False)
         entry = self._own(path, tensor, is_input, was_first)
         chunk.place_site(entry)
-        if how & LEAVES_GRAPH or not how & IN_GRAPH:
-            chunk.graphs.remember(tensor, entry)
+        if not in_graph:
+            chunk.remember(tensor, entry)
+        elif how & LEAVES_GRAPH:
+            chunk.graphs.remember(tensor, entry, in_graph=True)
         kind, grad_kind = (Kind.ACTIVATION_IN, Kind.DGRAD_IN) if is_input else (Kind.ACTIVATION, Kind.DGRAD)
         if kind in takes:
             sites.observe(entry, tensor, chunk.micro_step)

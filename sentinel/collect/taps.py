@@ -18,6 +18,7 @@ from sentinel.collect.compiled import (
     compiled_parts,
     compiler_is_back,
     compiler_steps_aside,
+    gate,
     is_inside,
     run_as_it_is,
     set_gate,
@@ -35,8 +36,8 @@ from sentinel.collect.compiled_ops import (
     new_serial,
     on_cuda_graph,
     on_root_traced,
-    unavailable,
 )
+from sentinel.collect.compiled_trial import why_unusable
 from sentinel.collect.gradient_taps import BackwardMark, GradientTap
 from sentinel.collect.inert import Inert
 from sentinel.collect.module_tap import ModuleTap
@@ -182,8 +183,11 @@ class Chunk:
         fresh = [part for part in parts if not any(is_inside(part, known) for known in self.compiled)]
         if not fresh:
             return
-        if unavailable:
-            self.recorder.sites.blind("compiled", f"{unavailable}: the inside of compiled modules is not measured")
+        problem = why_unusable()
+        if gate.is_usable == bool(problem):
+            gate.is_usable = not problem
+        if problem:
+            self.recorder.sites.blind("compiled", f"{problem}: the inside of compiled modules is not measured")
             return
         self.compiled += fresh
         for name, module in self.structure.modules.items():
@@ -355,12 +359,12 @@ class Chunk:
 
     # -- tensors -----------------------------------------------------------------------------------------------------
 
-    def known(self, tensor: torch.Tensor) -> Entry | None:
+    def known(self, tensor: torch.Tensor, *, in_graph: bool = False) -> Entry | None:
         """Return the entry under which this very tensor, unchanged since, was already measured in this forward."""
         found = self._seen.get(id(tensor))
         if found is not None and found[0]() is tensor and found[1] == tensor._version:
             return found[2]
-        entry = self.graphs.find(tensor) if self.compiled else None
+        entry = self.graphs.find(tensor, in_graph=in_graph) if self.compiled else None
         return self.aliases.find(tensor) if entry is None and self.aliases is not None else entry
 
     def remember(self, tensor: torch.Tensor, entry: Entry) -> None:
@@ -368,7 +372,7 @@ class Chunk:
         self._seen[id(tensor)] = (weakref.ref(tensor), tensor._version, entry)
         self.locals.remember(tensor, entry)
         if self.compiled:
-            self.graphs.remember(tensor, entry)
+            self.graphs.remember(tensor, entry, in_graph=False)
         if self.aliases is not None:
             self.aliases.remember(tensor, entry)
 

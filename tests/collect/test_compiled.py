@@ -89,9 +89,12 @@ class Shaped(nn.Module):
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [FULL, BLACK_BOX], ids=["every site", "black box"])
-@ORDERS
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    ("style", "alternating", "config"),
+    [(style, alternating, FULL) for style in STYLES for alternating in (True, False)]
+    + [(style, False, BLACK_BOX) for style in ("whole", "function")],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
 def test_rows_are_those_of_the_uncompiled_model(
     tmp_path: Path, style: str, alternating: bool, config: dict[str, Any]
 ) -> None:

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 import sentinel
-from sentinel.collect import compiled_ops
+from sentinel.collect import compiled, compiled_ops, compiled_trial
 from sentinel.record import Flag
 
 from .compiled_runs import BLACK_BOX, FULL, STYLES, assert_same_rows, cross_entropy, lines, train, whole
@@ -119,6 +119,27 @@ def test_a_graph_for_cuda_graphs_is_said(tmp_path: Path, monkeypatch: pytest.Mon
 
         monkeypatch.setattr(compiled_ops, "GRAPHED_DEVICES", ("cpu",))
         assert codes(tmp_path / "as if on a gpu") == {"cuda_graphs"}
+
+
+def test_another_torch_is_tried_out_before_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_on(folder: Path, torch_works: bool) -> tuple[list[int], set[str]]:
+        torch._dynamo.reset()
+        compiled_trial.why_unusable.cache_clear()
+        monkeypatch.setattr(compiled.gate, "is_usable", False)
+        training = Training(folder)
+        with monkeypatch.context() as patch:
+            if not torch_works:
+                patch.setattr(compiled_trial, "observe", lambda *args: None)
+            monitor = training.attach()
+            training.step()
+        monitor.detach()
+        return num_activations(training.said()), {one.code for one in training.said().health}
+
+    monkeypatch.setattr(compiled_trial, "TESTED", ())
+
+    assert run_on(tmp_path / "works", True) == ([11], set())
+    assert run_on(tmp_path / "loses ops", False) == ([1], {"compiled"})
+    compiled_trial.why_unusable.cache_clear()
 
 
 # -- nobody is hurt ----------------------------------------------------------------------------------------------------
@@ -259,3 +280,26 @@ def test_data_parallel_around_or_inside_a_compiled_model(one_process: None, tmp_
 
     assert_same_rows(plain.said, watched.said)
     assert plain.said is not None and len(lines(plain.said)[1]) > 100
+
+
+def test_sharded_blocks_that_are_compiled_one_by_one(one_process: None, tmp_path: Path) -> None:
+    """As torchtitan does. What FSDP2 makes of a block's input lies in the same memory, and is a tensor of its own."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
+
+    def make(is_compiled: bool) -> nn.Module:
+        model = TinyModel()
+        for block in model.blocks:
+            if is_compiled:
+                block.compile(backend="aot_eager", fullgraph=True)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    plain = train(tmp_path / "plain", make=lambda: make(False))
+    watched = train(tmp_path / "watched", make=lambda: make(True))
+
+    assert_same_rows(plain.said, watched.said)
+    assert watched.losses == plain.losses and watched.graphs == [1, 1]
