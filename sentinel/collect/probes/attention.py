@@ -55,7 +55,7 @@ class Attention:
         """(vpp_stage, module) -> the forward that called last, and how often."""
         self._is_written: dict[int, bool] = {}
         """Id of a module -> whether its softmax is that of attention."""
-        self._entries: dict[tuple[int, str, str], Entry] = {}
+        self._entries: dict[tuple[int, str], Entry] = {}
         context.events.planned.subscribe("attention", self._plan)
         context.events.begun.subscribe("attention", self._begin)
         context.events.ending.subscribe("attention", self._end)
@@ -191,7 +191,7 @@ class Attention:
             self._num_rows += 1
 
     def _entry(self, chunk: Chunk, name: str) -> Entry:
-        key = (chunk.vpp_stage, name, "")
+        key = (chunk.vpp_stage, name)
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = self._context.table.entry(chunk.vpp_stage, name, Kind.ATTENTION)

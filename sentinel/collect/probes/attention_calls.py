@@ -65,6 +65,8 @@ def _replace_all(calls: Interception[Attending]) -> None:
     flex = sys.modules.get("torch.nn.attention.flex_attention")
     if flex is not None:
         found.append((flex, "flex_attention", _telling(calls, flex.flex_attention, _of_flex)))
+    for _, name, ours in found:
+        _let_script(name, ours)
     by_identity = {id(getattr(owner, name)): ours for owner, name, ours in found}
     for owner, name, ours in found:
         calls.replace(owner, name, ours)
@@ -80,6 +82,19 @@ def _replace_all(calls: Interception[Attending]) -> None:
 
 
 calls: Interception[Attending] = _Calls(_replace_all)
+
+
+_scriptable: list[Any] = []
+"""Replacements that TorchScript knows by their address: they live for ever, so that nobody else gets it."""
+
+
+def _let_script(name: str, ours: Any) -> None:
+    """Let torch.jit.script take a replacement for the operator that it stands for: it cannot read one."""
+    operator = {"scaled_dot_product_attention": "aten::scaled_dot_product_attention", "softmax": "aten::softmax"}.get(name)
+    register = getattr(sys.modules.get("torch.jit._builtins"), "_register_builtin", None)
+    if operator is not None and register is not None:
+        _scriptable.append(ours)
+        register(ours, operator)
 
 
 def _telling(

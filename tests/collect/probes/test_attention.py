@@ -391,6 +391,22 @@ def test_a_block_that_is_compiled_is_named(run: Path) -> None:
     assert "2:entropy" in seen or [one.site for one in told.health if one.code == "blind_probe"] == ["2:attention"]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_functions_can_be_scripted_meanwhile(run: Path) -> None:
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return torch.nn.functional.softmax(y, dim=-1) + torch.softmax(y, -1)
+
+    q = batch(0)[:, None]
+    expected = attend(q)
+    monitor = sentinel.attach(Net("sdpa"), config=ATTENTION)
+    assert calls.users  # Both are replaced now.
+    scripted = torch.jit.script(attend)
+    monitor.detach()
+
+    assert torch.equal(scripted(q), expected)
+
+
 def test_blindness_is_said(run: Path) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     monitor = sentinel.attach(model, config=ATTENTION)
