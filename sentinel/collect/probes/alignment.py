@@ -15,7 +15,7 @@ from sentinel.collect.placements import local_of
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.optimizer_state import STATE_KEYS
 from sentinel.collect.probes.pieces import ROOM, side_by_side
-from sentinel.collect.probes.prepared_rows import share_words
+from sentinel.collect.probes.prepared_rows import device_shares
 from sentinel.collect.probes.single_values import NUM_NAN, observe_words, value_words
 from sentinel.collect.probes.stepped import Stepped, per_rank, stepped_by
 from sentinel.collect.probes.update_rules import adam, as_number, is_cut_alike, lion, muon, rule_of, sgd
@@ -95,7 +95,7 @@ class Alignment:
             num_nan = sums[:, 1].long()
             numel = torch.tensor([number for *_, number in mine], dtype=torch.int64)
             numel = numel.to(sums.device, non_blocking=True) if sums.is_cpu else _on_device(numel, sums.device)
-            words = share_words(sums[:, 0].long(), numel - num_nan)
+            words = device_shares(sums[:, 0].long(), numel - num_nan)
             words[:, NUM_NAN] = num_nan
             observe_words(self._context.recording, [entry for entry, *_ in mine], words, self._rows)
             norms = (sums[:, 3] * sums[:, 4]).sqrt()

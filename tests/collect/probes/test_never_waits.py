@@ -12,7 +12,7 @@ from torch import nn
 from sentinel.collect.probes import histogram, weight_spectrum
 from sentinel.collect.probes.alignment import agreement
 from sentinel.collect.probes.pieces import merge_words, piece_words
-from sentinel.collect.probes.prepared_rows import moments_words, share_words
+from sentinel.collect.probes.prepared_rows import moments_words, device_shares
 from sentinel.collect.probes.single_values import value_words
 from sentinel.collect.probes.update import found_inf_of
 from sentinel.collect.probes.update_rules import Given, adafactor, adam, lion, muon, sgd
@@ -74,7 +74,7 @@ COMPUTED: dict[str, Callable[[], torch.Tensor | None]] = {
     "agreement": lambda: agreement(on_meta(6, 5), on_meta(6, 5), on_meta()),
     "value_words": lambda: value_words(on_meta(4), on_meta(4, dtype=torch.bool)),
     "moments_words": lambda: moments_words(on_meta(4)),
-    "share_words": lambda: share_words(on_meta(4, dtype=torch.int64), on_meta(4, dtype=torch.int64)),
+    "device_shares": lambda: device_shares(on_meta(4, dtype=torch.int64), on_meta(4, dtype=torch.int64)),
     "piece_words": lambda: piece_words(on_meta(4), 0.0),
     "merge_words": lambda: merge_words(on_meta(3, 12, dtype=torch.int64)),
     "bin_of": lambda: histogram.bin_of(on_meta(4), on_meta()),
