@@ -12,7 +12,7 @@ from torch import nn
 from sentinel.collect.probes import histogram, weight_spectrum
 from sentinel.collect.probes.alignment import agreement
 from sentinel.collect.probes.pieces import merge_words, piece_words
-from sentinel.collect.probes.prepared_rows import moments_words, device_shares
+from sentinel.collect.probes.prepared_rows import device_shares, moments_words
 from sentinel.collect.probes.single_values import value_words
 from sentinel.collect.probes.update import found_inf_of
 from sentinel.collect.probes.update_rules import Given, adafactor, adam, lion, muon, sgd
