@@ -29,16 +29,10 @@ from sentinel.command import (
     EnableMonitoring,
     WithdrawCommand,
 )
+from sentinel.control.status import STATES, CommandStatus
 from sentinel.errors import StoreError
 from sentinel.messages import Ack
 
-STATES: tuple[str, ...] = (
-    "issued", "armed", "applied", "partial", "ended", "withdrawn", "refused", "expired", "dry_run",
-)  # fmt: skip
-"""issued: written. armed: every live rank it means will obey. applied: every one does. partial: some do, some came too
-late or refused. ended: over, as ordered. withdrawn: not every rank could obey in time. refused: every rank refused.
-expired: not answered in time. dry_run: only written down."""
-FINAL_STATES = frozenset({"ended", "withdrawn", "refused", "expired", "dry_run"})
 GRACE_S = 2.0
 """A rank that has not answered for so long after another passed the command's step came too late (chosen)."""
 MAX_REMEMBERED = 1000
@@ -54,32 +48,6 @@ _CommandT = TypeVar(
 )
 _FILE = re.compile(r"(\d{6,})\.json")
 _DECODER: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
-
-
-class CommandStatus(msgspec.Struct, kw_only=True):
-    """A command and what became of it."""
-
-    command: Command
-    state: str = "issued"
-    source: str = "cli"
-    """`policy`, `cli`, `http`, `config` (an edit of the trainer's config file)."""
-    key: str = ""
-    """What it follows from; the same key is issued once."""
-    issued: float = 0.0
-    """Seconds since the epoch."""
-    acks: dict[int, str] = {}
-    """Rank -> its newest answer."""
-    reason: str = ""
-    """Why it is in this state, for people."""
-    is_late: bool = False
-    """It was withdrawn because a rank had passed its step before reading it."""
-    overdue_since: float | None = None
-    """When the first rank was seen past its step while another had not answered."""
-
-    @property
-    def is_final(self) -> bool:
-        """Nothing more will become of it."""
-        return self.state in FINAL_STATES or isinstance(self.command, WithdrawCommand)
 
 
 class CommandDesk:

@@ -15,8 +15,9 @@ import msgspec
 
 from sentinel.command import ChangeConfig
 from sentinel.config_file import ConfigFile, Reading
-from sentinel.control.commands import CommandDesk, CommandStatus
+from sentinel.control.commands import CommandDesk
 from sentinel.control.policy import MAX_LATENCY_S, ControlConfig, first_step
+from sentinel.control.status import CommandStatus
 from sentinel.errors import ConfigError
 from sentinel.messages import Descriptor
 from sentinel.monitor_config import Measurement, as_told, refuse_fixed

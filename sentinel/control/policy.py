@@ -10,7 +10,8 @@ import msgspec
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.command import DumpTensors, EnableMonitoring
-from sentinel.control.commands import CommandDesk, CommandStatus
+from sentinel.control.commands import CommandDesk
+from sentinel.control.status import CommandStatus
 from sentinel.errors import ConfigError
 from sentinel.monitor_config import MEASURED_LABELS
 from sentinel.place import Place, depth

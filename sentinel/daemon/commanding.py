@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 
 from sentinel.command import ANY_ATTEMPT
-from sentinel.control.commands import CommandDesk, CommandStatus
+from sentinel.control.commands import CommandDesk
 from sentinel.control.edits import ConfigInUse, EditDesk
 from sentinel.control.policy import DUMP, ControlConfig, Escalator, Proposal, first_step
+from sentinel.control.status import CommandStatus
 from sentinel.errors import ConfigError, StoreError
 from sentinel.messages import Ack
 from sentinel.record import KIND_LABELS
