@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import multiprocessing.util
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +21,7 @@ from sentinel.collect.gradient_watch import GradientWatch
 from sentinel.collect.gradients import REFRESH_STEPS, Parameters
 from sentinel.collect.introduction import Introduction
 from sentinel.collect.kernels import choose_kernel
+from sentinel.collect.living import Ending
 from sentinel.collect.loss_scale import LossScale
 from sentinel.collect.memory import MemoryUse
 from sentinel.collect.moe_tracker import MoETracker
@@ -51,7 +49,6 @@ from sentinel.wire.handover import Handover
 
 log = logging.getLogger("sentinel")
 
-_living: weakref.WeakSet[Monitor] = weakref.WeakSet()
 ACTIVITIES = ("init", "train", "eval", "checkpoint")
 
 
@@ -129,10 +126,7 @@ class Monitor:
         except BaseException:
             self._uninstall()  # A model that cannot be watched is left as it was.
             raise
-        atexit.register(self._at_exit)
-        _living.add(self)
-        # A process made by multiprocessing's fork never runs atexit.
-        self._finalizer = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
+        self._ending = Ending(self, self._at_exit)
         log.info(
             "sentinel: run %s attempt %s rank %d: %d tensors, kernel %s, step boundary: %s",
             attempt.run, attempt.attempt, self.place.rank, len(self.parameters.all), self.recording.kernel.name,
@@ -498,15 +492,4 @@ class Monitor:
                 self.guard("close", error)
         if self._handover.close(reason, timeout_s=5.0, health=self.recording.take_health()):
             self._memory.close()
-        atexit.unregister(self._at_exit)
-        self._finalizer.cancel()
-
-
-def _disarm_child() -> None:
-    # A forked data-loader worker or trainer helper: the spool, the steps and the hooks belong to the parent.
-    for monitor in list(_living):
-        monitor.is_alive = False
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_disarm_child)
+        self._ending.cancel()
