@@ -37,6 +37,8 @@ from sentinel.record import Flag, Kind
 if TYPE_CHECKING:
     from sentinel.collect.taps import Chunk
 
+INPUTS = frozenset({Kind.ACTIVATION_IN, Kind.DGRAD_IN})
+OUTPUTS = frozenset({Kind.ACTIVATION, Kind.DGRAD})
 _graph_task = getattr(torch._C, "_current_graph_task_id", None)
 
 
@@ -89,12 +91,13 @@ class ModuleTap:
         self.may_rest = False
         self.borders = {border.is_input: border for border in borders}
         self.takes_all = bool(kinds)
-        self.takes_in = kinds & {Kind.ACTIVATION_IN, Kind.DGRAD_IN}
-        self.takes_out = kinds & {Kind.ACTIVATION, Kind.DGRAD}
-        if True in self.borders:
-            self.takes_in = frozenset({Kind.ACTIVATION_IN, Kind.DGRAD_IN})
-        if False in self.borders:
-            self.takes_out = frozenset({Kind.ACTIVATION, Kind.DGRAD})
+        self.takes_in = kinds & INPUTS
+        self.takes_out = kinds & OUTPUTS
+        # A tensor of this site may turn out to be a border: then it is measured with its gradient, whatever is wanted here.
+        if True in self.borders or (self.takes_in and self.chunk.wants_borders):
+            self.takes_in = INPUTS
+        if False in self.borders or (self.takes_out and self.chunk.wants_borders):
+            self.takes_out = OUTPUTS
         self.is_border_in, self.is_border_out = True in self.borders, False in self.borders
         self.has_passed = False
         if self is self.chunk.own:
@@ -210,12 +213,12 @@ class ModuleTap:
                 entry = chunk.known(tensor)
                 if entry is not None:
                     chunk.settle(self.name, tensor)
-                    self._name_again(entry, path, True, was_first)
+                    self._name_again(entry, path, True, was_first, tensor)
                     continue
                 entry = chunk.source(tensor)
                 if entry is not None:
                     chunk.remember(tensor, entry)
-                    self._name_again(entry, path, True, was_first)
+                    self._name_again(entry, path, True, was_first, tensor)
                     if Kind.DGRAD_IN in self.takes_in and tensor.requires_grad and tensor.grad_fn is not None:
                         tensor.register_hook(SummandTap(chunk, entry, self.name + path))  # type: ignore[no-untyped-call]
                     continue
@@ -236,7 +239,7 @@ class ModuleTap:
             entry = chunk.known(tensor) or chunk.source(tensor)
             if entry is not None:
                 chunk.remember(tensor, entry)
-                self._name_again(entry, path, False, was_first)
+                self._name_again(entry, path, False, was_first, tensor)
                 continue
             entry = self._own(path, tensor, False, was_first)
             self._take(entry, tensor, Kind.ACTIVATION, Kind.DGRAD, path, self.takes_out)
@@ -373,15 +376,28 @@ class ModuleTap:
         grad.site_pos = entry.site_pos
         return grad
 
-    def _name_again(self, entry: Entry, path: str, is_input: bool, was_first: bool) -> None:
-        """Name a second time what another site has measured."""
+    def _name_again(
+        self, entry: Entry, path: str, is_input: bool, was_first: bool, tensor: torch.Tensor | None = None
+    ) -> None:
+        """Name a second time what another site has met, and measure it where only a border asks for that.
+
+        tensor: the one at hand; None: it passes in a graph, whose next call measures it.
+        """
         sites = self.chunk.recorder.sites
         if is_input:
             sites.add_consumer(entry, self.name)
         else:
             sites.add_producer(entry, self.name + path)
-        if was_first:
+        if was_first and is_input in self.borders:
+            grad = entry.grad
+            was_measured = sites.is_measured(entry), grad is not None and sites.is_looked_at(grad)
             self._widen_border(entry, is_input)
+            if tensor is None or is_async(tensor):
+                return
+            if not was_measured[0] and sites.is_measured(entry):
+                sites.observe(entry, local_of(tensor), self.chunk.micro_step)
+            if grad is not None and not was_measured[1] and sites.is_looked_at(grad) and tensor.requires_grad:
+                self.chunk.hook_gradient(tensor, grad)
 
     def _widen_border(self, entry: Entry, is_input: bool) -> None:
         """One tensor may be two borders (a chunk that begins with a block): its gradient was made behind the later one."""

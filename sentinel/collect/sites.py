@@ -67,9 +67,13 @@ class Sites:
         """Note that a forward has shown how some sites are placed: the table travels again."""
         self._table.is_changed |= is_changed
 
+    def is_measured(self, entry: Entry) -> bool:
+        """Whether the running step measures this tensor."""
+        return bool(entry.flags & Flag.BORDER) or (self.is_due and self._plan.measures(entry))
+
     def is_looked_at(self, entry: Entry) -> bool:
         """Whether the running step measures this tensor, or shows it to somebody who may."""
-        return bool(entry.flags & Flag.BORDER) or (self.is_due and (self.has_onlookers or self._plan.measures(entry)))
+        return self.is_measured(entry) or (self.is_due and self.has_onlookers)
 
     @property
     def has_onlookers(self) -> bool:
@@ -78,14 +82,14 @@ class Sites:
 
     def observe(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
         """Measure one tensor of the black box, or of a due step."""
-        if entry.flags & Flag.BORDER or (self.is_due and self._plan.measures(entry)):
+        if self.is_measured(entry):
             self._recording.observe(entry, tensor, micro_step)
         elif self.is_due and self._recording.onlookers:
             self._recording.show(entry, tensor, micro_step)
 
     def reserve(self, entry: Entry, micro_step: int) -> int:
         """Begin a row whose tensor is still on its way; -1 when it is not measured."""
-        if entry.flags & Flag.BORDER or (self.is_due and self._plan.measures(entry)):
+        if self.is_measured(entry):
             return self._recording.reserve(entry, micro_step)
         return -1
 

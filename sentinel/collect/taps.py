@@ -148,6 +148,7 @@ class Chunk:
             for border in self.structure.borders:
                 borders.setdefault(border.module, []).append(border)
         wants_sites = False
+        self.wants_borders = black_box
         for name, module in self.structure.modules.items():
             kinds, mine = wanted(name), borders.get(name, [])
             tap = self.taps.get(name)
@@ -163,7 +164,7 @@ class Chunk:
             wants_sites |= bool(kinds)
         self.generation += 1
         self.next_pos, self._is_placed, self._num_looks = SITE_GAP, False, 0
-        self.wants_borders, self.wants_sites = black_box, wants_sites
+        self.wants_sites = wants_sites
         set_gate(self)
 
     def _new_tap(self, name: str, module: nn.Module) -> ModuleTap:

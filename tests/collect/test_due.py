@@ -123,3 +123,30 @@ def test_defect_12_ranks_that_are_not_listed_measure_nothing(
     assert len([step for step in said.rows if said.of(step, "wgrad")]) == expected
     assert sorted(end.step for end in said.ends) == [0, 1, 2]
     assert all(found) == bool(expected) and any(found) == bool(expected)
+
+
+@pytest.mark.parametrize("kinds", [["activation"], ["dgrad"], ["activation_in"], ["dgrad_in"], KINDS])
+def test_the_black_box_is_whole_whatever_else_is_measured(run: Path, tmp_path: Path, kinds: list[str]) -> None:
+    """From the first step on, tensors that other sites met first too: the output of an embedding is a block's input."""
+
+    def borders(name: str, kinds: list[str]) -> list[set[tuple[str, str, int, str]]]:
+        torch.manual_seed(0)
+        model = TinyModel()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        monitor = sentinel.attach(model, optimizer, {"kinds": kinds, "run": name, "directory": str(tmp_path)})
+        train(monitor, model, optimizer, range(3), [])
+        monitor.detach()
+        said = Said(tmp_path / name)
+        return [
+            {
+                (t.kind.removesuffix("_in"), t.border, t.border_index, f"{r['mean']:.12e} {r['m2']:.12e}")
+                for t, r in rows
+                if t.border
+            }
+            for _, rows in sorted(said.rows.items())
+        ]
+
+    expected = borders("alone", [])
+
+    assert borders("more", kinds) == expected
+    assert len(expected) == 3 and all(len(one) >= 6 for one in expected)
