@@ -213,12 +213,12 @@ class ModuleTap:
                 entry = chunk.known(tensor)
                 if entry is not None:
                     chunk.settle(self.name, tensor)
-                    self._name_again(entry, path, True, was_first, tensor)
+                    self._meet_again(entry, path, True, was_first, tensor)
                     continue
                 entry = chunk.source(tensor)
                 if entry is not None:
                     chunk.remember(tensor, entry)
-                    self._name_again(entry, path, True, was_first, tensor)
+                    self._meet_again(entry, path, True, was_first, tensor)
                     if Kind.DGRAD_IN in self.takes_in and tensor.requires_grad and tensor.grad_fn is not None:
                         tensor.register_hook(SummandTap(chunk, entry, self.name + path))  # type: ignore[no-untyped-call]
                     continue
@@ -239,7 +239,7 @@ class ModuleTap:
             entry = chunk.known(tensor) or chunk.source(tensor)
             if entry is not None:
                 chunk.remember(tensor, entry)
-                self._name_again(entry, path, False, was_first, tensor)
+                self._meet_again(entry, path, False, was_first, tensor)
                 continue
             entry = self._own(path, tensor, False, was_first)
             self._take(entry, tensor, Kind.ACTIVATION, Kind.DGRAD, path, self.takes_out)
@@ -298,14 +298,14 @@ class ModuleTap:
             return former
         known = chunk.graphs.entry_of(former)
         if known is not None:
-            self._name_again(known, path, is_input, was_first)
-            return former
+            is_wanted = self._name_again(known, path, is_input, was_first, tensor) and bool(how & HAS_GRADIENT)
+            return self._ticket(known, chunk.micro_step, True) if is_wanted else former
         in_graph = bool(how & IN_GRAPH)
         known = chunk.known(tensor, in_graph=in_graph) if how & ENTERS_GRAPH or not in_graph else None
         if known is not None:
-            self._answers[is_input, path] = known, False
-            self._name_again(known, path, is_input, was_first)
-            return self._ticket(known, chunk.micro_step, False)
+            is_wanted = self._name_again(known, path, is_input, was_first, tensor) and bool(how & HAS_GRADIENT)
+            self._answers[is_input, path] = known, is_wanted
+            return self._ticket(known, chunk.micro_step, is_wanted)
         entry = self._own(path, tensor, is_input, was_first)
         chunk.place_site(entry)
         if not in_graph:
@@ -376,12 +376,15 @@ class ModuleTap:
         grad.site_pos = entry.site_pos
         return grad
 
-    def _name_again(
-        self, entry: Entry, path: str, is_input: bool, was_first: bool, tensor: torch.Tensor | None = None
-    ) -> None:
-        """Name a second time what another site has met, and measure it where only a border asks for that.
+    def _meet_again(self, entry: Entry, path: str, is_input: bool, was_first: bool, tensor: torch.Tensor) -> None:
+        if self._name_again(entry, path, is_input, was_first, tensor) and tensor.requires_grad:
+            assert entry.grad is not None
+            self.chunk.hook_gradient(tensor, entry.grad)
 
-        tensor: the one at hand; None: it passes in a graph, whose next call measures it.
+    def _name_again(self, entry: Entry, path: str, is_input: bool, was_first: bool, tensor: torch.Tensor) -> bool:
+        """Name a second time what another site has met; measure it where only a border asks for that.
+
+        Return whether its gradient is asked for from now on, and was not.
         """
         sites = self.chunk.recorder.sites
         if is_input:
@@ -390,14 +393,12 @@ class ModuleTap:
             sites.add_producer(entry, self.name + path)
         if was_first and is_input in self.borders:
             grad = entry.grad
-            was_measured = sites.is_measured(entry), grad is not None and sites.is_looked_at(grad)
+            was_measured, was_looked_at = sites.is_measured(entry), grad is not None and sites.is_looked_at(grad)
             self._widen_border(entry, is_input)
-            if tensor is None or is_async(tensor):
-                return
-            if not was_measured[0] and sites.is_measured(entry):
-                sites.observe(entry, local_of(tensor), self.chunk.micro_step)
-            if grad is not None and not was_measured[1] and sites.is_looked_at(grad) and tensor.requires_grad:
-                self.chunk.hook_gradient(tensor, grad)
+            if not was_measured and sites.is_measured(entry) and not is_async(tensor):
+                sites.catch_up(entry, local_of(tensor), self.chunk.micro_step)
+            return grad is not None and not was_looked_at and sites.is_looked_at(grad)
+        return False
 
     def _widen_border(self, entry: Entry, is_input: bool) -> None:
         """One tensor may be two borders (a chunk that begins with a block): its gradient was made behind the later one."""

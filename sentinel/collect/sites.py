@@ -87,6 +87,10 @@ class Sites:
         elif self.is_due and self._recording.onlookers:
             self._recording.show(entry, tensor, micro_step)
 
+    def catch_up(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
+        """Measure what turned out to be a border after it had passed: onlookers have seen it."""
+        self._recording.fill(self._recording.reserve(entry, micro_step), tensor)
+
     def reserve(self, entry: Entry, micro_step: int) -> int:
         """Begin a row whose tensor is still on its way; -1 when it is not measured."""
         if self.is_measured(entry):
