@@ -19,7 +19,7 @@ demo: $(STAMP)
 	$(BIN)/sentinel demo $(DEMO_FLAGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --ignore tests/trainers -n 2 $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest --ignore tests/trainers -n 2 --dist worksteal $(PYTEST_FLAGS)
 
 trainers: $(TRAINERS)
 	$(BIN)/python -m pytest -m trainer -n 2 tests/trainers $(PYTEST_FLAGS)

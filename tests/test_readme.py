@@ -15,6 +15,7 @@ from torch import nn
 from sentinel import ADAPTERS
 from sentinel.anomaly import Anomaly
 from sentinel.cli.main import VERBS
+from sentinel.monitor_config import parse_config
 from sentinel.rules.loader import load_pack
 
 from .layouts.builds import LAYOUTS
@@ -42,7 +43,7 @@ def test_ten_lines_attach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_rules_load(tmp_path: Path) -> None:
-    (block,) = blocks("yaml")
+    (block,) = [block for block in blocks("yaml") if block.startswith("rules:")]
     path = tmp_path / "pack.yaml"
     path.write_text(block)
 
@@ -50,6 +51,16 @@ def test_the_rules_load(tmp_path: Path) -> None:
 
     named = [rule["name"] for rule in yaml.safe_load(block)["rules"]]
     assert set(named) <= {rule.name for rule in pack.rules}
+
+
+def test_the_config_loads() -> None:
+    (block,) = [block for block in blocks("yaml") if not block.startswith("rules:")]
+
+    config = parse_config(block.encode(), "README.md")
+
+    assert config.stagger == 8
+    assert config.schedule_of("attention").step_interval == 100
+    assert config.schedule_of("update").histogram
 
 
 def test_the_anomaly_is_one() -> None:

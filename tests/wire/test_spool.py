@@ -349,10 +349,10 @@ def test_an_ack_that_makes_no_sense_acknowledges_nothing(tmp_path: Path, text: s
 
 def test_a_file_deleted_under_the_writer_is_said(tmp_path: Path) -> None:
     out = writer(tmp_path / "r")
-    out.append(FrameType.VECTOR, b"x")
+    out.append(FrameType.ROWS, b"x")
     (tmp_path / "r" / "000000.spool").unlink()
     for _ in range(300):
-        out.append(FrameType.VECTOR, b"x")
+        out.append(FrameType.ROWS, b"x")
 
     told = [decode_message(frame) for frame in drain(SpoolReader(tmp_path / "r"))]
 
