@@ -5,7 +5,8 @@
 
 Each contender lives in a process of its own (what it patches, it patches there). The processes take turns, a few steps
 each, one at a time, so that a machine that is shared slows all of them alike. A round gives each contender one median
-step time; reported is the median over the rounds of its ratio to the bare step of the same round, and its spread.
+step time; reported is the median over the rounds of its ratio to the bare step of the same round, and its spread. `cpu` is
+the same of processor seconds, all threads of the process: who else runs on the machine disturbs it less.
 Bytes are those written to disk a step, peak memory is the most that the process ever had resident.
 """
 
@@ -67,28 +68,29 @@ def compare(options: argparse.Namespace) -> None:
     names = ["bare", *(f"{tool}: {what}" for what in (WGRADS, ACTIVATIONS, IDLE) for tool in ("msprobe", "sentinel"))]
     arguments = [f"--{key}={getattr(options, key)}" for key in ("width", "layers", "sequence", "batch", "threads")]
     found: dict[str, dict[str, Any]] = {}
-    ratios: dict[str, list[float]] = {name: [] for name in names}
+    ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     bare: list[float] = []
     with tempfile.TemporaryDirectory(prefix="sentinel-vs-msprobe-") as folder:
         workers = {name: start(name, arguments, Path(folder) / str(at)) for at, name in enumerate(names)}
         for turn in range(options.rounds + 1):
             order = names[turn % len(names) :] + names[: turn % len(names)]
-            times = {name: statistics.median(ask(workers[name], f"run {options.steps}")[1:]) for name in order}
+            times = {name: medians(ask(workers[name], f"run {options.steps}")[1:]) for name in order}
             if turn > 0:  # The first round warms caches up.
-                bare.append(times["bare"])
+                bare.append(times["bare"][0])
                 for name in names:
-                    ratios[name].append(times[name] / times["bare"])
+                    ratios[name].append((times[name][0] / times["bare"][0], times[name][1] / times["bare"][1]))
         for name in names:
             found[name] = summary(ratios[name], ask(workers[name], "end"))
             workers[name].wait()
     print(f"bare step {1e3 * statistics.median(bare):.0f} ms, {options.rounds} rounds of {options.steps} steps\n")
-    print(f"{'':52s} {'added':>8s} {'p10':>8s} {'p90':>8s} {'kB/step':>8s} {'peak MB':>8s}")
+    print(f"{'':52s} {'added':>8s} {'p10':>8s} {'p90':>8s} {'cpu':>8s} {'kB/step':>8s} {'peak MB':>8s}")
     for name, one in found.items():
-        added, low, high = (f"{100 * (one[key] - 1):+.1f} %" for key in ("ratio", "p10", "p90"))
-        print(f"{name:52s} {added:>8s} {low:>8s} {high:>8s} {one['bytes_per_step'] / 1e3:8.1f} {one['peak_mb']:8.0f}")
-    shares = {what: share(found, what) for what in (WGRADS, ACTIVATIONS, IDLE)}
-    for what, value in shares.items():
-        print(f"{what}: Sentinel adds {value:.3f} of what msProbe adds")
+        added, low, high, cpu = (f"{100 * (one[key] - 1):+.1f} %" for key in ("ratio", "p10", "p90", "cpu"))
+        kilobytes, megabytes = one["bytes_per_step"] / 1e3, one["peak_mb"]
+        print(f"{name:52s} {added:>8s} {low:>8s} {high:>8s} {cpu:>8s} {kilobytes:8.1f} {megabytes:8.0f}")
+    shares = {what: [share(found, what, key) for key in ("ratio", "cpu")] for what in (WGRADS, ACTIVATIONS, IDLE)}
+    for what, (wall, cpu) in shares.items():
+        print(f"{what}: Sentinel adds {wall:.3f} of the step time that msProbe adds, {cpu:.3f} of the processor time")
     if options.write:
         import torch
 
@@ -102,17 +104,21 @@ def compare(options: argparse.Namespace) -> None:
         print(f"written: {path.relative_to(ROOT)}")
 
 
-def share(found: dict[str, dict[str, Any]], what: str) -> float:
-    ours, theirs = found[f"sentinel: {what}"]["ratio"] - 1, found[f"msprobe: {what}"]["ratio"] - 1
+def medians(took: list[list[float]]) -> tuple[float, float]:
+    return statistics.median(wall for wall, _ in took), statistics.fmean(cpu for _, cpu in took)
+
+
+def share(found: dict[str, dict[str, Any]], what: str, key: str) -> float:
+    ours, theirs = found[f"sentinel: {what}"][key] - 1, found[f"msprobe: {what}"][key] - 1
     return float(ours / theirs) if theirs > 0 else float("nan")
 
 
-def summary(ratios: list[float], end: dict[str, Any]) -> dict[str, Any]:
-    ordered = sorted(ratios)
+def summary(ratios: list[tuple[float, float]], end: dict[str, Any]) -> dict[str, Any]:
+    ordered, cpu = sorted(wall for wall, _ in ratios), statistics.median(cpu for _, cpu in ratios)
     tenth = max(0, len(ordered) // 10)
     return {
         "ratio": statistics.median(ordered), "p10": ordered[tenth], "p90": ordered[-1 - tenth],
-        "bytes_per_step": end["bytes"] / end["steps"], "peak_mb": end["peak_mb"], "last_loss": end["loss"],
+        "cpu": cpu, "bytes_per_step": end["bytes"] / end["steps"], "peak_mb": end["peak_mb"], "last_loss": end["loss"],
     }  # fmt: skip
 
 
@@ -159,12 +165,12 @@ def work(options: argparse.Namespace) -> None:
         took = []
         for _ in range(int(number)):
             batch = data.micro_step(step, 0, 0)
-            began = time.perf_counter()
+            began, began_cpu = time.perf_counter(), time.process_time()
             loss = next_token_loss(model(batch[:, :-1]), batch[:, 1:])
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            took.append(time.perf_counter() - began)
+            took.append((time.perf_counter() - began, time.process_time() - began_cpu))
             step += 1
         say(out, took)
     if hasattr(monitor, "detach"):
