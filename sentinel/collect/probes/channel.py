@@ -33,21 +33,8 @@ class Channel:
         self._sums = StepSums(context, "channel")
         self._entries: dict[int, list[Entry]] = {}
         """Id of a source -> its entries of this step."""
-        context.events.planned.subscribe("channel", self._plan)
+        context.look_while("channel", lambda: context.plan.wants(Kind.CHANNEL), self.look)
         context.events.ending.subscribe("channel", self._end)
-        context.events.removed.subscribe("channel", self._leave)
-
-    def _plan(self) -> None:
-        onlookers = self._context.recording.onlookers
-        if not self._context.plan.wants(Kind.CHANNEL):
-            self._leave()
-        elif self.look not in onlookers:
-            onlookers.append(self.look)
-
-    def _leave(self) -> None:
-        onlookers = self._context.recording.onlookers
-        if self.look in onlookers:
-            onlookers.remove(self.look)
 
     def look(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
         """Add an activation to the sums of its channels. Reads it twice; does not wait."""

@@ -14,7 +14,7 @@ from sentinel.collect.attempt import Attempt
 from sentinel.collect.gradients import Parameters
 from sentinel.collect.inert import Inert
 from sentinel.collect.plan import Plan
-from sentinel.collect.recording import Recording
+from sentinel.collect.recording import Onlooker, Recording
 from sentinel.collect.sites import Sites
 from sentinel.collect.taps import Chunk, in_backward
 from sentinel.collect.tensors import TensorTable
@@ -90,6 +90,23 @@ class ProbeContext:
     """The run, its directory, and the attempt."""
     descriptor: Callable[[], Descriptor]
     """What this rank says of itself, made now: not at every step."""
+
+    def look_while(self, name: str, is_wanted: Callable[[], bool], look: Onlooker) -> None:
+        """Let `look` see every tensor that is measured or passes by, while `is_wanted` says so: asked when plans change."""
+        onlookers = self.recording.onlookers
+
+        def leave() -> None:
+            if look in onlookers:
+                onlookers.remove(look)
+
+        def planned() -> None:
+            if not is_wanted():
+                leave()
+            elif look not in onlookers:
+                onlookers.append(look)
+
+        self.events.planned.subscribe(name, planned)
+        self.events.removed.subscribe(name, leave)
 
     def watch(self, chunk: Chunk, name: str, module: nn.Module, call: ForwardCall) -> RemovableHandle:
         """Call `call(args, kwargs, output, micro_step)` after each counted training forward of a module.

@@ -37,21 +37,13 @@ class Histogram:
         self._context = context
         self._kinds: frozenset[int] = frozenset()
         self._num_added = 0
-        context.events.planned.subscribe(STATISTIC, self._plan)
+        context.look_while(STATISTIC, self._is_wanted, self.look)
         context.events.ending.subscribe(STATISTIC, self._end)
-        context.events.removed.subscribe(STATISTIC, self._remove)
 
-    def _plan(self) -> None:
-        plan, onlookers = self._context.plan, self._context.recording.onlookers
+    def _is_wanted(self) -> bool:
+        plan = self._context.plan
         self._kinds = frozenset(int(kind) for kind in MEASURED if plan.schedule_of(kind).histogram and plan.wants(kind))
-        if self._kinds and self.look not in onlookers:
-            onlookers.append(self.look)
-        elif not self._kinds:
-            self._remove()
-
-    def _remove(self) -> None:
-        if self.look in self._context.recording.onlookers:
-            self._context.recording.onlookers.remove(self.look)
+        return bool(self._kinds)
 
     def look(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
         """Count one tensor's elements, if its kind and this step are asked for. Does not wait."""

@@ -43,21 +43,8 @@ class Precision:
         self._derived = DerivedEntries(context, Kind.PRECISION, "precision")
         self._quantities = {kind: tuple(f"{kind.label}.{one}" for one in QUANTITIES) for kind in LOOKED_AT}
         self._num_rows = 0
-        context.events.planned.subscribe("precision", self._plan)
+        context.look_while("precision", lambda: context.plan.wants(Kind.PRECISION), self.look)
         context.events.ending.subscribe("precision", self._end)
-        context.events.removed.subscribe("precision", self._leave)
-
-    def _plan(self) -> None:
-        onlookers = self._context.recording.onlookers
-        if not self._context.plan.wants(Kind.PRECISION):
-            self._leave()
-        elif self.look not in onlookers:
-            onlookers.append(self.look)
-
-    def _leave(self) -> None:
-        onlookers = self._context.recording.onlookers
-        if self.look in onlookers:
-            onlookers.remove(self.look)
 
     def look(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
         """Count what each format would lose of a tensor. Does not wait for an accelerator."""

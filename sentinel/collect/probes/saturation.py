@@ -37,21 +37,8 @@ class Saturation:
         self._derived = DerivedEntries(context, Kind.SATURATION, "saturation")
         self._sums = StepSums(context, "saturation")
         self._num_rows = 0
-        context.events.planned.subscribe("saturation", self._plan)
+        context.look_while("saturation", lambda: context.plan.wants(Kind.SATURATION), self.look)
         context.events.ending.subscribe("saturation", self._end)
-        context.events.removed.subscribe("saturation", self._leave)
-
-    def _plan(self) -> None:
-        onlookers = self._context.recording.onlookers
-        if not self._context.plan.wants(Kind.SATURATION):
-            self._leave()
-        elif self.look not in onlookers:
-            onlookers.append(self.look)
-
-    def _leave(self) -> None:
-        onlookers = self._context.recording.onlookers
-        if self.look in onlookers:
-            onlookers.remove(self.look)
 
     def look(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
         """Count in an activation. Reads it some five times; does not wait."""
