@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sentinel.errors import ConfigError
-from sentinel.report.tfrecord import record
 
 FILE_NAME = "events.out.tfevents.0000000000.sentinel"
 """TensorBoard reads what has `tfevents` in its name, files of one folder in the order of their names."""
@@ -21,6 +21,15 @@ def load() -> Any:
     except ImportError as error:
         raise ConfigError(f"--format tensorboard needs it ({error}); pip install 'sentinel[tensorboard]'") from error
     return event_pb2
+
+
+def record(data: bytes) -> bytes:
+    """Return a record of an event file, its length and checksums in it: tensorboard's own writer makes it."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    buffer = io.BytesIO()
+    RecordWriter(buffer).write(data)
+    return buffer.getvalue()
 
 
 def head() -> bytes:
