@@ -1,6 +1,8 @@
 """Files of raw tensors: the safetensors format, read and written without the tensors' library.
 
 Eight bytes with the length of a JSON header (little-endian), the header, then the elements of all tensors without a gap.
+The library wants every tensor of a file in memory at once, and on the numpy side it has no bf16. Here shards are copied from
+file to file, each to its place, on a machine without torch. The tests read what is written with the library.
 Source: huggingface/safetensors, README, "Format".
 """
 
