@@ -91,6 +91,11 @@ class Anomaly(msgspec.Struct, frozen=True, kw_only=True):
     """Their names, sorted; empty where they are too many to list."""
     members_id: str = ""
     """Where they are: a hash of their names, equal for equal members."""
+    reference_score: float | None = None
+    """How far sister runs on the same data moved at this step, in units of score: at least 1: they moved too.
+    Null: there is no reference."""
+    moved_ranks: tuple[int, ...] = ()
+    """Of `group_mates`, those whose own part moved past the bound too; empty: not known, or nobody's alone."""
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,6 +123,11 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...] = ()
     verdict: str = "unknown"
     evidence: tuple[str, ...] = ()
+    """Facts as they became known, the reasons of the verdict among them: those of an older verdict stay, and say so."""
+    skip_steps: tuple[int, ...] = ()
+    """Of a `batch` verdict: the steps whose batches are suspected, oldest first."""
+    skip_samples: tuple[str, ...] = ()
+    """The ids of the samples of those steps, where the trainer logged them."""
     segment: str = ""
     module: str = ""
     """Refined root, when module monitoring caught the fault in the act."""
