@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from sentinel.detect.detector import Scores, State
-from sentinel.detect.turbulence import JUST_BELOW_ONE
+from sentinel.detect.forms import JUST_BELOW_ONE
 from sentinel.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from sentinel.detect.detector import Scores, State
 from sentinel.detect.group import Points, members_of
-from sentinel.detect.turbulence import JUST_BELOW_ONE
+from sentinel.detect.forms import JUST_BELOW_ONE
 from sentinel.errors import ConfigError
 
 _RATE = 0.05

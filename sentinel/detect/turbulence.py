@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar, Literal
 
 import msgspec
 import numpy as np
 
-from sentinel.detect.baseline import Baseline
-from sentinel.detect.detector import Explanation, Scores, State
+from sentinel.detect.detector import Scores, State
+from sentinel.detect.forms import JUST_BELOW_ONE, BaselineForm, domain_of
 from sentinel.errors import ConfigError
 
-SIGNED_STATISTICS = frozenset({"mean", "min", "max", "skew", "zeros", "nans", "infs", "value"})
-"""Statistics that may be negative or zero in good health: judged on a linear scale."""
-TINY = 1e-38
-"""Below this a positive statistic counts as exactly zero."""
-LOG_TINY = math.log(TINY)
-JUST_BELOW_ONE = math.nextafter(1.0, 0.0)
 MSPROBE_DECAY = 0.99
 """Weight of the past in msProbe's history mean (msprobe monitor; checked against its own records in samples/msprobe)."""
 
@@ -42,7 +35,7 @@ class AnomalyTurbulence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Relative change that is always normal: 1.0 lets a norm double or halve. With `compat: msprobe` the threshold of
     its formula."""
     k: float = 10.0
-    """Mean absolute residuals that are still normal (10 are 8 sigma of a Gaussian); chosen, see baseline.py."""
+    """Mean absolute residuals that are still normal (10 are 8 sigma of a Gaussian); chosen, see forms.py."""
     warmup: int = 25
     """Points learned before any is judged."""
     settle_after: int = 20
@@ -58,27 +51,28 @@ class AnomalyTurbulence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def __post_init__(self) -> None:
         if not self.threshold >= 0:
             raise ConfigError(f"threshold must not be negative, got {self.threshold}")
-        self._baseline()
+        self.form("norm")
 
-    def _baseline(self) -> Baseline:
-        return Baseline(k=self.k, warmup=self.warmup, settle_after=self.settle_after)
+    def form(self, statistic: str) -> BaselineForm:
+        """Return the baseline that the detector is, but for msProbe's mode."""
+        return BaselineForm(
+            domain=domain_of(statistic) if self.domain == "auto" else self.domain,
+            sides=self.sides,
+            k=self.k,
+            threshold=self.threshold,
+            warmup=self.warmup,
+            settle_after=self.settle_after,
+        )
 
     def for_statistic(self, statistic: str) -> AnomalyTurbulence:
         """Return the detector with its domain decided for `statistic`."""
-        if self.domain != "auto":
-            return self
-        return msgspec.structs.replace(self, domain="linear" if statistic in SIGNED_STATISTICS else "log")
+        return self if self.domain != "auto" else msgspec.structs.replace(self, domain=domain_of(statistic))
 
     def state(self, num_series: int) -> State:
-        """Return the state of new series: 16 bytes each in msProbe's mode, else about 57."""
+        """Return the state of new series: 8 bytes each in msProbe's mode, else those of its form."""
         if self.compat:
             return {"history": np.full(num_series, np.nan)}
-        state = self._baseline().state(num_series)
-        if self.domain == "linear":
-            state["size"] = np.zeros(num_series)
-        else:
-            state["zero_is_normal"] = np.zeros(num_series, dtype=bool)
-        return state
+        return self.form("norm").state(num_series)
 
     def score(self, values: np.ndarray, state: State) -> Scores:
         """Score one point a series; what is NaN or infinite scores 0.0 (that is for AnomalyNan to say)."""
@@ -86,74 +80,18 @@ class AnomalyTurbulence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             history = np.where(np.isnan(state["history"]), np.abs(values), state["history"])
             score = msprobe_scores(values, history, self.threshold)
             return Scores.of(score, history, direction=(score >= 1.0).astype(np.int8))
-        z = self._map(values)
-        residual = z - state["location"]
-        bound = self._baseline().bound(state, self._floor(state))
-        if self.sides == "up":
-            size = residual
-        elif self.sides == "down":
-            size = -residual
-        else:
-            size = np.abs(residual)
-        score = size / bound
-        # One comparison drops NaN, negative sides and infinities alike; nothing to do for the usual healthy step.
-        odd = ~((score >= 0.0) & (score < 1e300))
-        if odd.any():
-            score[odd] = 0.0
-        if self.domain != "linear":
-            zeros = values == 0.0
-            if zeros.any():
-                score[zeros & state["zero_is_normal"]] = 0.0
-        location, count, linear = state["location"], state["count"], self.domain == "linear"
-
-        def explain() -> Explanation:
-            baseline = np.where(count > 0, location if linear else np.exp(location), np.nan)
-            direction = np.sign(np.nan_to_num(residual)).astype(np.int8)
-            return baseline, {"direction": direction}
-
-        return Scores(score, explain)
+        return self.form("norm").score(values, state)
 
     def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
         """Take one point a series in; flagged ones count only towards a level shift, non-finite ones for nothing."""
-        finite = np.isfinite(values)
-        if self.compat:
-            history = state["history"]
-            size = np.abs(values)
-            first = np.isnan(history) & finite
-            later = finite & ~first
-            history[later] = MSPROBE_DECAY * history[later] + (1.0 - MSPROBE_DECAY) * size[later]
-            history[first] = size[first]
+        if not self.compat:
+            self.form("norm").learn(values, state, anomalous)
             return
-        z = self._map(values)
-        usable = finite
-        if self.domain == "linear":
-            size = state["size"]
-            take = usable & ~anomalous
-            warm = np.where(state["count"] < 10, 1.0 / (np.minimum(state["count"], 9) + 1.0), 0.1)
-            np.add(size, warm * (np.abs(values) - size), out=size, where=take)
-        else:
-            zeros = (values == 0.0) & ~anomalous
-            if zeros.any():
-                # A zero has no scale: before the first other value it teaches nothing, and in the warm-up it says that
-                # zeros belong to this series (an expert without tokens, an unused row).
-                state["zero_is_normal"] |= zeros & (state["count"] > 0)
-                usable = usable & ~zeros
-            if state["run"].any():
-                # A zero that came and went may come again; the first was told.
-                state["zero_is_normal"] |= (state["run_location"] <= LOG_TINY) & (state["run"] > 0) & usable & ~anomalous
-        self._baseline().learn(z, state, anomalous, usable, self._floor(state))
-
-    def _map(self, values: np.ndarray) -> np.ndarray:
-        if self.domain == "linear":
-            return values
-        mapped: np.ndarray = np.log(np.maximum(np.abs(values), TINY))
-        return mapped
-
-    def _floor(self, state: State) -> float | np.ndarray:
-        if self.domain == "linear":
-            floor: np.ndarray = np.maximum(self.threshold * state["size"], TINY)
-            return floor
-        return math.log1p(self.threshold) or 1e-9
+        history, size, finite = state["history"], np.abs(values), np.isfinite(values)
+        first = np.isnan(history) & finite
+        later = finite & ~first
+        history[later] = MSPROBE_DECAY * history[later] + (1.0 - MSPROBE_DECAY) * size[later]
+        history[first] = size[first]
 
 
 class KurtosisSpike(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -170,7 +108,7 @@ class KurtosisSpike(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     threshold: float = 2.0
     """Relative growth that is always normal: 2.0 lets the kurtosis triple."""
     k: float = 12.0
-    """Mean absolute log residuals that are still normal; chosen, see baseline.py."""
+    """Mean absolute log residuals that are still normal; chosen, see forms.py."""
     minimum: float = 20.0
     """A kurtosis below this is no spike, whatever it was before (a Gaussian has 3); chosen."""
     warmup: int = 25
@@ -179,23 +117,28 @@ class KurtosisSpike(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Consecutive flagged points at a new level that make it the new normal; 0: never."""
 
     def __post_init__(self) -> None:
-        self._jumps()
+        self.form("kurtosis")
 
-    def _jumps(self) -> AnomalyTurbulence:
-        return AnomalyTurbulence(
-            threshold=self.threshold, k=self.k, warmup=self.warmup, settle_after=self.settle_after, sides="up", domain="log"
+    def form(self, statistic: str) -> BaselineForm:
+        """Return the baseline that the detector is."""
+        return BaselineForm(
+            domain="log",
+            sides="up",
+            k=self.k,
+            threshold=self.threshold,
+            minimum=self.minimum,
+            warmup=self.warmup,
+            settle_after=self.settle_after,
         )
 
     def state(self, num_series: int) -> State:
-        """Return the state of new series, about 47 bytes each."""
-        return self._jumps().state(num_series)
+        """Return the state of new series."""
+        return self.form("kurtosis").state(num_series)
 
     def score(self, values: np.ndarray, state: State) -> Scores:
         """Score one kurtosis a series; undefined ones (NaN) score 0.0."""
-        scores = self._jumps().score(values, state)
-        scores.score[values < self.minimum] = 0.0
-        return scores
+        return self.form("kurtosis").score(values, state)
 
     def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
-        """Take one point a series in, as AnomalyTurbulence does."""
-        self._jumps().learn(values, state, anomalous)
+        """Take one point a series in."""
+        self.form("kurtosis").learn(values, state, anomalous)

@@ -1,0 +1,293 @@
+"""Forms: what nearly every tensor detector is, a running robust baseline or a limit, as parameters and one algorithm each.
+
+A detector says its form for a statistic and delegates to it. The engine knows the two forms by heart: it judges all of a
+step's forms in one call of the C extension; the numpy here is the reference that it must equal, and the fallback.
+
+The updates of `BaselineForm` are those of an online Huber estimator (Huber 1964; the recursion of Robbins and Monro): a
+point moves the location by at most CLIP spreads, so one large healthy point cannot carry it away. The constants are
+chosen, from the synthetic healthy runs of tests/detect/conftest.py (heavy tails, decays, warm-up, learning-rate
+schedules) and from tiny GPTs trained on a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias
+
+import msgspec
+import numpy as np
+
+from sentinel.detect.detector import Explanation, Scores, State
+from sentinel.errors import ConfigError
+
+CLIP = 4.0
+"""A learned residual counts for at most this many spreads once the warm-up is over."""
+SPREAD_SHARE = 0.3
+"""Weight of the newest residual in the spread, as a share of its weight in the location: spreads need longer memories."""
+PEAK_DECAY = 0.995
+"""Decay a point of the largest residual that passed: half after 139 points."""
+PEAK_FACTOR = 1.5
+"""A residual must exceed the largest recent healthy one by this factor."""
+TINY = 1e-38
+"""Below this a positive statistic counts as exactly zero."""
+LOG_TINY = math.log(TINY)
+JUST_BELOW_ONE = math.nextafter(1.0, 0.0)
+SIGNED_STATISTICS = frozenset({"mean", "min", "max", "skew", "zeros", "nans", "infs", "value"})
+"""Statistics that may be negative or zero in good health: judged on a linear scale."""
+
+
+def domain_of(statistic: str) -> Literal["log", "linear"]:
+    """Return the scale on which changes of a statistic are compared: linear for what may be negative."""
+    return "linear" if statistic in SIGNED_STATISTICS else "log"
+
+
+class BaselineForm(msgspec.Struct, frozen=True, kw_only=True):
+    """Where each series lives and how far it strays: anomalous is what leaves that range.
+
+    In the log domain a value stands for log|x|; an exact zero has no scale, teaches nothing, and is normal in a series
+    that had zeros in its warm-up.
+    """
+
+    domain: Literal["log", "linear"] = "log"
+    sides: Literal["both", "up", "down"] = "both"
+    """Which way a jump counts."""
+    k: float = 10.0
+    """Residuals up to this many mean absolute residuals are normal."""
+    threshold: float = 1.0
+    """Relative change that is always normal: 1.0 lets the value double or halve."""
+    minimum: float = -math.inf
+    """A value below this is never anomalous."""
+    memory: float = 10.0
+    """Points that the location remembers: the newest weighs 1 / memory."""
+    warmup: int = 25
+    """Points that are learned before any is judged."""
+    settle_after: int = 20
+    """Consecutive flagged points at one new level that make it the new normal; 0: never."""
+
+    def __post_init__(self) -> None:
+        if not self.k > 0:
+            raise ConfigError(f"k must be above 0, got {self.k}")
+        if not self.threshold >= 0:
+            raise ConfigError(f"threshold must not be negative, got {self.threshold}")
+        if not self.memory >= 1:
+            raise ConfigError(f"memory must be at least 1, got {self.memory}")
+        if self.warmup < 2:
+            raise ConfigError(f"warmup must be at least 2, got {self.warmup}")
+        if self.settle_after < 0:
+            raise ConfigError(f"settle_after must not be negative, got {self.settle_after}")
+
+    def state(self, num_series: int) -> State:
+        """Return the state of new series, about 60 bytes each."""
+        state: State = {
+            "location": np.zeros(num_series),
+            "spread": np.zeros(num_series),
+            "peak": np.zeros(num_series),
+            "count": np.zeros(num_series, dtype=np.int32),
+            "run": np.zeros(num_series, dtype=np.int32),
+            "run_location": np.zeros(num_series),
+            "run_spread": np.zeros(num_series, dtype=np.float32),
+            "settled": np.zeros(num_series, dtype=bool),
+        }
+        if self.domain == "linear":
+            state["size"] = np.zeros(num_series)
+        else:
+            state["zero_is_normal"] = np.zeros(num_series, dtype=bool)
+        return state
+
+    def score(self, values: np.ndarray, state: State) -> Scores:
+        """Score one point a series; what is NaN or infinite scores 0.0 (that is for AnomalyNan to say)."""
+        z = self._map(values)
+        residual = z - state["location"]
+        bound = self._bound(state, self._floor(state))
+        if self.sides == "up":
+            size = residual
+        elif self.sides == "down":
+            size = -residual
+        else:
+            size = np.abs(residual)
+        score = size / bound
+        # One comparison drops NaN, negative sides and infinities alike; nothing to do for the usual healthy step.
+        odd = ~((score >= 0.0) & (score < 1e300))
+        if odd.any():
+            score[odd] = 0.0
+        if self.minimum > -math.inf:
+            score[values < self.minimum] = 0.0
+        if self.domain == "log":
+            zeros = values == 0.0
+            if zeros.any():
+                score[zeros & state["zero_is_normal"]] = 0.0
+        location, count, linear = state["location"], state["count"], self.domain == "linear"
+
+        def explain() -> Explanation:
+            baseline = np.where(count > 0, location if linear else np.exp(location), np.nan)
+            direction = np.sign(np.nan_to_num(residual)).astype(np.int8)
+            return baseline, {"direction": direction}
+
+        return Scores(score, explain)
+
+    def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
+        """Take one point a series in; flagged ones count only towards a level shift, non-finite ones for nothing."""
+        z = self._map(values)
+        usable = np.isfinite(values)
+        if self.domain == "linear":
+            size = state["size"]
+            take = usable & ~anomalous
+            warm = np.where(state["count"] < 10, 1.0 / (np.minimum(state["count"], 9) + 1.0), 0.1)
+            np.add(size, warm * (np.abs(values) - size), out=size, where=take)
+        else:
+            zeros = (values == 0.0) & ~anomalous
+            if zeros.any():
+                # A zero has no scale: before the first other value it teaches nothing, and in the warm-up it says that
+                # zeros belong to this series (an expert without tokens, an unused row).
+                state["zero_is_normal"] |= zeros & (state["count"] > 0)
+                usable = usable & ~zeros
+            if state["run"].any():
+                # A zero that came and went may come again; the first was told.
+                state["zero_is_normal"] |= (state["run_location"] <= LOG_TINY) & (state["run"] > 0) & usable & ~anomalous
+        self._learn(z, state, anomalous, usable, self._floor(state))
+
+    def _map(self, values: np.ndarray) -> np.ndarray:
+        if self.domain == "linear":
+            return values
+        mapped: np.ndarray = np.log(np.maximum(np.abs(values), TINY))
+        return mapped
+
+    def _floor(self, state: State) -> float | np.ndarray:
+        if self.domain == "linear":
+            floor: np.ndarray = np.maximum(self.threshold * state["size"], TINY)
+            return floor
+        return math.log1p(self.threshold) or 1e-9
+
+    def _bound(self, state: State, floor: float | np.ndarray) -> np.ndarray:
+        """Return the residual that scores 1.0; infinite while a series warms up."""
+        bound: np.ndarray = np.maximum(state["spread"] * self.k, state["peak"] * PEAK_FACTOR)
+        np.maximum(bound, floor, out=bound)
+        if state["count"].min(initial=self.warmup) < self.warmup:
+            bound[state["count"] < self.warmup] = np.inf
+        return bound
+
+    def _learn(
+        self, z: np.ndarray, state: State, anomalous: np.ndarray, usable: np.ndarray, floor: float | np.ndarray
+    ) -> None:
+        """Take points in: `usable` ones move the baseline, but for `anomalous` ones, which only count towards a shift."""
+        location, spread, count = state["location"], state["spread"], state["count"]
+        location_rate, spread_rate = 1.0 / self.memory, SPREAD_SHARE / self.memory
+        settled = state["settled"]
+        settled.fill(False)
+        take = usable & ~anomalous
+        residual = z - location
+        if count.min(initial=self.warmup) < self.warmup:
+            self._warm_up(z, residual, state, take)
+            take &= count > self.warmup
+        size = np.abs(residual)
+        limit = spread * CLIP
+        # A spread of zero (a constant series) must be able to grow; and a trend must not be clipped for ever.
+        np.maximum(limit, np.multiply(floor, 0.25), out=limit)
+        peak = state["peak"]
+        if take.all():
+            np.maximum(peak * PEAK_DECAY, size, out=peak)
+            np.minimum(size, limit, out=size)
+            location += location_rate * np.copysign(size, residual)
+            spread += spread_rate * (size - spread)
+        else:
+            np.maximum(peak * PEAK_DECAY, size, out=peak, where=take)
+            np.minimum(size, limit, out=size)
+            np.add(location, location_rate * np.copysign(size, residual), out=location, where=take)
+            np.add(spread, spread_rate * (size - spread), out=spread, where=take)
+        run = state["run"]
+        if run.any() or anomalous.any():
+            self._follow_shift(z, state, anomalous, usable, floor)
+
+    def _warm_up(self, z: np.ndarray, residual: np.ndarray, state: State, take: np.ndarray) -> None:
+        """Count points, and let series that warm up follow at once: the first points come from a random start."""
+        location, spread, count = state["location"], state["spread"], state["count"]
+        warm = take & (count < self.warmup)
+        first = warm & (count == 0)
+        location[first] = z[first]
+        later = warm & ~first
+        size = np.abs(residual[later])
+        location[later] += np.maximum(1.0 / (count[later] + 1.0), 0.25) * residual[later]
+        spread[later] += np.maximum(1.0 / count[later], 0.1) * (size - spread[later])
+        # Points are counted one past the warm-up, so that the last of them is not learned twice.
+        np.add(count, 1, out=count, where=take & (count <= self.warmup))
+
+    def _follow_shift(
+        self, z: np.ndarray, state: State, anomalous: np.ndarray, usable: np.ndarray, floor: float | np.ndarray
+    ) -> None:
+        """Count flagged points at one new level; `settle_after` of them re-base the series, once."""
+        run, level, wobble = state["run"], state["run_location"], state["run_spread"]
+        run[usable & ~anomalous] = 0
+        if not self.settle_after:
+            return
+        flagged = np.flatnonzero(anomalous & usable)
+        if not flagged.size:
+            return
+        at = z[flagged]
+        offset = at - level[flagged]
+        # One level: within what was normal at the old one, or a tenth of the way from there. What still climbs outruns
+        # its own mean and is no level.
+        near = np.maximum(np.broadcast_to(floor, z.shape)[flagged], 6.0 * state["spread"][flagged])
+        near = np.maximum(near, 0.1 * np.abs(level[flagged] - state["location"][flagged]))
+        joins = (run[flagged] > 0) & (np.abs(offset) <= near)
+        n = np.where(joins, run[flagged] + 1, 1)
+        run[flagged] = n
+        rate = np.maximum(1.0 / n, 0.1)
+        level[flagged] = np.where(joins, level[flagged] + offset * rate, at)
+        wobble[flagged] = np.where(joins, wobble[flagged] + (np.abs(offset) - wobble[flagged]) * rate, 0.0)
+        done = flagged[n >= self.settle_after]
+        if done.size:
+            state["settled"][done] = True
+            state["location"][done] = level[done]
+            state["spread"][done] = np.maximum(state["spread"][done], wobble[done])
+            state["peak"][done] = 0.0
+            run[done] = 0
+
+
+class LimitForm(msgspec.Struct, frozen=True, kw_only=True):
+    """An absolute state: anomalous is what lies past a limit, for `lasting` points in a row. It has no baseline."""
+
+    above: float = math.inf
+    """A value above this is out of bounds."""
+    below: float = -math.inf
+    """A value below this is out of bounds."""
+    lasting: int = 1
+    """Points in a row out of bounds, the newest included, that are anomalous."""
+    after: int = 0
+    """Points within bounds that a series must have had before: what was never well (zero-initialised) did not fall."""
+
+    def __post_init__(self) -> None:
+        if not self.above >= self.below:
+            raise ConfigError(f"above must not be less than below, got {self.above} and {self.below}")
+        if self.lasting < 1:
+            raise ConfigError(f"lasting must be at least 1, got {self.lasting}")
+        if self.after < 0:
+            raise ConfigError(f"after must not be negative, got {self.after}")
+
+    def state(self, num_series: int) -> State:
+        """Return the state of new series, 8 bytes each."""
+        return {"run": np.zeros(num_series, dtype=np.int32), "inside": np.zeros(num_series, dtype=np.int32)}
+
+    def score(self, values: np.ndarray, state: State) -> Scores:
+        """Score points out in a row / lasting, capped at 1.0; 0.0 within bounds and for what is not finite."""
+        up, down = values > self.above, values < self.below
+        out = (up | down) & np.isfinite(values) & (state["inside"] >= self.after)
+        score = np.where(out, np.minimum((state["run"] + 1.0) / self.lasting, 1.0), 0.0)
+
+        def explain() -> Explanation:
+            limit = np.where(up, self.above, np.where(down, self.below, np.nan))
+            return limit, {"direction": up.astype(np.int8) - down.astype(np.int8)}
+
+        return Scores(score, explain)
+
+    def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
+        """Count points out of bounds in a row, and points within, up to `after`; what is not finite counts for neither."""
+        out = (values > self.above) | (values < self.below)
+        finite = np.isfinite(values)
+        run, inside = state["run"], state["inside"]
+        run[finite & out] += 1
+        np.minimum(run, self.lasting, out=run)
+        run[finite & ~out] = 0
+        inside[finite & ~out & (inside < self.after)] += 1
+
+
+Form: TypeAlias = BaselineForm | LimitForm
