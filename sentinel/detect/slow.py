@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from sentinel.detect.detector import Scores, State
-from sentinel.detect.group import Points, members_of
 from sentinel.detect.forms import JUST_BELOW_ONE
+from sentinel.detect.group import Points, members_of
 from sentinel.errors import ConfigError
 
 _RATE = 0.05
