@@ -12,8 +12,10 @@ from sentinel.errors import ConfigError
 AXES: tuple[str, ...] = ("dp", "pp", "tp", "cp", "ep")
 """Parallel axes by their usual names; vpp (virtual pipeline) belongs to a chunk, not to a rank."""
 
-V_SHAPED = frozenset({"zbv", "dualpipev"})
-"""Schedules whose second chunk runs back up the ranks."""
+V_SHAPED = frozenset({"zbv", "zbvzerobubble", "dualpipev", "vschedule", "vhalf", "vmin", "zerobubblev"})
+"""Schedules whose odd chunks run back up the ranks: ZB-V, V-Half and V-Min, DualPipeV, in small letters alone."""
+
+_NO_LETTER = re.compile(r"[^a-z0-9]+")
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,12 +60,18 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         return {axis: self.coordinate(axis) for axis in AXES if self.size(axis) > 1}
 
 
+def is_v_shaped(schedule: str) -> bool:
+    """Tell whether a schedule folds: however it is spelt (`ZBV`, `ScheduleZBVZeroBubble`, `DualPipe-V`)."""
+    word = _NO_LETTER.sub("", schedule.lower())
+    return word in V_SHAPED or word.removeprefix("schedule").removesuffix("schedule") in V_SHAPED
+
+
 def depth(schedule: str, pp_stage: int, vpp_stage: int, pp_size: int) -> int:
     """Return the place of a chunk in the forward order of the whole model, 0-based. The one place that knows.
 
     Looped schedules go round the ranks: vpp_stage * pp_size + pp_stage. V-shaped ones fold: odd chunks run back up.
     """
-    if schedule in V_SHAPED and vpp_stage % 2 == 1:
+    if vpp_stage % 2 == 1 and is_v_shaped(schedule):
         return vpp_stage * pp_size + (pp_size - 1 - pp_stage)
     return vpp_stage * pp_size + pp_stage
 

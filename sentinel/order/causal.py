@@ -6,6 +6,8 @@ forward and backward phases run in *lanes*, one for each data-parallel replica a
     param -> forward -> loss -> backward -> wgrad_unreduced -> wgrad -> norm -> optimizer
              up the depth       down        leaf of its dgrad  all lanes  everybody
 
+The optimizer's state of a parameter precedes what is added to it. Collectives have the program order of their own rank.
+
 A row that was folded over micro-steps, or merged over replicas, stands for a set of events. A precedes B when each part
 of A has a part of B behind it: the one reading that stays transitive and never hides a fault of one lane behind a
 statistic of all lanes. `is_possible_cause` is the wider, intransitive reading: some part of A is before some part of B.
@@ -26,6 +28,10 @@ def _meets(a: int, b: int) -> bool:
 
 def _within(a: int, b: int) -> bool:
     return a == b or b == ALL_LANES
+
+
+def _is_on_rank(a: Position, b: Position, possibly: bool) -> bool:
+    return a.rank == b.rank or b.rank is None or (possibly and a.rank is None)
 
 
 def _is_earlier_call(a: Position, b: Position) -> bool:
@@ -60,9 +66,13 @@ def _is_before(a: Position, b: Position, *, possibly: bool) -> bool:
         return False
     if a.epoch != b.epoch:
         return a.epoch < b.epoch
-    if b.phase is Phase.COMM and a.phase is Phase.COMM:
-        return _is_earlier_call(a, b)
+    if b.phase is Phase.COMM:
+        # The line of code that calls it has no depth: what other ranks did before cannot be told, so that only the wider
+        # reading may relate it to anything but its own kind.
+        return (a.phase is Phase.COMM or (possibly and a.phase is not Phase.FREE)) and _is_earlier_call(a, b)
     if b.phase is Phase.OPTIMIZER:
+        if a.phase is Phase.OPTIMIZER:
+            return a.slot < b.slot and a.tag == b.tag and _is_on_rank(a, b, possibly)
         return a.phase in DATAFLOW or a.phase is Phase.NORM or a.phase is Phase.SCHEDULE
     if a.phase not in DATAFLOW:
         return False
@@ -77,8 +87,7 @@ def _is_before(a: Position, b: Position, *, possibly: bool) -> bool:
         return a.phase is not Phase.WGRAD
     if a.phase is Phase.PARAM:
         if b.phase is Phase.FORWARD:
-            # The first chunk of a rank lies at depth pp_stage, under every schedule.
-            return _meets(a.replica, b.replica) and a.stage <= b.at[0]
+            return _meets(a.replica, b.replica) and a.at[0] <= b.at[0]
         return b.phase in AFTER_PARAM and _meets(a.replica, b.replica)
     related = _meets if possibly else _within
     if not (related(a.replica, b.replica) and related(a.micro, b.micro)):
@@ -125,6 +134,7 @@ def sort_key(anomaly: Anomaly) -> SortKey:
     return (
         *p.epoch,
         int(p.phase),
+        p.slot if p.phase is Phase.OPTIMIZER else 0,
         p.at[0],
         not is_local,
         0 if is_local else p.at[1],

@@ -59,7 +59,7 @@ class _StepTable:
 
     def __init__(self, positions: Iterable[Position]) -> None:
         self.num_phase: Counter[Phase] = Counter()
-        self.param_stage: dict[int, int] = {}
+        self.param_depth: dict[int, int] = {}
         self.depth: dict[tuple[Phase, int, int], int] = {}
         self.floor: dict[tuple[Phase, int, int], tuple[int, int]] = {}
         """Least (depth, site_pos) of a lane, of those that sites order."""
@@ -71,15 +71,20 @@ class _StepTable:
             self.num_phase[p.phase] += 1
             if p.phase is Phase.PARAM:
                 for replica in (p.replica, _ANY):
-                    self.param_stage[replica] = min(p.stage, self.param_stage.get(replica, p.stage))
+                    self.param_depth[replica] = min(p.at[0], self.param_depth.get(replica, p.at[0]))
             elif p.phase is Phase.WGRAD_UNREDUCED:
                 self.unreduced[p.tag, p.at].add(p.tp)
             elif p.phase in (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD):
                 for replica in (p.replica, _ANY):
                     for micro in (p.micro, _ANY):
                         self._gather((p.phase, replica, micro), p)
-            elif p.phase is Phase.COMM and p.call is not None:
-                self._lower((Phase.COMM, p.rank), p.call)
+            elif p.phase is Phase.OPTIMIZER:
+                for rank in (p.rank, _ANY):
+                    self._lower((Phase.OPTIMIZER, p.tag, rank), p.slot)
+            if p.rank is not None and p.call is not None and p.phase is not Phase.FREE:
+                self._lower((Phase.COMM, _ANY, p.rank), p.call)
+                if p.phase is Phase.COMM:
+                    self._lower((Phase.COMM, p.rank), p.call)
 
     def _lower(self, key: tuple[object, ...], value: int) -> None:
         known = self.least.get(key)
@@ -100,9 +105,14 @@ class _StepTable:
             slot = p.slot if p.site is Site.COUPLED else 0
             self._lower((lane, p.at, p.site, slot, p.rank), p.call)
 
-    def _param_stages(self, replica: int) -> list[int]:
+    def _param_depths(self, replica: int) -> list[int]:
         keys = (_ANY,) if replica == ALL_LANES else (replica, ALL_LANES)
-        return [self.param_stage[key] for key in keys if key in self.param_stage]
+        return [self.param_depth[key] for key in keys if key in self.param_depth]
+
+    def _has_earlier_state(self, p: Position, possibly: bool) -> bool:
+        """Tell whether something of the optimizer is before `p`, of the same parameter."""
+        ranks = (_ANY,) if p.rank is None else (p.rank, None) if possibly else (p.rank,)
+        return any(self.least.get((Phase.OPTIMIZER, p.tag, rank), p.slot) < p.slot for rank in ranks)
 
     def has_predecessor(self, p: Position, possibly: bool, *, loosely: bool = False) -> bool:
         """Tell whether anything gathered here is before `p`.
@@ -111,9 +121,11 @@ class _StepTable:
         """
         count = self.num_phase
         if p.phase is Phase.COMM:
-            return p.rank is not None and p.call is not None and self.least.get((Phase.COMM, p.rank), p.call) < p.call
+            key = (Phase.COMM, _ANY, p.rank) if possibly else (Phase.COMM, p.rank)
+            return p.rank is not None and p.call is not None and self.least.get(key, p.call) < p.call
         if p.phase is Phase.OPTIMIZER:
-            return any(count[phase] for phase in (*DATAFLOW, Phase.NORM, Phase.SCHEDULE))
+            is_behind = any(count[phase] for phase in (*DATAFLOW, Phase.NORM, Phase.SCHEDULE))
+            return is_behind or self._has_earlier_state(p, possibly)
         if p.phase is Phase.NORM:
             return any(count[phase] for phase in DATAFLOW)
         if p.phase is Phase.WGRAD:
@@ -125,8 +137,8 @@ class _StepTable:
             return bool(groups) and (p.tp is None or None in groups or p.tp in groups)
         if p.phase not in AFTER_PARAM and p.phase is not Phase.FORWARD:
             return False
-        stages = self._param_stages(p.replica)
-        if stages and (p.phase is not Phase.FORWARD or min(stages) <= p.at[0]):
+        depths = self._param_depths(p.replica)
+        if depths and (p.phase is not Phase.FORWARD or min(depths) <= p.at[0]):
             return True
         for replica in _keys(p.replica, possibly):
             for micro in _keys(p.micro, possibly):

@@ -10,6 +10,7 @@ import msgspec
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.order.causal import SortKey, sort_key
 from sentinel.order.phase import Phase, phase_of
+from sentinel.place import depth
 
 _TAG = re.compile(
     r"(?:(?P<vpp>\d+):)?(?P<name>.*?)(?:\.?(?P<slot>input|output)(?:_\d+)?)?(?::\d+)?/rank\d+/(?P<metric>\w+)"
@@ -111,7 +112,7 @@ def from_msprobe(record: MsprobeRecord, run: str = "msprobe") -> Anomaly:
         baseline=mean,
         message=record.message,
         group_mates=tuple(record.group_mates or ()),
-        depth=record.vpp_stage * _STAGES_A_CHUNK + record.pp_stage,
+        depth=depth("", record.pp_stage, record.vpp_stage, _STAGES_A_CHUNK),
     )
 
 

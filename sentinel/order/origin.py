@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from sentinel.anomaly import Anomaly
-from sentinel.order.phase import Phase, phase_of
+from sentinel.order.phase import Phase, measured_kind, phase_of, tensor_name
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,24 +60,25 @@ def origin(anomaly: Anomaly, anomalies: Iterable[Anomaly] = ()) -> Origin:
     """
     anomalies = list(anomalies)
     phase = phase_of(anomaly.kind, anomaly.tag_name)
+    kind, tensor = measured_kind(anomaly.kind, anomaly.tag_name), tensor_name(anomaly.tag_name)
     module, candidates = "", ()  # type: tuple[str, tuple[str, ...]]
     name = anomaly.tag_name
     rank = anomaly.rank
     if anomaly.num_members:
         pass  # a group of tensors is no module
     elif phase is Phase.FORWARD:
-        if anomaly.kind == "activation_in" and anomaly.border:
+        if kind == "activation_in" and anomaly.border:
             name = anomaly.segment or f"input of {anomaly.tag_name}"
-        elif anomaly.kind == "activation_in":
+        elif kind == "activation_in":
             # No module put this out: it was made between modules, by the code of the one around them.
-            module = anomaly.tag_name.rpartition(".")[0]
+            module = tensor.rpartition(".")[0]
             name = module or anomaly.segment or f"input of {anomaly.tag_name}"
         elif (
             not anomaly.border
-            or _is_inside(anomaly.tag_name, anomaly.segment)
-            or (anomaly.tag_name == anomaly.segment and _sees_modules(anomaly, anomalies))
+            or _is_inside(tensor, anomaly.segment)
+            or (tensor == anomaly.segment and _sees_modules(anomaly, anomalies))
         ):
-            module = anomaly.tag_name
+            module = tensor
         else:
             name = anomaly.segment or anomaly.tag_name
     elif phase is Phase.BACKWARD:
@@ -91,12 +92,12 @@ def origin(anomaly: Anomaly, anomalies: Iterable[Anomaly] = ()) -> Origin:
             name = module
         elif candidates:
             name = " or ".join(candidates)
-        elif anomaly.kind == "dgrad_in":
-            module = anomaly.tag_name
+        elif kind == "dgrad_in":
+            module = tensor
         else:
             name = anomaly.segment or f"gradient of the output of {anomaly.tag_name}"
     elif phase in (Phase.WGRAD, Phase.WGRAD_UNREDUCED, Phase.PARAM, Phase.OPTIMIZER):
-        module = anomaly.tag_name.rpartition(".")[0]
+        module = tensor.rpartition(".")[0]
         if phase is not Phase.WGRAD_UNREDUCED and anomaly.dp_size > 1:
             rank = None
     return Origin(
@@ -148,8 +149,8 @@ def _sees_modules(anomaly: Anomaly, anomalies: Iterable[Anomaly]) -> bool:
 
 def _suspects(anomaly: Anomaly, anomalies: Iterable[Anomaly]) -> tuple[str, ...]:
     consumers = anomaly.consumers
-    if not consumers and anomaly.kind == "dgrad_in":
-        consumers = (anomaly.tag_name,)
+    if not consumers and measured_kind(anomaly.kind, anomaly.tag_name) == "dgrad_in":
+        consumers = (tensor_name(anomaly.tag_name),)
     innermost = [c for c in consumers if not any(other.startswith(c + ".") for other in consumers)]
     if len(innermost) > 1:
         dirty = {

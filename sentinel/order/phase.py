@@ -53,10 +53,23 @@ _PHASE_OF_KIND = {
     "health": Phase.FREE,
 }
 
-_LOSS = re.compile(r"(^|[._/ -])loss(es)?$", re.IGNORECASE)
-_NORM = re.compile(r"grad(ient)?s?[._ -]?norm|total_norm|found_inf|overflow|loss[._ -]?scale|num_zeros|clip", re.IGNORECASE)
-_SCHEDULE = re.compile(r"(^|[._/-])(lr|learning_rate|weight_decay|momentum|beta[12]?)([._/-]|$)", re.IGNORECASE)
-_FREE = re.compile(r"time|token|sample|second|throughput|memory|mfu|tflop|epoch|progress", re.IGNORECASE)
+_EDGE, _END = r"(?:^|[._/: -])", r"(?:[._/: (-]|$)"
+_EVALUATION = re.compile(rf"{_EDGE}(eval|evaluation|val|valid|validation|test){_END}", re.IGNORECASE)
+_LOSS = re.compile(rf"{_EDGE}(loss|losses|nll|perplexity|ppl|cross[._ -]?entropy){_END}", re.IGNORECASE)
+_NORM = re.compile(
+    r"grad(ient)?s?[._ -]?norm|total_norm|found[._ -]?inf|overflow|(loss|grad|amp)[._ -]?scale|num[._ -]?zeros"
+    r"|(?:grad(ient)?s?|norm)[._ -]?clip|clip(ped|ping|[._ -]?(coef|grad|norm|ratio|scale))",
+    re.IGNORECASE,
+)
+_UPDATED = re.compile(r"(param(eter)?s?|weights?|update)[._ -]?norm", re.IGNORECASE)
+_SCHEDULE = re.compile(
+    rf"{_EDGE}(lr|lrs|learning[._ -]?rates?|weight[._ -]?decay|momentum|beta[12]?|betas){_END}", re.IGNORECASE
+)
+_FREE = re.compile(
+    r"time|token|sample|second|throughput|memory|mfu|tflop|epoch|progress|batch[._ -]?size|world[._ -]?size", re.IGNORECASE
+)
+
+_WALL_CLOCK = re.compile(r"time|second", re.IGNORECASE)
 
 DATAFLOW = frozenset({Phase.PARAM, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.WGRAD_UNREDUCED, Phase.WGRAD})
 """Phases through which values flow to the weight gradients: all of them come before the gradient norm."""
@@ -74,9 +87,13 @@ AFTER_PARAM = AFTER_FORWARD
 @functools.lru_cache(maxsize=4096)
 def scalar_phase(name: str) -> Phase:
     """Return where in a step the logged scalar of this name belongs, by the names that trainers use."""
+    if _EVALUATION.search(name):
+        return Phase.FREE  # Of another pass over other data, before or after the step: it made nothing in it.
     if _NORM.search(name):
         return Phase.NORM
-    if _LOSS.search(name):
+    if _UPDATED.search(name):
+        return Phase.OPTIMIZER
+    if _LOSS.search(name) and not _WALL_CLOCK.search(name):
         return Phase.LOSS
     if _SCHEDULE.search(name):
         return Phase.SCHEDULE
@@ -89,6 +106,14 @@ def phase_of(kind: str, name: str) -> Phase:
     """Return the phase of a step in which a tensor of this kind, or a scalar of this name, was made."""
     if kind == "scalar":
         return scalar_phase(name)
-    if kind == "precision":
-        kind = name.rpartition(":")[2].partition(".")[0]  # `fc1:dgrad.fp16_overflow` is said of a gradient.
-    return _PHASE_OF_KIND.get(kind, Phase.FREE)
+    return _PHASE_OF_KIND.get(measured_kind(kind, name), Phase.FREE)
+
+
+def measured_kind(kind: str, name: str) -> str:
+    """Return the kind of the tensor that a row is about: `dgrad` for the precision row `fc1:dgrad.fp16_overflow`."""
+    return name.rpartition(":")[2].partition(".")[0] if kind == "precision" else kind
+
+
+def tensor_name(name: str) -> str:
+    """Return the name of a tensor without the quantity of it that a probe formed: `fc1` of `fc1:dgrad.fp16_overflow`."""
+    return name.partition(":")[0] or name

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import time
 
+import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,16 +30,22 @@ def anomaly(kind="activation", name="blocks.0", **fields):
 
 
 KINDS = [
-    "param", "activation_in", "activation", "residual", "attention", "dgrad", "dgrad_in", "wgrad_unreduced", "wgrad",
-    "exp_avg", "update", "comm", "health",
+    "param", "weight_spectrum", "activation_in", "activation", "residual", "attention", "router", "saturation", "channel",
+    "dgrad", "dgrad_in", "wgrad_unreduced", "wgrad", "exp_avg", "exp_avg_sq", "update", "update_ratio", "comm", "health",
+    "precision:param", "precision:activation_in", "precision:activation", "precision:dgrad", "precision:wgrad_unreduced",
+    "precision:wgrad", "precision:exp_avg_sq",
 ]  # fmt: skip
-SCALARS = ["loss", "grad_norm", "found_inf", "lr", "accuracy", "step_time"]
+SCALARS = ["loss", "grad_norm", "found_inf", "lr", "accuracy", "step_time", "params norm"]
+SCHEDULES = [
+    ("gpipe", 1), ("1f1b", 1), ("interleaved1f1b", 2), ("loopedbfs", 2), ("interleavedzerobubble", 2), ("zbv", 2),
+    ("dualpipev", 2), ("Interleaved1F1B", 3), ("ScheduleZBVZeroBubble", 2),
+]  # fmt: skip
 
 
 @st.composite
 def layouts(draw):
     """A parallel layout: schedule, sizes of dp, pp and tp, chunks on a stage."""
-    schedule, vpp = draw(st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved1f1b", 2), ("zbv", 2)]))
+    schedule, vpp = draw(st.sampled_from(SCHEDULES))
     sizes = [draw(st.integers(1, 2)) for _ in range(3)]
     return schedule, vpp, *sizes
 
@@ -46,23 +54,31 @@ def layouts(draw):
 def anomalies_of_a_layout(draw, min_size=0, max_size=8):
     """Anomalies with every field that the order looks at drawn anew, call_ids that contradict site_pos included."""
     schedule, vpp, dp, pp, tp = draw(layouts())
+    more = draw(st.sampled_from([{}, {}, {"cp": 2}, {"ep": 2}]))
     result = []
     for _ in range(draw(st.integers(min_size, max_size))):
         stage, chunk = draw(st.integers(0, pp - 1)), draw(st.integers(0, vpp - 1))
         coordinates = {"dp": draw(st.integers(0, dp - 1)), "pp": stage, "tp": draw(st.integers(0, tp - 1))}
         is_merged = draw(st.booleans())
         rank = None if is_merged else (stage * dp + coordinates["dp"]) * tp + coordinates["tp"]
+        if "cp" in more:
+            coordinates["cp"] = draw(st.integers(0, 1))
+            rank = None if rank is None else 2 * rank + coordinates["cp"]
+        elif "ep" in more:
+            coordinates["ep"] = coordinates["dp"] % 2
         is_scalar = draw(st.integers(0, 5)) == 0
+        kind, _, about = draw(st.sampled_from(KINDS)).partition(":")
+        name = draw(st.sampled_from("abc")) + (f":{about}.fp16_overflow" if about else "")
         result.append(
             anomaly(
-                "scalar" if is_scalar else draw(st.sampled_from(KINDS)),
-                draw(st.sampled_from(SCALARS)) if is_scalar else draw(st.sampled_from("abc")),
+                "scalar" if is_scalar else kind,
+                draw(st.sampled_from(SCALARS)) if is_scalar else name,
                 attempt=draw(st.sampled_from([0, 0, 0, 1])),
                 step=draw(st.sampled_from([5, 5, 5, 6])),
                 micro_step=draw(st.sampled_from([None, 0, 1])),
                 rank=rank,
                 place={} if is_merged else coordinates,
-                dp_size=dp, pp_size=pp, tp_size=tp, pp_stage=stage, vpp_stage=chunk,
+                dp_size=dp, pp_size=pp, tp_size=tp, ep_size=more.get("ep", 1), pp_stage=stage, vpp_stage=chunk,
                 depth=depth_of(schedule, stage, chunk, pp),
                 site_pos=draw(st.integers(0, 2)),
                 call_id=draw(st.sampled_from([None, 0, 1, 2])),
@@ -339,6 +355,100 @@ def test_a_module_that_runs_twice_is_ordered_by_its_calls():
     third_run = anomaly(name="shared.fc1", site_pos=1, call_id=7)
 
     assert first_causes([third_run, second_run]) == [1]
+
+
+def test_optimizer_state_precedes_what_is_added_to_its_own_weight():
+    """A dying second moment is no effect of the update that it makes; that of another weight is neither's."""
+    state = anomaly("exp_avg_sq", "fc.weight", micro_step=None, call_id=9)
+    update = anomaly("update", "fc.weight", micro_step=None, call_id=2)
+    ratio = anomaly("update_ratio", "fc.weight", rank=None, micro_step=None)
+    other = anomaly("update", "head.weight", micro_step=None, call_id=1)
+
+    assert happens_before(state, update)
+    assert happens_before(update, ratio)
+    assert not happens_before(state, other)
+    assert not happens_before(other, state)
+    assert [a.kind for a in sorted([ratio, update, state], key=sort_key)] == ["exp_avg_sq", "update", "update_ratio"]
+    assert first_causes([ratio, update, state]) == [2]
+
+
+def test_every_gradient_precedes_every_update():
+    gradients = [
+        anomaly("wgrad", f"w{rank}", rank=rank, micro_step=None, depth=rank, place={"pp": rank}, pp_size=2)
+        for rank in range(2)
+    ]
+    norm = anomaly("scalar", "grad_norm", rank=None, micro_step=None)
+    states = [anomaly(kind, "w0", rank=rank, micro_step=None) for kind in ("exp_avg", "update") for rank in range(2)]
+
+    for gradient in gradients:
+        assert happens_before(gradient, norm)
+        for state in states:
+            assert happens_before(gradient, state)
+            assert happens_before(norm, state)
+
+
+def test_unreduced_gradients_precede_the_reduced_one_of_their_own_group_alone():
+    """Reduced over dp: tensor-parallel rank 1 holds another shard, and another weight is another tensor."""
+    axes = {"dp_size": 2, "tp_size": 2, "micro_step": None, "site_pos": 4}
+
+    def at(kind, dp, tp, name="fc1.weight"):
+        return anomaly(kind, name, rank=2 * dp + tp, place={"dp": dp, "tp": tp}, **axes)
+
+    for dp in range(2):
+        assert happens_before(at("wgrad_unreduced", 1, 0), at("wgrad", dp, 0))
+        assert not happens_before(at("wgrad_unreduced", 1, 0), at("wgrad", dp, 1))
+    assert not happens_before(at("wgrad_unreduced", 1, 0), at("wgrad", 1, 0, "fc2.weight"))
+    assert first_causes([at("wgrad", 0, 1), at("wgrad", 1, 0), at("wgrad_unreduced", 1, 0)]) == [2, 0]
+
+
+def test_what_a_probe_says_of_a_tensor_stands_where_the_tensor_does():
+    inputs = anomaly("activation_in", "fc1", rank=None, call_id=None, micro_step=None, site_pos=3)
+    same_site = {"rank": None, "call_id": None, "micro_step": None, "site_pos": 3, "value_text": ""}
+
+    names = {"saturation": "fc1:zero", "channel": "fc1:channel_rms", "precision": "fc1:activation.fp16_overflow"}
+    for kind, name in names.items():
+        said = anomaly(kind, name, **same_site)
+        assert happens_before(inputs, said)
+        assert not happens_before(said, anomaly("activation", "fc1", **same_site))
+        assert happens_before(said, anomaly("dgrad", "fc1", **same_site))
+    backward = anomaly("precision", "fc1:dgrad.fp16_underflow", **same_site)
+    assert happens_before(backward, anomaly("dgrad", "fc0", **same_site | {"site_pos": 1}))
+    unreduced = anomaly("precision", "w:wgrad_unreduced.fp16_overflow", **same_site)
+    assert happens_before(unreduced, anomaly("wgrad", "w", **same_site))
+    assert not happens_before(unreduced, anomaly("wgrad", "v", **same_site))
+
+
+def test_collectives_have_the_program_order_of_their_rank():
+    reduce = anomaly("comm", "all_reduce@train.py:8:out", call_id=5)
+    gather = anomaly("comm", "all_gather@train.py:9:in", call_id=9)
+    before = anomaly(call_id=3)
+
+    assert happens_before(reduce, gather)
+    assert not happens_before(reduce, msgspec.structs.replace(gather, rank=1))
+    assert is_possible_cause(before, reduce)
+    assert not is_possible_cause(msgspec.structs.replace(before, rank=1), reduce)
+    assert not is_possible_cause(anomaly(call_id=7), reduce)
+    assert leading_causes([gather, reduce, before]) == [2]
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "ZBV", "ScheduleZBVZeroBubble", "DualPipeV", "dualpipe-v", "v-half"])
+def test_v_shaped_schedules_fold_however_they_are_spelt(schedule):
+    """Rank 0 holds the first and the last chunk: what it does in both is far apart (FIELD_NOTES.md, 1.15)."""
+    chunks = [(stage, chunk) for chunk in range(2) for stage in range(2)]
+
+    assert {chunk: depth_of(schedule, *chunk, 2) for chunk in chunks} == {(0, 0): 0, (1, 0): 1, (1, 1): 2, (0, 1): 3}
+    assert [depth_of("interleaved1f1b", *chunk, 2) for chunk in chunks] == [0, 1, 2, 3]
+
+
+def test_a_v_shaped_fault_of_the_first_chunk_comes_before_the_last_chunk_of_its_own_rank():
+    """Both chunks lie on rank 0; the middle two on rank 1 pass it on. call_ids of rank 0 alone would say the same here,
+    those of both ranks would not."""
+    born = anomaly(name="stage0", call_id=9, depth=depth_of("zbv", 0, 0, 2), pp_size=2)
+    between = anomaly(name="stage2", rank=1, call_id=1, pp_stage=1, vpp_stage=1, depth=depth_of("zbv", 1, 1, 2), pp_size=2)
+    last = anomaly(name="stage3", call_id=12, vpp_stage=1, depth=depth_of("zbv", 0, 1, 2), pp_size=2)
+
+    assert sorted([last, between, born], key=sort_key) == [born, between, last]
+    assert first_causes([last, between, born]) == [2]
 
 
 def test_call_ids_of_two_ranks_are_never_compared():

@@ -105,3 +105,19 @@ def test_a_reduced_gradient_names_the_parameter_without_rank():
     found = origin(anomaly("wgrad", "fc.weight", dp_size=4, rank=2, micro_step=None))
 
     assert (found.name, found.module, found.rank) == ("fc.weight", "fc", None)
+
+
+def test_what_a_probe_formed_names_the_module_that_it_looked_at():
+    named = {
+        ("attention", "blocks.1.attn:max_logit"): "blocks.1.attn",
+        ("router", "blocks.1.moe:load"): "blocks.1.moe",
+        ("saturation", "blocks.1.act:dead"): "blocks.1.act",
+        ("channel", "blocks.1.mlp:channel_rms"): "blocks.1.mlp",
+        ("precision", "blocks.1.fc1:activation.fp16_overflow"): "blocks.1.fc1",
+        ("precision", "blocks.1.fc1:dgrad_in.fp16_overflow"): "blocks.1.fc1",
+        ("precision", "blocks.1.fc1.weight:wgrad.fp16_underflow"): "blocks.1.fc1",
+        ("weight_spectrum", "blocks.1.fc1.weight:spectral_norm"): "blocks.1.fc1",
+        ("activation", "blocks.1.attn:1"): "blocks.1.attn",
+    }
+
+    assert {key: origin(anomaly(*key, value_text="")).module for key in named} == named
