@@ -30,7 +30,11 @@ PEAK_FACTOR = 1.5
 """A residual must exceed the largest recent healthy one by this factor."""
 TINY = 1e-38
 """Below this a positive statistic counts as exactly zero."""
-LOG_TINY = math.log(TINY)
+HUGE = 1e38
+"""Beyond this a linear value counts as this much: what is larger is no element of a tensor that trains."""
+LOG_TINY = float(np.float32(math.log(TINY)))
+MAX_COUNT = 32_000
+"""Most points that a form counts: counts are 16 bits wide."""
 JUST_BELOW_ONE = math.nextafter(1.0, 0.0)
 SIGNED_STATISTICS = frozenset({"mean", "min", "max", "skew", "zeros", "nans", "infs", "value"})
 """Statistics that may be negative or zero in good health: judged on a linear scale."""
@@ -75,21 +79,29 @@ class BaselineForm(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"warmup must be at least 2, got {self.warmup}")
         if self.settle_after < 0:
             raise ConfigError(f"settle_after must not be negative, got {self.settle_after}")
+        for name in ("warmup", "settle_after"):
+            if getattr(self, name) > MAX_COUNT:
+                raise ConfigError(f"{name} must be at most {MAX_COUNT}, got {getattr(self, name)}")
 
     def state(self, num_series: int) -> State:
-        """Return the state of new series, about 60 bytes each."""
+        """Return the state of new series: 26 bytes each, 29 in the linear domain.
+
+        Arithmetic is in float64, what is kept is float32: a location of a few units in the log has 6 digits behind the
+        point, and the least that is told apart (`threshold`) is percents. Points are rounded to float32 before anything is
+        asked of them, so that a constant series has a residual of exactly zero.
+        """
         state: State = {
-            "location": np.zeros(num_series),
-            "spread": np.zeros(num_series),
-            "peak": np.zeros(num_series),
-            "count": np.zeros(num_series, dtype=np.int32),
-            "run": np.zeros(num_series, dtype=np.int32),
-            "run_location": np.zeros(num_series),
+            "location": np.zeros(num_series, dtype=np.float32),
+            "spread": np.zeros(num_series, dtype=np.float32),
+            "peak": np.zeros(num_series, dtype=np.float32),
+            "count": np.zeros(num_series, dtype=np.int16),
+            "run": np.zeros(num_series, dtype=np.int16),
+            "run_location": np.zeros(num_series, dtype=np.float32),
             "run_spread": np.zeros(num_series, dtype=np.float32),
             "settled": np.zeros(num_series, dtype=bool),
         }
         if self.domain == "linear":
-            state["size"] = np.zeros(num_series)
+            state["size"] = np.zeros(num_series, dtype=np.float32)
         else:
             state["zero_is_normal"] = np.zeros(num_series, dtype=bool)
         return state
@@ -97,7 +109,8 @@ class BaselineForm(msgspec.Struct, frozen=True, kw_only=True):
     def score(self, values: np.ndarray, state: State) -> Scores:
         """Score one point a series; what is NaN or infinite scores 0.0 (that is for AnomalyNan to say)."""
         z = self._map(values)
-        residual = z - state["location"]
+        location, count, linear = _wide(state["location"]), state["count"], self.domain == "linear"
+        residual = z - location
         bound = self._bound(state, self._floor(state))
         if self.sides == "up":
             size = residual
@@ -107,16 +120,15 @@ class BaselineForm(msgspec.Struct, frozen=True, kw_only=True):
             size = np.abs(residual)
         score = size / bound
         # One comparison drops NaN, negative sides and infinities alike; nothing to do for the usual healthy step.
-        odd = ~((score >= 0.0) & (score < 1e300))
+        odd = ~((score >= 0.0) & (score < 1e300) & np.isfinite(values))
         if odd.any():
             score[odd] = 0.0
         if self.minimum > -math.inf:
             score[values < self.minimum] = 0.0
-        if self.domain == "log":
+        if not linear:
             zeros = values == 0.0
             if zeros.any():
                 score[zeros & state["zero_is_normal"]] = 0.0
-        location, count, linear = state["location"], state["count"], self.domain == "linear"
 
         def explain() -> Explanation:
             baseline = np.where(count > 0, location if linear else np.exp(location), np.nan)
@@ -130,10 +142,9 @@ class BaselineForm(msgspec.Struct, frozen=True, kw_only=True):
         z = self._map(values)
         usable = np.isfinite(values)
         if self.domain == "linear":
-            size = state["size"]
-            take = usable & ~anomalous
-            warm = np.where(state["count"] < 10, 1.0 / (np.minimum(state["count"], 9) + 1.0), 0.1)
-            np.add(size, warm * (np.abs(values) - size), out=size, where=take)
+            size, count = _wide(state["size"]), state["count"].astype(np.int64)
+            warm = np.where(count < 10, 1.0 / (np.minimum(count, 9) + 1.0), 0.1)
+            _put(state["size"], size + warm * (np.abs(z) - size), usable & ~anomalous)
         else:
             zeros = (values == 0.0) & ~anomalous
             if zeros.any():
@@ -146,21 +157,27 @@ class BaselineForm(msgspec.Struct, frozen=True, kw_only=True):
                 state["zero_is_normal"] |= (state["run_location"] <= LOG_TINY) & (state["run"] > 0) & usable & ~anomalous
         self._learn(z, state, anomalous, usable, self._floor(state))
 
+    @property
+    def floor(self) -> float:
+        """Least bound: in the log domain a residual, in the linear one a share of the usual size."""
+        return self.threshold if self.domain == "linear" else math.log1p(self.threshold) or 1e-9
+
     def _map(self, values: np.ndarray) -> np.ndarray:
         if self.domain == "linear":
-            return values
-        mapped: np.ndarray = np.log(np.maximum(np.abs(values), TINY))
-        return mapped
+            mapped = np.clip(values, -HUGE, HUGE)
+        else:
+            mapped = np.log(np.maximum(np.abs(values), TINY))
+        return _wide(mapped.astype(np.float32))
 
     def _floor(self, state: State) -> float | np.ndarray:
         if self.domain == "linear":
-            floor: np.ndarray = np.maximum(self.threshold * state["size"], TINY)
+            floor: np.ndarray = np.maximum(self.floor * _wide(state["size"]), TINY)
             return floor
-        return math.log1p(self.threshold) or 1e-9
+        return self.floor
 
     def _bound(self, state: State, floor: float | np.ndarray) -> np.ndarray:
         """Return the residual that scores 1.0; infinite while a series warms up."""
-        bound: np.ndarray = np.maximum(state["spread"] * self.k, state["peak"] * PEAK_FACTOR)
+        bound: np.ndarray = np.maximum(_wide(state["spread"]) * self.k, _wide(state["peak"]) * PEAK_FACTOR)
         np.maximum(bound, floor, out=bound)
         if state["count"].min(initial=self.warmup) < self.warmup:
             bound[state["count"] < self.warmup] = np.inf
@@ -170,46 +187,34 @@ class BaselineForm(msgspec.Struct, frozen=True, kw_only=True):
         self, z: np.ndarray, state: State, anomalous: np.ndarray, usable: np.ndarray, floor: float | np.ndarray
     ) -> None:
         """Take points in: `usable` ones move the baseline, but for `anomalous` ones, which only count towards a shift."""
-        location, spread, count = state["location"], state["spread"], state["count"]
-        location_rate, spread_rate = 1.0 / self.memory, SPREAD_SHARE / self.memory
-        settled = state["settled"]
-        settled.fill(False)
+        location, spread = _wide(state["location"]), _wide(state["spread"])
+        state["settled"].fill(False)
         take = usable & ~anomalous
         residual = z - location
-        if count.min(initial=self.warmup) < self.warmup:
-            self._warm_up(z, residual, state, take)
-            take &= count > self.warmup
+        warming = state["count"] < self.warmup
+        if warming.any():
+            self._warm_up(z, residual, state, take & warming)
+            take &= ~warming
         size = np.abs(residual)
-        limit = spread * CLIP
         # A spread of zero (a constant series) must be able to grow; and a trend must not be clipped for ever.
-        np.maximum(limit, np.multiply(floor, 0.25), out=limit)
-        peak = state["peak"]
-        if take.all():
-            np.maximum(peak * PEAK_DECAY, size, out=peak)
-            np.minimum(size, limit, out=size)
-            location += location_rate * np.copysign(size, residual)
-            spread += spread_rate * (size - spread)
-        else:
-            np.maximum(peak * PEAK_DECAY, size, out=peak, where=take)
-            np.minimum(size, limit, out=size)
-            np.add(location, location_rate * np.copysign(size, residual), out=location, where=take)
-            np.add(spread, spread_rate * (size - spread), out=spread, where=take)
-        run = state["run"]
-        if run.any() or anomalous.any():
+        limit = np.maximum(spread * CLIP, np.multiply(floor, 0.25))
+        _put(state["peak"], np.maximum(_wide(state["peak"]) * PEAK_DECAY, size), take)
+        size = np.minimum(size, limit)
+        _put(state["location"], location + (1.0 / self.memory) * np.copysign(size, residual), take)
+        _put(state["spread"], spread + (SPREAD_SHARE / self.memory) * (size - spread), take)
+        if state["run"].any() or anomalous.any():
             self._follow_shift(z, state, anomalous, usable, floor)
 
-    def _warm_up(self, z: np.ndarray, residual: np.ndarray, state: State, take: np.ndarray) -> None:
+    def _warm_up(self, z: np.ndarray, residual: np.ndarray, state: State, warm: np.ndarray) -> None:
         """Count points, and let series that warm up follow at once: the first points come from a random start."""
         location, spread, count = state["location"], state["spread"], state["count"]
-        warm = take & (count < self.warmup)
         first = warm & (count == 0)
         location[first] = z[first]
         later = warm & ~first
-        size = np.abs(residual[later])
-        location[later] += np.maximum(1.0 / (count[later] + 1.0), 0.25) * residual[later]
-        spread[later] += np.maximum(1.0 / count[later], 0.1) * (size - spread[later])
-        # Points are counted one past the warm-up, so that the last of them is not learned twice.
-        np.add(count, 1, out=count, where=take & (count <= self.warmup))
+        seen, size, old = count[later].astype(np.float64), np.abs(residual[later]), _wide(spread[later])
+        location[later] = _wide(location[later]) + np.maximum(1.0 / (seen + 1.0), 0.25) * residual[later]
+        spread[later] = old + np.maximum(1.0 / seen, 0.1) * (size - old)
+        count[warm] += 1
 
     def _follow_shift(
         self, z: np.ndarray, state: State, anomalous: np.ndarray, usable: np.ndarray, floor: float | np.ndarray
@@ -222,18 +227,18 @@ class BaselineForm(msgspec.Struct, frozen=True, kw_only=True):
         flagged = np.flatnonzero(anomalous & usable)
         if not flagged.size:
             return
-        at = z[flagged]
-        offset = at - level[flagged]
+        at, was, swing = z[flagged], _wide(level[flagged]), _wide(wobble[flagged])
+        offset = at - was
         # One level: within what was normal at the old one, or a tenth of the way from there. What still climbs outruns
         # its own mean and is no level.
-        near = np.maximum(np.broadcast_to(floor, z.shape)[flagged], 6.0 * state["spread"][flagged])
-        near = np.maximum(near, 0.1 * np.abs(level[flagged] - state["location"][flagged]))
+        near = np.maximum(np.broadcast_to(floor, z.shape)[flagged], 6.0 * _wide(state["spread"][flagged]))
+        near = np.maximum(near, 0.1 * np.abs(was - _wide(state["location"][flagged])))
         joins = (run[flagged] > 0) & (np.abs(offset) <= near)
-        n = np.where(joins, run[flagged] + 1, 1)
+        n = np.where(joins, run[flagged].astype(np.int64) + 1, 1)
         run[flagged] = n
         rate = np.maximum(1.0 / n, 0.1)
-        level[flagged] = np.where(joins, level[flagged] + offset * rate, at)
-        wobble[flagged] = np.where(joins, wobble[flagged] + (np.abs(offset) - wobble[flagged]) * rate, 0.0)
+        level[flagged] = np.where(joins, was + offset * rate, at)
+        wobble[flagged] = np.where(joins, swing + (np.abs(offset) - swing) * rate, 0.0)
         done = flagged[n >= self.settle_after]
         if done.size:
             state["settled"][done] = True
@@ -241,6 +246,15 @@ class BaselineForm(msgspec.Struct, frozen=True, kw_only=True):
             state["spread"][done] = np.maximum(state["spread"][done], wobble[done])
             state["peak"][done] = 0.0
             run[done] = 0
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    wide: np.ndarray = array.astype(np.float64)
+    return wide
+
+
+def _put(array: np.ndarray, values: np.ndarray, where: np.ndarray) -> None:
+    np.copyto(array, values, casting="same_kind", where=where)
 
 
 class LimitForm(msgspec.Struct, frozen=True, kw_only=True):
@@ -262,10 +276,13 @@ class LimitForm(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"lasting must be at least 1, got {self.lasting}")
         if self.after < 0:
             raise ConfigError(f"after must not be negative, got {self.after}")
+        for name in ("lasting", "after"):
+            if getattr(self, name) > MAX_COUNT:
+                raise ConfigError(f"{name} must be at most {MAX_COUNT}, got {getattr(self, name)}")
 
     def state(self, num_series: int) -> State:
-        """Return the state of new series, 8 bytes each."""
-        return {"run": np.zeros(num_series, dtype=np.int32), "inside": np.zeros(num_series, dtype=np.int32)}
+        """Return the state of new series, 4 bytes each."""
+        return {"run": np.zeros(num_series, dtype=np.int16), "inside": np.zeros(num_series, dtype=np.int16)}
 
     def score(self, values: np.ndarray, state: State) -> Scores:
         """Score points out in a row / lasting, capped at 1.0; 0.0 within bounds and for what is not finite."""
@@ -284,8 +301,7 @@ class LimitForm(msgspec.Struct, frozen=True, kw_only=True):
         out = (values > self.above) | (values < self.below)
         finite = np.isfinite(values)
         run, inside = state["run"], state["inside"]
-        run[finite & out] += 1
-        np.minimum(run, self.lasting, out=run)
+        run[finite & out] = np.minimum(run[finite & out] + 1, self.lasting)
         run[finite & ~out] = 0
         inside[finite & ~out & (inside < self.after)] += 1
 
