@@ -7,21 +7,10 @@ from typing import ClassVar, Literal
 import msgspec
 import numpy as np
 
+from sentinel.detect import msprobe
 from sentinel.detect.detector import Scores, State
-from sentinel.detect.forms import JUST_BELOW_ONE, BaselineForm, domain_of
+from sentinel.detect.forms import BaselineForm, domain_of
 from sentinel.errors import ConfigError
-
-MSPROBE_DECAY = 0.99
-"""Weight of the past in msProbe's history mean (msprobe monitor; checked against its own records in samples/msprobe)."""
-
-
-def msprobe_scores(values: np.ndarray, history: np.ndarray, threshold: float) -> np.ndarray:
-    """Return abs(x) / ((1 + threshold) * history) such that >= 1.0 is exactly msProbe's strict `>`; 0.0 for NaN."""
-    size = np.abs(values)
-    limit = history * (1.0 + threshold)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.nan_to_num(np.minimum(np.divide(size, limit), 1e300), nan=0.0)
-    return np.where(size > limit, np.maximum(ratio, 1.0), np.where(size <= limit, np.minimum(ratio, JUST_BELOW_ONE), 0.0))
 
 
 class AnomalyTurbulence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,7 +35,7 @@ class AnomalyTurbulence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Scale on which changes are compared; auto: linear for statistics that may be negative, else log."""
     compat: Literal["", "msprobe"] = ""
     """`msprobe`: exactly abs(x) > (1 + threshold) * history mean, an exponential mean (0.99) of abs(x) that begins with
-    the first value and learns flagged values too; unlike msProbe's, it does not learn NaN or infinity."""
+    the first value and learns everything: flagged values, and NaN and infinities, which blind it for good."""
 
     def __post_init__(self) -> None:
         if not self.threshold >= 0:
@@ -69,29 +58,23 @@ class AnomalyTurbulence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return self if self.domain != "auto" else msgspec.structs.replace(self, domain=domain_of(statistic))
 
     def state(self, num_series: int) -> State:
-        """Return the state of new series: 8 bytes each in msProbe's mode, else those of its form."""
+        """Return the state of new series: 9 bytes each in msProbe's mode, else those of its form."""
         if self.compat:
-            return {"history": np.full(num_series, np.nan)}
+            return msprobe.state(num_series)
         return self.form("norm").state(num_series)
 
     def score(self, values: np.ndarray, state: State) -> Scores:
         """Score one point a series; what is NaN or infinite scores 0.0 (that is for AnomalyNan to say)."""
         if self.compat:
-            history = np.where(np.isnan(state["history"]), np.abs(values), state["history"])
-            score = msprobe_scores(values, history, self.threshold)
-            return Scores.of(score, history, direction=(score >= 1.0).astype(np.int8))
+            return msprobe.score(values, state, self.threshold)
         return self.form("norm").score(values, state)
 
     def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
         """Take one point a series in; flagged ones count only towards a level shift, non-finite ones for nothing."""
-        if not self.compat:
+        if self.compat:
+            msprobe.learn(values, state)
+        else:
             self.form("norm").learn(values, state, anomalous)
-            return
-        history, size, finite = state["history"], np.abs(values), np.isfinite(values)
-        first = np.isnan(history) & finite
-        later = finite & ~first
-        history[later] = MSPROBE_DECAY * history[later] + (1.0 - MSPROBE_DECAY) * size[later]
-        history[first] = size[first]
 
 
 class KurtosisSpike(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

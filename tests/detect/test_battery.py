@@ -22,6 +22,7 @@ CASES: dict[str, Any] = {
     "AnomalyTurbulence linear": DETECTORS["AnomalyTurbulence"](domain="linear"),
 }
 WITH_BASELINE = [name for name in CASES if name.split()[0] not in ("AnomalyNan", "NanStorm", "HiddenNan")]
+# msProbe's own formula learns what it flags, and NaN too (its records are in golden/msprobe_rules.json).
 SHIFTING = [name for name in WITH_BASELINE if "msprobe" not in name]
 SCALAR_BYTES, TENSOR_BYTES = 4096, 100
 
@@ -131,7 +132,7 @@ def test_constant_series_never_fires(detector, level):
     assert (scores < 1.0).all()
 
 
-@pytest.mark.parametrize("name", WITH_BASELINE)
+@pytest.mark.parametrize("name", SHIFTING)
 def test_nan_never_enters_a_baseline(name, rng):
     clean = np.exp(0.05 * rng.standard_normal((300, 4)))
     dirty = np.repeat(clean, 2, axis=0)
@@ -141,10 +142,10 @@ def test_nan_never_enters_a_baseline(name, rng):
     scores, _, with_bad = run(CASES[name], dirty)
 
     assert all(np.array_equal(without[key], with_bad[key], equal_nan=True) for key in without)
-    assert "msprobe" in name or (scores < 1.0).all(), "what is no number is for AnomalyNan to say"
+    assert (scores < 1.0).all(), "what is no number is for AnomalyNan to say"
 
 
-@pytest.mark.parametrize("name", WITH_BASELINE)
+@pytest.mark.parametrize("name", SHIFTING)
 def test_a_spike_after_a_nan_is_seen(name, rng):
     values = 10.0 * np.exp(0.02 * rng.standard_normal((200, 2)))
     values[100] = np.nan
