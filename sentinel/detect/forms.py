@@ -35,6 +35,8 @@ HUGE = 1e38
 LOG_TINY = float(np.float32(math.log(TINY)))
 MAX_COUNT = 32_000
 """Most points that a form counts: counts are 16 bits wide."""
+LEAST_COMMON = 4
+"""Series that a common movement is told from; of fewer one alone would be most of it (chosen)."""
 JUST_BELOW_ONE = math.nextafter(1.0, 0.0)
 SIGNED_STATISTICS = frozenset({"mean", "min", "max", "skew", "zeros", "nans", "infs", "value"})
 """Statistics that may be negative or zero in good health: judged on a linear scale."""
@@ -67,6 +69,12 @@ class BaselineForm(msgspec.Struct, frozen=True, kw_only=True):
     """Points that are learned before any is judged."""
     settle_after: int = 20
     """Consecutive flagged points at one new level that make it the new normal; 0: never."""
+    peaks: bool = True
+    """A residual must also exceed the largest recent healthy one by PEAK_FACTOR. False for slow references (a long
+    `memory`): residuals that grow slowly are what those are there to see, and never are 1.5 times their own past."""
+    common: bool = False
+    """Judge how far a series strays beyond what all series of the step stray: the median residual of those past their
+    warm-up is taken off. What moves all alike (a schedule, another batch size, convergence) is nobody's own."""
 
     def __post_init__(self) -> None:
         if not self.k > 0:
@@ -111,6 +119,8 @@ class BaselineForm(msgspec.Struct, frozen=True, kw_only=True):
         z = self._map(values)
         location, count, linear = _wide(state["location"]), state["count"], self.domain == "linear"
         residual = z - location
+        if self.common:
+            residual -= self._common(residual, values, state)
         bound = self._bound(state, self._floor(state))
         if self.sides == "up":
             size = residual
@@ -155,7 +165,8 @@ class BaselineForm(msgspec.Struct, frozen=True, kw_only=True):
             if state["run"].any():
                 # A zero that came and went may come again; the first was told.
                 state["zero_is_normal"] |= (state["run_location"] <= LOG_TINY) & (state["run"] > 0) & usable & ~anomalous
-        self._learn(z, state, anomalous, usable, self._floor(state))
+        common = self._common(z - _wide(state["location"]), values, state) if self.common else 0.0
+        self._learn(z, state, anomalous, usable, self._floor(state), common)
 
     @property
     def floor(self) -> float:
@@ -175,16 +186,31 @@ class BaselineForm(msgspec.Struct, frozen=True, kw_only=True):
             return floor
         return self.floor
 
+    def _common(self, residual: np.ndarray, values: np.ndarray, state: State) -> float:
+        """Return the median residual of the series that are past their warm-up; 0.0 of fewer than LEAST_COMMON."""
+        known = (state["count"] >= self.warmup) & np.isfinite(values)
+        if self.domain == "log":
+            known &= values != 0.0
+        return float(np.median(residual[known])) if np.count_nonzero(known) >= LEAST_COMMON else 0.0
+
     def _bound(self, state: State, floor: float | np.ndarray) -> np.ndarray:
         """Return the residual that scores 1.0; infinite while a series warms up."""
-        bound: np.ndarray = np.maximum(_wide(state["spread"]) * self.k, _wide(state["peak"]) * PEAK_FACTOR)
+        bound: np.ndarray = _wide(state["spread"]) * self.k
+        if self.peaks:
+            np.maximum(bound, _wide(state["peak"]) * PEAK_FACTOR, out=bound)
         np.maximum(bound, floor, out=bound)
         if state["count"].min(initial=self.warmup) < self.warmup:
             bound[state["count"] < self.warmup] = np.inf
         return bound
 
     def _learn(
-        self, z: np.ndarray, state: State, anomalous: np.ndarray, usable: np.ndarray, floor: float | np.ndarray
+        self,
+        z: np.ndarray,
+        state: State,
+        anomalous: np.ndarray,
+        usable: np.ndarray,
+        floor: float | np.ndarray,
+        common: float,
     ) -> None:
         """Take points in: `usable` ones move the baseline, but for `anomalous` ones, which only count towards a shift."""
         location, spread = _wide(state["location"]), _wide(state["spread"])
@@ -195,12 +221,14 @@ class BaselineForm(msgspec.Struct, frozen=True, kw_only=True):
         if warming.any():
             self._warm_up(z, residual, state, take & warming)
             take &= ~warming
+        # What all do is followed as it comes; only what is a series' own is clipped, and is its spread.
+        residual = residual - common
         size = np.abs(residual)
         # A spread of zero (a constant series) must be able to grow; and a trend must not be clipped for ever.
         limit = np.maximum(spread * CLIP, np.multiply(floor, 0.25))
         _put(state["peak"], np.maximum(_wide(state["peak"]) * PEAK_DECAY, size), take)
         size = np.minimum(size, limit)
-        _put(state["location"], location + (1.0 / self.memory) * np.copysign(size, residual), take)
+        _put(state["location"], location + (1.0 / self.memory) * (np.copysign(size, residual) + common), take)
         _put(state["spread"], spread + (SPREAD_SHARE / self.memory) * (size - spread), take)
         if state["run"].any() or anomalous.any():
             self._follow_shift(z, state, anomalous, usable, floor)
