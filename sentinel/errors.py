@@ -25,3 +25,7 @@ class UndefinedStatistic(SentinelError):
 
 class StoreError(SentinelError):
     """A journal or run directory that cannot be used safely."""
+
+
+class LogError(SentinelError):
+    """A plain log that cannot be read; names file and line, what was expected and what came."""

@@ -1,0 +1,217 @@
+"""Plain logs that people have already: which kind a file is, and its rows as columns of numbers.
+
+CSV (any delimiter), JSON lines, JSON, Hugging Face's trainer_state.json, TensorBoard's event files, what trainers print;
+each of them gzipped too. Files are read as streams: memory is what their numbers take.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from sentinel.errors import LogError
+from sentinel.ingest.log_events import is_event_file, read_events
+from sentinel.ingest.log_lines import read_lines
+from sentinel.ingest.log_rows import Log, Rows
+from sentinel.ingest.log_tables import SNIFF_LINES, cells_of, delimiter_of, is_all_numbers, read_csv, read_json, read_jsonl
+
+__all__ = ["Log", "find_logs", "is_log_directory", "read_log"]
+
+HEAD_BYTES = 1 << 16
+MAX_LINE_BYTES = 1 << 24
+"""A longer line is no line of a log (chosen)."""
+MAX_JSON_BYTES = 1 << 30
+"""A JSON document is held whole; larger ones are to be made JSON lines (chosen)."""
+_KNOWN = "CSV, JSON lines, JSON, trainer_state.json, TensorBoard events, or lines such as 'step 10 loss 2.3'"
+_BINARY = {
+    b"PAR1": "Parquet; write it as CSV first", b"SQLite format 3": "SQLite", b"PK\x03\x04": "a zip archive",
+    b"\x89HDF": "HDF5", b":W&B": "W&B's own file; export its history as CSV", b"\x80\x02": "a pickle",
+    b"\x80\x04": "a pickle", b"\xfd7zXZ": "xz; unpack it", b"BZh": "bzip2; unpack it", b"(\xb5/\xfd": "zstd; unpack it",
+}  # fmt: skip
+_LOG_NAMES = ("trainer_state.json", "metrics.csv", "trainer_log.jsonl", "progress.csv", "metrics.jsonl", "log.csv")
+
+
+def read_log(path: str | Path, *, columns: Mapping[str, str] | None = None, header: Sequence[str] | None = None) -> Log:
+    """Return a plain log; its kind is told from what is in it, never from its name alone.
+
+    path: a file, or a directory of one run's TensorBoard events, or one that holds a single log of a well-known name.
+    columns: channel (`loss`, `grad_norm`, `lr`, any other) -> what the file calls it, where that is not told by itself.
+    header: names of the columns of a table that has none.
+    LogError names the file, the line where there is one, what was expected and what came.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            rows = _read_directory(path, columns, header)
+            if isinstance(rows, Log):
+                return rows
+        else:
+            rows = _read_file(path, header)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise LogError(f"{path}: expected gzip, got damaged data ({error}); unpack what is left") from error
+    except OSError as error:
+        raise LogError(f"{path}: cannot be read: {error.strerror or error}") from error
+    rows.rename(dict(columns or {}))
+    return rows.finish()
+
+
+def is_log_directory(path: Path) -> bool:
+    """Whether a directory is one run's log: event files in it, or a log of a well-known name."""
+    return bool(_event_files(path)) or any((path / name).is_file() for name in _LOG_NAMES)
+
+
+def find_logs(path: Path) -> list[Path]:
+    """Return the logs that a path means: itself, or those of a directory and of the runs in it, sorted."""
+    if not path.is_dir() or is_log_directory(path):
+        return [path]
+    files = [one for one in path.iterdir() if one.is_file() and not one.name.startswith(".") and _ends_like_log(one.name)]
+    runs = [one for one in path.iterdir() if one.is_dir() and is_log_directory(one)]
+    return sorted([*files, *runs])
+
+
+def _ends_like_log(name: str) -> bool:
+    return name.removesuffix(".gz").endswith((".csv", ".tsv", ".jsonl", ".ndjson", ".log", ".txt", ".json"))
+
+
+def _event_files(path: Path) -> list[Path]:
+    return sorted(one for one in path.glob("*tfevents*") if one.is_file() and not one.name.endswith(".profile-empty"))
+
+
+def _read_directory(path: Path, columns: Mapping[str, str] | None, header: Sequence[str] | None) -> Rows | Log:
+    files = _event_files(path)
+    if files:
+        rows = Rows(path, "tensorboard")
+        read_events(rows, files, _open)
+        return rows
+    named = [path / name for name in _LOG_NAMES if (path / name).is_file()]
+    if not named:
+        inside = find_logs(path)
+        found = f"found {', '.join(one.name for one in inside[:6])}; name one of them" if inside else "found none"
+        raise LogError(f"{path}: expected a log, or a directory with event files of TensorBoard, {found}")
+    return read_log(named[0], columns=columns, header=header)
+
+
+def _read_file(path: Path, header: Sequence[str] | None) -> Rows:
+    with _open(path) as stream:
+        head = stream.read(HEAD_BYTES)
+    if not head.strip():
+        raise LogError(f"{path}: expected a log, got an empty file")
+    if is_event_file(head):
+        rows = Rows(path, "tensorboard")
+        read_events(rows, [path], _open)
+        return rows
+    if "tfevents" in path.name and b"\x00" in head:
+        raise LogError(f"{path}: expected event records of TensorBoard, got other bytes at its beginning; damaged")
+    encoding = _encoding(path, head)
+    text = head.decode(encoding, "replace").lstrip("\ufeff")
+    lines = text.splitlines(keepends=True)
+    if len(head) == HEAD_BYTES and len(lines) > 1:
+        lines.pop()  # cut in the middle
+    form = _json_form(lines)
+    with _open(path) as stream:
+        if form == "json":
+            rows = Rows(path, "json")
+            read_json(rows, _whole(path, stream, encoding))
+            return rows
+        numbered = _lines(path, stream, encoding)
+        if form == "jsonl":
+            rows = Rows(path, "jsonl")
+            read_jsonl(rows, ((at, line) for at, line in numbered if line.strip()))
+            return rows
+        kept = [line for line in lines if line.strip() and not line.lstrip().startswith("#")][:SNIFF_LINES]
+        delimiter = delimiter_of(kept) if kept else None
+        if delimiter is not None:
+            rows = Rows(path, "csv")
+            names = list(header) if header else _names_of_table(path, lines, kept, delimiter)
+            told = ((at, line) for at, line in numbered if line.strip() and not line.lstrip().startswith("#"))
+            read_csv(rows, told, delimiter, names)
+        else:
+            rows = Rows(path, "text")
+            read_lines(rows, numbered)
+    if not rows.num_rows:
+        what = "rows under its header" if rows.form == "csv" else "a log"
+        got = f"got {kept[0].strip()[:60]!r}" if kept else "got only comments"
+        raise LogError(f"{path}:1: expected {what} ({_KNOWN}), {got}")
+    return rows
+
+
+def _names_of_table(path: Path, lines: Sequence[str], kept: Sequence[str], delimiter: str) -> list[str] | None:
+    """Return names for a table whose first line is no header; None: it has one."""
+    first = cells_of(kept[0], delimiter)
+    if not is_all_numbers(first):
+        return None
+    # numpy's savetxt, gnuplot and many a shell script write the header as a comment.
+    before = [line for line in lines[: lines.index(kept[0])] if line.lstrip().startswith("#")]
+    for line in reversed(before):
+        names = cells_of(line.lstrip().lstrip("#").strip(), delimiter)
+        if len(names) == len(first) and not is_all_numbers(names):
+            return names
+    if len(first) == 1:
+        return ["loss"]
+    leading = [cells_of(line, delimiter)[0] for line in kept]
+    counts = [float(cell) for cell in leading if cell.strip().lstrip("-").isdigit()]
+    if len(first) == 2 and len(counts) == len(kept) and counts == sorted(counts):
+        return ["step", "loss"]
+    raise LogError(
+        f"{path}:1: expected a header that names its {len(first)} columns (step, loss, grad_norm, lr), got numbers; "
+        "add one, or give --header step,loss,..."
+    )
+
+
+def _json_form(lines: Sequence[str]) -> str:
+    """Return `json` for one document, `jsonl` for one a line, empty for what is no JSON."""
+    kept = [line.strip() for line in lines if line.strip()][:2]
+    if not kept or kept[0][0] not in "{[":
+        return ""
+    first = kept[0]
+    if first[0] == "[":
+        inside = first[1:].strip() or (kept[1] if len(kept) > 1 else "")
+        return "json" if inside[:1] in ("{", "]") else ""
+    inside = first[1:].strip() or (kept[1] if len(kept) > 1 else "")
+    if inside[:1] not in ('"', "}"):
+        return ""
+    if first.endswith("}") and len(kept) > 1 and kept[1].startswith("{"):
+        return "jsonl"
+    return "json"
+
+
+def _encoding(path: Path, head: bytes) -> str:
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    for magic, what in _BINARY.items():
+        if head.startswith(magic):
+            raise LogError(f"{path}: expected a log ({_KNOWN}), got {what}")
+    if b"\x00" in head:
+        raise LogError(f"{path}: expected a log ({_KNOWN}), got binary data")
+    return "utf-8"
+
+
+def _open(path: Path) -> BinaryIO:
+    stream = path.open("rb")
+    if stream.peek(2)[:2] == b"\x1f\x8b":
+        stream.close()
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    return stream
+
+
+def _lines(path: Path, stream: BinaryIO, encoding: str) -> Iterator[tuple[int, str]]:
+    """Yield (1-based number, line with its end); bytes that are no text become marks, and a byte order mark goes."""
+    text = io.TextIOWrapper(stream, encoding, errors="replace", newline=None)
+    at = 0
+    while line := text.readline(MAX_LINE_BYTES):
+        at += 1
+        if len(line) >= MAX_LINE_BYTES:
+            raise LogError(f"{path}:{at}: expected a line of a log, got one of more than {MAX_LINE_BYTES >> 20} MiB")
+        yield at, line.lstrip("\ufeff").replace("\x00", "") if at == 1 or "\x00" in line else line
+
+
+def _whole(path: Path, stream: BinaryIO, encoding: str) -> str:
+    data = stream.read(MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES:
+        raise LogError(f"{path}: expected at most {MAX_JSON_BYTES >> 30} GiB of JSON, got more; write it as JSON lines")
+    return data.decode(encoding, "replace").lstrip("\ufeff")
