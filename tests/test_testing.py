@@ -8,7 +8,9 @@ import pytest
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.merge import StepView
 from sentinel.ingest.steps import StepAssembler
+from sentinel.place import depth
 from sentinel.testing import EPOCH_S, BlowUp, FakeClock, LossSpike, Nan, SyntheticRun
+from sentinel.testing.schedules import program_order
 
 
 def views(run: SyntheticRun) -> list[StepView]:
@@ -138,6 +140,17 @@ def test_a_nan_that_is_not_skipped_poisons_every_weight(tmp_path: Path) -> None:
     assert len(second.bad_rows) == second.num_rows
 
 
+def test_clipping_by_a_bad_norm_spoils_all_that_the_optimizer_writes(tmp_path: Path) -> None:
+    run = SyntheticRun(tmp_path / "run", dp=2, kinds=("wgrad", "update"), layers=1)
+    run.plant(Nan(step=0, module="head", phase="wgrad", value="inf", is_skipped=False))
+    run.write(1)
+    (view,) = views(run)
+
+    updates = keys(view, "update", range(2))
+    assert len(updates) == 12
+    assert bad(view) == {"head.weight/wgrad r0", "head.weight/wgrad r1"} | updates
+
+
 def test_other_faults_move_what_they_say(tmp_path: Path) -> None:
     run = SyntheticRun(tmp_path / "run", layers=2)
     run.plant(BlowUp(step=2, module="layers.1", factor=50.0), LossSpike(step=3, factor=4.0))
@@ -149,6 +162,74 @@ def test_other_faults_move_what_they_say(tmp_path: Path) -> None:
     assert grown == {"layers.1/activation", "norm/activation", "head/activation"}
     losses = [view.scalars["loss"].mean for view in seen]
     assert losses[3] > 3 * losses[2] > 2 * losses[4]
+
+
+def test_a_blow_up_leaves_behind_it_what_is_told(tmp_path: Path) -> None:
+    run = SyntheticRun(tmp_path / "run", dp=2, layers=2)
+    fault = BlowUp(step=2, module="layers.0", factor=1e4, rank=1, spread=0.5, in_gradients=0.25, in_loss=0.1)
+    run.plant(fault)
+    run.write(4)
+    seen = views(run)
+
+    norms = np.array([view.moments.statistic("norm") for view in seen])
+    growth = {tensor.key: norms[2, at] / norms[1, at] for at, tensor in enumerate(seen[0].tensors)}
+    # Half of the batch is one replica's: norms of the whole grow by 1 / sqrt(2) of the factor.
+    assert growth["layers.0/activation"] == pytest.approx(1e4 / 2**0.5, rel=0.3)
+    assert growth["layers.1/activation"] == pytest.approx(1e2 / 2**0.5, rel=0.3)
+    assert growth["layers.0.mlp/activation"] == pytest.approx(1.0, rel=0.3)
+    assert growth["layers.1.attn.weight/wgrad"] == pytest.approx(10.0, rel=0.3)
+    losses = seen[2].scalars["loss"].by_rank
+    assert losses[1] > 2 * losses[0]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "loopedbfs", "interleaved1f1b", "zbv", "dualpipev"])
+def test_schedules_are_feasible(schedule: str) -> None:
+    """Each rank can do its work in its order, without waiting for ever; forward precedes backward."""
+    vpp = 1 if schedule in ("gpipe", "1f1b") else 2
+    order = program_order(schedule, 3, vpp, 5)
+    depths = {(stage, chunk): depth(schedule, stage, chunk, 3) for stage in range(3) for chunk in range(vpp)}
+    done: set[tuple[bool, int, int]] = set()
+    at = [0, 0, 0]
+    assert all(len(work) == 2 * vpp * 5 for work in order)
+    while sum(at) < sum(map(len, order)):
+        before = sum(at)
+        for stage, work in enumerate(order):
+            if at[stage] == len(work):
+                continue
+            is_forward, chunk, micro = work[at[stage]]
+            here, last = depths[stage, chunk], 3 * vpp - 1
+            waits = {(True, here - 1, micro)} if is_forward and here else set()
+            if not is_forward:
+                waits = {(True, last, micro)} | ({(False, here + 1, micro)} if here < last else set())
+            if waits <= done:
+                done.add((is_forward, here, micro))
+                at[stage] += 1
+        assert sum(at) > before, "no rank can go on"
+
+
+def test_a_folded_schedule_puts_first_and_last_chunk_on_one_rank(tmp_path: Path) -> None:
+    run = SyntheticRun(tmp_path / "run", pp=2, vpp=2, schedule="zbv", shuffle=True)
+    run.plant(Nan(step=0, module="layers.2.mlp", rank=1))
+    run.write(1)
+    (view,) = views(run)
+
+    by_rank = {rank: {t.name for t in view.tensors if rank in t.ranks and t.kind == "activation"} for rank in (0, 1)}
+    assert {"embed", "layers.0", "layers.3", "head"} <= by_rank[0]
+    assert {"layers.1", "layers.2"} <= by_rank[1]
+    assert bad(view) >= {"layers.2.mlp/activation r1", "layers.3.norm/activation r0", "head/activation r0"}
+    assert not {"layers.2.attn/activation r1", "layers.1/activation r1", "layers.0/activation r0"} & bad(view)
+
+
+def test_shuffled_tables_mean_the_same(tmp_path: Path) -> None:
+    seen = []
+    for shuffle in (False, True):
+        run = SyntheticRun(tmp_path / str(shuffle) / "run", pp=2, dp=2, shuffle=shuffle)
+        run.write(1)
+        seen.append(views(run)[0])
+
+    plain, shuffled = (dict(zip((t.key for t in view.tensors), view.stats.tolist(), strict=True)) for view in seen)
+    assert plain == shuffled
+    assert [t.key for t in seen[0].tensors] != [t.key for t in seen[1].tensors]
 
 
 def test_a_fault_at_no_module_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ statistic of all lanes. `is_possible_cause` is the wider, intransitive reading: 
 from __future__ import annotations
 
 from sentinel.anomaly import Anomaly
-from sentinel.order.phase import AFTER_FORWARD, AFTER_LOSS, AFTER_PARAM, DATAFLOW, Phase
+from sentinel.order.phase import AFTER_FORWARD, AFTER_LOSS, AFTER_PARAM, CONCURRENT, DATAFLOW, Phase
 from sentinel.order.position import ALL_LANES, Position, Site, position
 
 _NO_MICRO_STEP = 1 << 62
@@ -131,10 +131,13 @@ def sort_key(anomaly: Anomaly) -> SortKey:
     call = _NO_MICRO_STEP if p.call is None else p.call
     # Program order where there is one; sites, in the order of first appearance, elsewhere.
     is_local = p.site is Site.LOCAL
+    badness = (not is_nonfinite(anomaly), -anomaly.severity.level)
     return (
         *p.epoch,
         int(p.phase),
         p.slot if p.phase is Phase.OPTIMIZER else 0,
+        # Where nothing in a phase precedes anything else in it, a chance excursion does not hide what is worse.
+        *(badness if p.phase in CONCURRENT else (False, 0)),
         p.at[0],
         not is_local,
         0 if is_local else p.at[1],
@@ -142,8 +145,7 @@ def sort_key(anomaly: Anomaly) -> SortKey:
         p.slot if p.site in (Site.COUPLED, Site.MERGED) else 0,
         call,
         micro,
-        not is_nonfinite(anomaly),
-        -anomaly.severity.level,
+        *badness,
         p.slot,
         _NO_MICRO_STEP if p.rank is None else p.rank,
         p.tag,

@@ -74,6 +74,13 @@ _WALL_CLOCK = re.compile(r"time|second", re.IGNORECASE)
 DATAFLOW = frozenset({Phase.PARAM, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.WGRAD_UNREDUCED, Phase.WGRAD})
 """Phases through which values flow to the weight gradients: all of them come before the gradient norm."""
 
+CONCURRENT = frozenset(
+    {
+        Phase.PARAM, Phase.LOSS, Phase.METRIC, Phase.WGRAD_UNREDUCED, Phase.WGRAD, Phase.SCHEDULE, Phase.NORM, Phase.FREE,
+    }
+)  # fmt: skip
+"""Phases of which nothing precedes anything else of the same phase and step."""
+
 AFTER_LOSS = frozenset({Phase.BACKWARD, Phase.WGRAD_UNREDUCED})
 """What comes after the loss of its own lane."""
 

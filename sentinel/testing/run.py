@@ -74,11 +74,17 @@ class SyntheticRun:
         ranks: Iterable[int] | None = None,
         spool_bytes: int = SPOOL_BYTES,
         file_bytes: int = FILE_BYTES,
+        schedule: str = "",
+        vpp: int = 1,
+        shuffle: bool = False,
     ) -> None:
         """directory: `<runs>/<run>`; its last part is the run's name. layers: of the whole model, at least one a stage.
 
         elements: how many values are drawn for each row (its count is the tensor's). ranks: those that start; None: all.
         black_box: borders are observed whatever `kinds` says.
+        schedule: gpipe, 1f1b, loopedbfs, interleaved1f1b, zbv, dualpipev, ...: in what order ranks do their work, and, with
+        vpp chunks on each, how deep in the model a chunk lies. Empty: a plain pipeline, one micro-step after the other.
+        shuffle: number the tensors otherwise on each rank, and write the rows of a step in no order.
         """
         self.directory = Path(directory)
         self.run = self.directory.absolute().name
@@ -91,11 +97,12 @@ class SyntheticRun:
         self.clock = clock or FakeClock()
         self._per_micro_step = per_micro_step
         self._seed = seed
+        self._shuffle = shuffle
         self._spool_bytes, self._file_bytes = spool_bytes, file_bytes
         self._num_lives = 0
         self._model = SyntheticModel(
             pp=pp, dp=dp, tp=tp, layers=layers, d_model=d_model, micro_steps=micro_steps, kinds=kinds,
-            black_box=black_box, first_step=first_step, seed=seed,
+            black_box=black_box, first_step=first_step, seed=seed, schedule=schedule, vpp=vpp, shuffle=shuffle,
         )  # fmt: skip
         tables = [self._model.table(place) for place in self._model.places()]
         self._values = SyntheticValues(self._model, tables, elements=elements, seed=seed)
@@ -128,6 +135,10 @@ class SyntheticRun:
     def modules(self) -> list[str]:
         """Return the canonical names of the modules, in forward order."""
         return self._model.modules()
+
+    def modules_of(self, rank: int) -> set[str]:
+        """Return the canonical names of the modules that a rank holds, whole chunks among them."""
+        return set(self._ranks[rank].table.module)
 
     def place(self, rank: int) -> Place:
         """Return where a rank is."""
@@ -184,6 +195,8 @@ class SyntheticRun:
         num_calls = len(rows)
         if not self._per_micro_step:
             rows = rows[: fold_rows(rows, len(rows))]
+        if self._shuffle:
+            rows = rows[np.random.default_rng((self._seed, rank, step)).permutation(len(rows))]
         is_skipped = self._values.is_skipped(step)
         if is_skipped:
             rows["flags"] |= np.uint16(Flag.SKIPPED)

@@ -58,6 +58,9 @@ class SyntheticValues:
                     rows["checksum"][np.flatnonzero(is_hit)[0]] += np.uint64(2**52)
             if isinstance(fault, Nan) and fault.step == step:
                 self._poison(table, rows, fault)
+                if not fault.is_skipped:
+                    # Clipped by a norm that is NaN: whatever the optimizer writes is.
+                    _make_bad(rows, np.isin(rows["kind"], (Kind.EXP_AVG, Kind.UPDATE)), "nan", everything=True)
         if self._poisoned_from is not None and step >= self._poisoned_from:
             _make_bad(rows, np.ones(len(rows), np.bool_), "nan", everything=True)
         return rows
@@ -65,16 +68,35 @@ class SyntheticValues:
     def _factors(self, table: Table, step: int) -> npt.NDArray[np.float64]:
         factors = np.ones(len(table.rows))
         for fault in self.faults:
-            if isinstance(fault, BlowUp) and fault.step <= step < fault.step + fault.for_steps:
-                at, kinds = self._model.position(fault.module), table.rows["kind"]
-                if fault.kind in ("param", "wgrad"):
-                    hit = (kinds == Kind.of(fault.kind)) & (table.position == at)
-                elif fault.kind == "dgrad":
-                    hit = np.isin(kinds, (Kind.DGRAD, Kind.DGRAD_IN)) & (table.position <= at)
-                else:
-                    hit = np.isin(kinds, (Kind.ACTIVATION, Kind.ACTIVATION_IN)) & (table.position >= at)
-                factors[hit] *= fault.factor
+            if isinstance(fault, BlowUp) and fault.is_on(step):
+                factors *= fault.factor ** self._share(table, fault)
         return factors
+
+    def _share(self, table: Table, fault: BlowUp) -> npt.NDArray[np.float64]:
+        """Return how much of a fault each row shows: the exponent of its factor."""
+        at, kinds, position = self._model.position(fault.module), table.rows["kind"], table.position
+        is_forward = np.isin(kinds, (Kind.ACTIVATION, Kind.ACTIVATION_IN))
+        is_backward, is_wgrad = np.isin(kinds, (Kind.DGRAD, Kind.DGRAD_IN)), kinds == Kind.WGRAD
+        share = np.zeros(len(kinds))
+        if fault.kind in ("param", "wgrad"):
+            share[(kinds == Kind.of(fault.kind)) & (position == at)] = 1.0
+        elif fault.kind in ("dgrad", "dgrad_in"):
+            first = at if fault.kind == "dgrad" else at - 1
+            share[is_backward & (position <= first)] = fault.spread
+            share[is_backward & (position == first)] = 1.0
+            share[is_wgrad & (position <= at)] = fault.in_gradients
+        else:
+            share[is_forward & (position > at)] = fault.spread
+            share[is_forward & (position == at)] = 1.0
+            share[is_backward | is_wgrad] = fault.in_gradients
+        if fault.micro_step is not None:
+            share[(table.rows["micro_step"] >= 0) & (table.rows["micro_step"] != fault.micro_step)] = 0.0
+        if fault.rank is not None and table.descriptor.place.dp_rank != self._place(fault.rank).dp_rank:
+            share[~is_wgrad] = 0.0
+        return share
+
+    def _place(self, rank: int) -> Place:
+        return self._tables[rank].descriptor.place
 
     def _birthplace(self, fault: Nan) -> Place:
         holders = [table.descriptor.place for table in self._tables if fault.module in table.module]
@@ -93,15 +115,19 @@ class SyntheticValues:
         is_wgrad = kinds == Kind.WGRAD
         of_replica = place.dp_rank == born.dp_rank
         is_now = rows["micro_step"] == fault.micro_step
-        leaf = fault.module.rpartition(".")[2]
-        # attn and mlp end with a sum over the tensor-parallel group: their output is bad on all of it.
-        here = (position == at) & (place.rank == born.rank or leaf in ("attn", "mlp"))
+        is_own = place.tp_rank == born.tp_rank
+        sums = self._model.exchanges(backward=fault.phase != "forward")
+        # The other ranks of the tensor-parallel group catch it at the first sum over the group.
+        first = at if is_own else min((one for one in sums if one >= at), default=1 << 30)
+        here = (position == at) & (first == at)
         if fault.phase == "forward":
-            bad = is_now & of_replica & ((is_forward & ((position > at) | here)) | is_backward) | is_wgrad
+            bad = is_now & of_replica & ((is_forward & (position >= first)) | is_backward) | is_wgrad
         elif fault.phase == "backward":
-            bad = (is_now & of_replica & is_backward & (position < at)) | (is_wgrad & (position <= at))
+            last = at if is_own else max((one for one in sums if one <= at), default=-1)
+            spoilt = position < last
+            bad = (is_now & of_replica & is_backward & spoilt) | (is_wgrad & (spoilt | (is_own & (position == at))))
         else:
-            bad = is_wgrad & (position == at)
+            bad = is_wgrad & (position == at) & is_own
         origin = here & {"forward": is_forward & is_now, "backward": is_backward & is_now}.get(fault.phase, is_wgrad)
         _make_bad(rows, bad & ~origin, "nan", everything=True)
         _make_bad(rows, bad & origin, fault.value, everything=False)
@@ -118,12 +144,16 @@ class SyntheticValues:
                 norm = math.nan
                 if fault.phase == "forward" and place.dp_rank == self._birthplace(fault).dp_rank:
                     loss = math.nan
+            elif isinstance(fault, BlowUp) and fault.is_on(step):
+                norm *= fault.factor**fault.in_loss
+                if fault.rank is None or place.dp_rank == self._place(fault.rank).dp_rank:
+                    loss *= fault.factor**fault.in_loss
             elif isinstance(fault, LossSpike) and fault.step <= step < fault.step + fault.for_steps:
                 loss *= fault.factor if fault.rank in (None, place.rank) else 1.0
         if self._poisoned_from is not None and step >= self._poisoned_from:
             loss = norm = math.nan
         scalars["grad_norm"] = norm
-        if place.pp_rank == self._model.pp - 1:
+        if self._model.has_loss(place):
             scalars["loss"] = loss
         return scalars
 

@@ -1,0 +1,22 @@
+"""Random plants in synthetic runs, read back through `topk`; all of them are benchmarks/origin.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_planted_origins_come_first_whatever_the_layout() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "origin.py"), "--num", "20", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, stdin=subprocess.DEVNULL)
+
+    assert done.stdout, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert found["nan_first"]["of"] == found["finite_in_three"]["of"] == 10
+    assert found["num_rows"] > 10_000
+    assert [one for one in found["wrong"] if one["nature"] == "nan"] == []
+    assert found["finite_in_three"]["right"] >= 9, found["wrong"]
