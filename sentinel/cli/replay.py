@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from sentinel.cli.code import allow_code_option
 from sentinel.cli.main import CLEAN, FOUND, say
 from sentinel.cli.places import find_run
 
@@ -20,6 +21,7 @@ from sentinel.cli.places import find_run
 )
 @click.option("--recompute", is_flag=True, help="Decide anew which rows make a step, instead of what the journal says.")
 @click.option("--rules", "packs", multiple=True, metavar="PATH", help="Judge by these rules, not by those of the day.")
+@allow_code_option()
 @click.option("--state-dir", metavar="DIR", help="Where the journal is, if the run does not say so itself.")
 @click.option("--config", metavar="FILE", help="Configuration of the daemon: its judging section counts.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

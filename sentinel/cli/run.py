@@ -16,6 +16,7 @@ import msgspec
 
 from sentinel.anomaly import Incident, Severity
 from sentinel.cli.child import Child
+from sentinel.cli.code import allow_code_option
 from sentinel.cli.companion import Companion
 from sentinel.cli.main import FOUND, say
 from sentinel.cli.places import run_name, runs_directory
@@ -34,6 +35,7 @@ POLL_S = 0.05
 )
 @click.option("--name", metavar="NAME", help="Name of the run. Default: $SENTINEL_RUN, else the time of day.")
 @click.option("--rules", "packs", multiple=True, metavar="PATH", help="Rule pack, file or directory; several add up.")
+@allow_code_option(is_handed_on=True)
 @click.option("--config", metavar="FILE", help="Configuration of the daemon (notify and control sections).")
 @click.option("--state-dir", metavar="DIR", help="Where the journal lies: a local disk. Default: in the run directory.")
 @click.option(
@@ -58,6 +60,7 @@ def run(
     directory: str | None,
     name: str | None,
     packs: tuple[str, ...],
+    allow_code: bool,
     config: str | None,
     state_dir: str | None,
     listen: str,
@@ -87,6 +90,8 @@ def run(
     arguments = [str(run_dir), "--owned", "--listen", listen]
     for pack in packs:
         arguments += ["--rules", str(Path(pack).absolute()) if Path(pack).exists() else pack]
+    if allow_code:
+        arguments.append("--allow-code")
     if config:
         arguments += ["--config", str(Path(config).absolute())]
     if state_dir:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from sentinel.cli.code import allow_code_option
 from sentinel.cli.places import runs_directory
 from sentinel.errors import ConfigError
 
@@ -21,6 +22,7 @@ from sentinel.errors import ConfigError
 @click.option(
     "--rules", "packs", multiple=True, metavar="PATH", help="Rule pack: a file, a directory, or a built-in name."
 )
+@allow_code_option()
 @click.option("--config", metavar="FILE", help="Configuration: judging, notify and control sections.")
 @click.option("--listen", default="127.0.0.1:9464", show_default=True, metavar="HOST:PORT", help="Port 0: a free one.")
 @click.option("--no-http", is_flag=True, help="Listen nowhere.")

@@ -1,0 +1,81 @@
+"""Detectors that a rule names by dotted path: code of the user, run only where the user said so (`--allow-code`)."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from sentinel.errors import RuleError
+
+ASK = 'give --allow-code, or offer it as an entry point of "sentinel.detectors"'
+CONTRACTS = {
+    "series (sentinel.detect.SeriesDetector)": ("state", "score", "learn"),
+    "group (sentinel.detect.GroupDetector)": ("over", "state", "score", "learn"),
+    "liveness (sentinel.detect.LivenessDetector)": ("state", "score_at", "learn_step"),
+}
+_permission = {"is_given": False}
+
+
+def allow_code(is_allowed: bool = True) -> None:
+    """Let rules of this process name detectors by dotted path, the current directory included: the command line's word."""
+    _permission["is_given"] = is_allowed
+    if is_allowed and "" not in sys.path:
+        sys.path.insert(0, "")
+
+
+def is_dotted(name: str) -> bool:
+    """Whether `name` is a path to a class, `package.module:Class` or `package.module.Class`, and no detector's name."""
+    return "." in name or ":" in name
+
+
+def dotted_detector(name: str) -> type[Any]:
+    """Return the class at a dotted path. RuleError says why there is none: not allowed, not found, or no detector."""
+    where = f'detector "{name}"'
+    if not _permission["is_given"]:
+        raise RuleError(f"{where} is a path to code, which is not run unasked; {ASK}")
+    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # a user's module may fail in any way
+        raise RuleError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+    if (problem := shortcoming(found)) is not None:
+        raise RuleError(f"{where} is no detector: {problem}")
+    return found  # type: ignore[no-any-return]
+
+
+def shortcoming(found: object) -> str | None:
+    """Return in words what a class lacks to be a detector; None when it keeps one of the contracts."""
+    if not isinstance(found, type):
+        return f"expected a class, got {type(found).__name__}"
+    lacking = {words: [name for name in names if not hasattr(found, name)] for words, names in CONTRACTS.items()}
+    if not all(lacking.values()):
+        return None
+    words, names = min(lacking.items(), key=lambda one: len(one[1]) / len(CONTRACTS[one[0]]))
+    return f"it has no {' and no '.join(names)}; see the contract {words}"
+
+
+class Detectors(dict[str, type[Any]]):
+    """Name -> class: what is known by name, and where code is allowed whatever a dotted path names."""
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        return isinstance(name, str) and is_dotted(name) and self.why_not(name) == ""
+
+    def __missing__(self, name: str) -> type[Any]:
+        if not is_dotted(name):
+            raise KeyError(name)
+        self[name] = dotted_detector(name)
+        return self[name]
+
+    def why_not(self, name: str) -> str:
+        """Return why a dotted path is no detector here, in words; empty where it is one, or is no dotted path."""
+        try:
+            if is_dotted(name):
+                self[name]
+        except RuleError as error:
+            return str(error)
+        return ""
