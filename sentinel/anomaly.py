@@ -94,6 +94,8 @@ class Anomaly(msgspec.Struct, frozen=True, kw_only=True):
     reference_score: float | None = None
     """How far sister runs on the same data moved at this step, in units of score: at least 1: they moved too.
     Null: there is no reference."""
+    dtype: str = ""
+    """Type of the tensor's numbers: `float16`, `bfloat16`, `float32`; empty: not known, or none."""
     moved_ranks: tuple[int, ...] = ()
     """Of `group_mates`, those whose own part moved past the bound too; empty: not known, or nobody's alone."""
 
@@ -126,6 +128,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     """Facts as they became known, the reasons of the verdict among them: those of an older verdict stay, and say so."""
     skip_steps: tuple[int, ...] = ()
     """Of a `batch` verdict: the steps whose batches are suspected, oldest first."""
+    skip_ranks: tuple[int, ...] = ()
+    """The ranks whose part of those batches it was; empty: all."""
     skip_samples: tuple[str, ...] = ()
     """The ids of the samples of those steps, where the trainer logged them."""
     segment: str = ""

@@ -12,6 +12,7 @@ import msgspec
 
 from sentinel.anomaly import Anomaly, Incident, Severity, anomaly_id
 from sentinel.control.policy import DUMP, Proposal, propose
+from sentinel.daemon.step_facts import FactReader
 from sentinel.order.causal import sort_key
 from sentinel.order.incidents import IncidentConfig, IncidentTracker
 from sentinel.rules.engine import Engine
@@ -52,6 +53,7 @@ class Judge:
         self._max_anomalies = max_anomalies
         self._engine = Engine(pack)
         self._tracker = IncidentTracker(_incident_config(pack))
+        self._facts = FactReader()
         self._actions = {rule.name: rule.actions for rule in pack.rules}
 
     @property
@@ -63,6 +65,16 @@ class Judge:
     def blindness(self) -> list[str]:
         """What the rules cannot judge in the layout of the last step, in words."""
         return self._engine.blind_groups
+
+    @property
+    def num_rows_judged(self) -> int:
+        """Rows judged, all steps: must equal the rows that ranks sent."""
+        return self._engine.num_rows_judged
+
+    @property
+    def num_points_judged(self) -> dict[str, int]:
+        """Rule -> points it scored so far: rows, tensors x statistics, or scalars."""
+        return self._engine.num_points_judged
 
     def reload(self, pack: Pack) -> None:
         """Judge by other rules from the next step on; rules that did not change keep their state."""
@@ -84,6 +96,7 @@ class Judge:
             time=view.time,
             is_skipped=view.is_skipped,
             settled=self._engine.settled,
+            facts=self._facts.read(view, kept, self._engine.ongoing(view.step)),
         )
         causes = {cause for incident in incidents for cause in incident.first_causes}
         return Verdict(

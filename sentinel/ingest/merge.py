@@ -54,6 +54,8 @@ class LogicalTensor(msgspec.Struct, frozen=True, kw_only=True):
     is_partial: bool = False
     """Each rank holds a summand: only what is not finite in it means anything."""
     num_elements: int = 0
+    dtype: str = ""
+    """As the rank that is named first says it."""
 
 
 class Scalar(msgspec.Struct, frozen=True):
@@ -228,6 +230,7 @@ class Layout:
             "border_index": tensor.border_index,
             "is_partial": "partial" in tensor.placements.values(),
             "num_elements": int(np.prod(tensor.shape, dtype=np.int64)) if tensor.shape else 1,
+            "dtype": tensor.dtype,
         }
 
     def held_by(self, ranks: Set[int]) -> npt.NDArray[np.bool_]:

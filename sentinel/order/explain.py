@@ -13,6 +13,7 @@ from sentinel.command import EnableMonitoring
 from sentinel.order.anomaly_files import anomaly_files
 from sentinel.order.causal import sort_key
 from sentinel.order.causes import BlastRadius, blast_radius
+from sentinel.order.open_incident import SUSPECTED
 from sentinel.order.revisions import find_incident, incident_members, incident_revisions
 from sentinel.order.topk import topk
 from sentinel.order.wording import place_words
@@ -114,7 +115,10 @@ def tell(story: Story) -> str:
     """Return the story in plain words, without a last line feed."""
     return "\n".join(
         line
-        for section in (_head(story), _first(story), _black_box(story), _escalation(story), _followed(story), _told(story))
+        for section in (
+            _head(story), _first(story), _suspicion(story), _black_box(story), _escalation(story), _followed(story),
+            _told(story),
+        )
         for line in section
     )
 
@@ -144,8 +148,23 @@ def _first(story: Story) -> list[str]:
     return lines
 
 
+def _suspicion(story: Story) -> list[str]:
+    one = story.incident
+    reasons = [line.partition(": ")[2] for line in one.evidence if line.startswith(SUSPECTED)]
+    if not reasons:
+        return []
+    lines = ["", f"What is suspected: {one.verdict}", *(f"  {reason}" for reason in reasons)]
+    if one.skip_steps:
+        of = f", the part of {_named('rank', one.skip_ranks)}" if one.skip_ranks else ""
+        lines.append(f"  batches to skip: {_named('step', one.skip_steps)}{of}")
+    if one.skip_samples:
+        shown = ", ".join(one.skip_samples[:8]) + (", ..." if len(one.skip_samples) > 8 else "")
+        lines.append(f"  samples to skip: {shown}")
+    return lines
+
+
 def _black_box(story: Story) -> list[str]:
-    facts = [line for line in story.incident.evidence if "refined at step" not in line]
+    facts = [line for line in story.incident.evidence if "refined at step" not in line and not line.startswith(SUSPECTED)]
     if not facts and not story.borders:
         return []
     lines = ["", "What was known at once"]
@@ -203,6 +222,10 @@ def _told(story: Story) -> list[str]:
 
 def _count(num: int, one: str, many: str) -> str:
     return f"{num} {one if num == 1 else many}"
+
+
+def _named(word: str, values: Sequence[int]) -> str:
+    return f"{word}{'s' if len(values) > 1 else ''} {_list(values)}"
 
 
 def _list(values: Sequence[int]) -> str:

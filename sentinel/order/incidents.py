@@ -9,6 +9,8 @@ What explains what (all choices are deterministic and kept in the snapshot):
   It joins a finite incident only if that was critical a step or two ago: an explosion that went on to overflow.
 - A finite anomaly joins the open incident that has it already, else the component of its step, else an incident of at
   least its severity that grew a step or two ago. What is more severe is never explained by what was less so.
+
+What an incident makes one suspect (`verdict.py`) is said anew after every step while it is open.
 """
 
 from __future__ import annotations
@@ -19,10 +21,22 @@ import msgspec
 
 from sentinel.anomaly import Anomaly, Incident, Severity, incident_id
 from sentinel.errors import ConfigError
+from sentinel.order.case import Case, Jump
 from sentinel.order.causal import is_nonfinite, sort_key
 from sentinel.order.causes import leading_causes
-from sentinel.order.origin import Origin, origin
-from sentinel.order.phase import Phase, phase_of
+from sentinel.order.open_incident import (
+    OpenIncident,
+    age,
+    has_bad_episode,
+    is_same_place,
+    opening_facts,
+    refine,
+    says_settled,
+    series_of,
+)
+from sentinel.order.origin import origin
+from sentinel.order.step_facts import StepFacts
+from sentinel.order.suspicion import CALM_STEPS, JUMP_STEPS, rose
 from sentinel.order.wording import born_words, is_liveness, place_words, root_words, title_words
 
 MAX_SERIES = 4096
@@ -53,37 +67,53 @@ class IncidentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise ConfigError(f"incidents.{name} must be at least {least}, got {getattr(self, name)}")
 
 
-class _Open(msgspec.Struct, kw_only=True):
-    """An open incident: its newest revision, and what is needed to know what it explains."""
+class Background(msgspec.Struct, kw_only=True):
+    """What the steps of the attempt have been like, for the verdicts of incidents that are yet to open."""
 
-    incident: Incident
-    nature: str
-    """`nonfinite`, `finite`, or `liveness`."""
-    root: Anomaly
-    origin: Origin
-    causes: list[Anomaly]
-    last_bad_step: int
-    """Newest step with a non-finite member; -1: none."""
-    was_skipped: bool = False
-    """The optimizer skipped `last_bad_step`: its NaN did not reach the weights."""
-    episodes: dict[str, int] = {}
-    """Ids of onsets without an end, to the step of each."""
-    series: dict[str, int] = {}
-    """Keys of the series that belong here, to the step they last joined."""
-    has_settled: bool = False
-    num_unnamed: int = 0
-    """First causes that the cap left out."""
+    num_steps: int = 0
+    """Steps closed."""
+    num_alike: int = 0
+    """Of those, steps in which copies of weights were compared and all the same."""
+    last_alike: int = -1
+    trouble_step: int = -1
+    """Newest step with an anomaly graver than info; -1: none."""
+    rates: dict[str, float] = {}
+    """Learning rates of the step before."""
+    highest: dict[str, float] = {}
+    """The highest of each so far."""
+    jump: Jump | None = None
+    """The newest rise of a learning rate that no schedule explains."""
+    loss_scale: float | None = None
+    """Of the step before."""
+
+    def see(self, step: int, anomalies: Iterable[Anomaly], facts: StepFacts) -> None:
+        """Take a closed step."""
+        self.num_steps += 1
+        if facts.num_compared and not facts.num_differing:
+            self.num_alike, self.last_alike = self.num_alike + 1, step
+        if any(a.event == "onset" and a.severity is not Severity.INFO for a in anomalies):
+            self.trouble_step = step
+        self.loss_scale = facts.loss_scale
+
+    def see_rates(self, step: int, facts: StepFacts) -> None:
+        """Take the learning rates of a closed step."""
+        for name, rate in sorted(facts.rates.items()):
+            before, highest = self.rates.get(name), self.highest.get(name, 0.0)
+            if before is not None and self.num_steps >= CALM_STEPS and rose(before, rate, highest):
+                self.jump = Jump(step=step, name=name, before=before, after=rate)
+            self.rates[name], self.highest[name] = rate, max(highest, rate)
 
 
 class _State(msgspec.Struct, kw_only=True):
     """All that a tracker remembers."""
 
-    open: list[_Open] = []
+    open: list[OpenIncident] = []
     owner: dict[str, str] = {}
     """Onset id to the incident that holds its episode."""
     attempt: int = -1
     step: int = -1
     num_incidents: int = 0
+    background: Background = msgspec.field(default_factory=Background)
 
 
 class IncidentTracker:
@@ -94,6 +124,7 @@ class IncidentTracker:
         self._state = _State()
         self._touched: dict[str, list[str]] = {}
         self._attempt = 0
+        self._facts: StepFacts | None = None
 
     @property
     def open_incidents(self) -> list[Incident]:
@@ -117,6 +148,7 @@ class IncidentTracker:
         time: float = 0.0,
         is_skipped: bool = False,
         settled: Collection[str] = (),
+        facts: StepFacts | None = None,
     ) -> list[Incident]:
         """Take in a closed step and return the revisions it made, oldest incident first; one for each that changed.
 
@@ -126,36 +158,47 @@ class IncidentTracker:
         time: the step's own clock, by default the newest of its anomalies.
         is_skipped: the optimizer skipped this step, so a NaN in it is in no weight.
         settled: ids of onsets whose series went on at a new level, which closes their incident as `settled`.
+        facts: what verdicts ask of the step beside its anomalies; None: nothing is known of it, as on a tick.
         """
         self._touched = {}
         before = {one.incident.id: one.incident for one in self._state.open}
-        closed: list[_Open] = []
+        closed: list[OpenIncident] = []
         if attempt > self._state.attempt:
             if self._state.attempt >= 0:
                 for one in self._state.open:
-                    _revise(one, state="resolved", evidence=f"attempt {attempt} began")
+                    one.revise(state="resolved", evidence=f"attempt {attempt} began")
                     closed.append(one)
                 self._state.open, self._state.owner = [], {}
             self._state.attempt, self._state.step = attempt, -1
+            self._state.background = Background()
         if attempt == self._state.attempt:
             self._state.step = max(self._state.step, step)
         self._attempt = attempt
+        # Late words about an attempt that is over say nothing of the one at hand.
+        self._facts = facts if attempt == self._state.attempt else None
+        if self._facts is not None:
+            self._state.background.see_rates(step, self._facts)
         time = max((time, *(a.time for a in anomalies)), default=time)
 
         onsets = sorted((a for a in anomalies if a.event == "onset"), key=sort_key)
         self._take_components(onsets, step, is_skipped, closed)
         for end in sorted((a for a in anomalies if a.event == "end"), key=sort_key):
-            self._end_episode(end.onset_id or "", end.step, end.onset_id in settled or _says_settled(end))
+            self._end_episode(end.onset_id or "", end.step, end.onset_id in settled or says_settled(end))
         for onset_id in sorted(settled):
             self._end_episode(onset_id, step, True)
         for note in (a for a in anomalies if a.event == "truncated"):
             self._note_truncated(note)
+        for one in self._state.open:
+            if one.incident.attempt == attempt:
+                self._look(one, step)
+        if self._facts is not None:
+            self._state.background.see(step, anomalies, self._facts)
         still_open = []
         for one in self._state.open:
             is_quiet = not one.episodes and self._state.step - one.incident.last_step >= self._quiet_of(one)
             # Late words about an attempt that is over open and close an incident at once.
             if is_quiet or one.incident.attempt < self._state.attempt:
-                _revise(one, state="settled" if one.has_settled else "resolved")
+                one.revise(state="settled" if one.has_settled else "resolved")
                 closed.append(one)
             else:
                 still_open.append(one)
@@ -166,11 +209,20 @@ class IncidentTracker:
         changed = [incident for incident in revisions if incident is not None]
         return sorted(changed, key=lambda i: (i.attempt, i.opened_step, i.id))
 
-    def _quiet_of(self, one: _Open) -> int:
+    def _look(self, one: OpenIncident, step: int) -> None:
+        """Hold an open incident against a closed step, and say what it makes one suspect now."""
+        if self._facts is not None:
+            one.case.see(step, self._facts)
+            jump = self._state.background.jump
+            if jump is not None and one.case.jump is None and jump.step >= one.case.opened - JUMP_STEPS:
+                one.case.jump = jump
+        one.suspect()
+
+    def _quiet_of(self, one: OpenIncident) -> int:
         """An incident all of whose series came to rest at a new level is over at once."""
         return 0 if one.has_settled else self.config.quiet_steps
 
-    def _take_components(self, onsets: list[Anomaly], step: int, is_skipped: bool, closed: list[_Open]) -> None:
+    def _take_components(self, onsets: list[Anomaly], step: int, is_skipped: bool, closed: list[OpenIncident]) -> None:
         liveness: dict[str, list[Anomaly]] = {}
         bad, finite = [], []
         for anomaly in onsets:
@@ -180,12 +232,12 @@ class IncidentTracker:
                 bad.append(anomaly)
             else:
                 finite.append(anomaly)
-        of_step: _Open | None = None
+        of_step: OpenIncident | None = None
         if bad:
             of_step = self._take_nonfinite(bad, step, closed)
             of_step.last_bad_step = max(of_step.last_bad_step, step)
             of_step.was_skipped = is_skipped
-        known: list[tuple[_Open, Anomaly]] = []
+        known: list[tuple[OpenIncident, Anomaly]] = []
         rest = []
         for anomaly in finite:
             owner = self._owner_of_series(anomaly)
@@ -199,7 +251,7 @@ class IncidentTracker:
                 # Of the incidents that the step's other anomalies belong to, one that is as grave explains the rest.
                 worst = max(a.severity.level for a in rest)
                 owners = [owner for owner, _ in known if owner.incident.severity.level >= worst]
-                of_step = min(owners, key=_age, default=None)
+                of_step = min(owners, key=age, default=None)
             if of_step is None:
                 of_step = self._mint("finite", rest)
             else:
@@ -217,54 +269,61 @@ class IncidentTracker:
             else:
                 self._join(open_one, group)
 
-    def _peers(self, *natures: str) -> list[_Open]:
+    def _peers(self, *natures: str) -> list[OpenIncident]:
         """Open incidents of the attempt at hand, of these natures."""
         return [one for one in self._state.open if one.incident.attempt == self._attempt and one.nature in natures]
 
-    def _is_near(self, one: _Open, step: int, last_step: int) -> bool:
+    def _is_near(self, one: OpenIncident, step: int, last_step: int) -> bool:
         """Tell whether a step lies in the time of an incident, or a little before or behind it."""
         near = self.config.near_steps
         return one.incident.opened_step - near <= step <= last_step + near
 
-    def _take_nonfinite(self, bad: list[Anomaly], step: int, closed: list[_Open]) -> _Open:
+    def _take_nonfinite(self, bad: list[Anomaly], step: int, closed: list[OpenIncident]) -> OpenIncident:
         causes = [bad[i] for i in leading_causes(bad)]
         born = origin(causes[0], bad)
         open_bad = self._peers("nonfinite")
-        recurring = [one for one in open_bad if _is_same_place(one, causes, born)]
+        recurring = [one for one in open_bad if is_same_place(one, causes, born)]
         spreading = [
             one
             for one in open_bad
-            if not one.was_skipped and (self._is_near(one, step, one.last_bad_step) or _has_bad_episode(one))
+            if not one.was_skipped and (self._is_near(one, step, one.last_bad_step) or has_bad_episode(one))
         ]
         exploding = [
             one
             for one in self._peers("finite")
             if one.incident.severity is Severity.CRITICAL and self._is_near(one, step, one.incident.last_step)
         ]
-        explaining = sorted({one.incident.id: one for one in (*recurring, *spreading)}.values(), key=_age)
+        is_going_on = any(not one.was_skipped and self._is_near(one, step, one.last_bad_step) for one in open_bad)
+        # What bad weights bring is not born anew.
+        bearing = [] if is_going_on else [(cause, origin(cause, bad)) for cause in causes[:MAX_FIRST_CAUSES]]
+        explaining = sorted({one.incident.id: one for one in (*recurring, *spreading)}.values(), key=age)
         if not explaining and exploding:
-            one = min(exploding, key=_age)
+            one = min(exploding, key=age)
             self._join(one, bad)
+            one.case.bear(step, bearing, self._facts)
             one.nature = "nonfinite"
             words = born_words(causes[0], born)
             one.incident = msgspec.structs.replace(
                 one.incident, title=f"{one.incident.title}; then {words}", segment=born.segment, module=born.module
             )
-            _revise(one, evidence=f"turned non-finite at step {step}: {words}")
+            one.revise(evidence=f"turned non-finite at step {step}: {words}")
             return one
         if not explaining:
-            return self._mint("nonfinite", bad)
+            one = self._mint("nonfinite", bad)
+            one.case.bear(step, bearing, self._facts)
+            return one
         first, *others = explaining
         for other in others:
             self._merge(other, first)
             closed.append(other)
         self._join(first, bad)
+        first.case.bear(step, bearing, self._facts)
         if first in recurring:
-            _refine(first, causes[0], born)
+            refine(first, causes[0], born)
         return first
 
-    def _owner_of_series(self, anomaly: Anomaly) -> _Open | None:
-        key = _series(anomaly)
+    def _owner_of_series(self, anomaly: Anomaly) -> OpenIncident | None:
+        key = series_of(anomaly)
         # A series may make its own incident graver while it lasts; later it is news.
         owners = [
             one
@@ -275,9 +334,9 @@ class IncidentTracker:
                 or abs(anomaly.step - one.series[key]) <= self.config.near_steps
             )
         ]
-        return min(owners, key=_age, default=None)
+        return min(owners, key=age, default=None)
 
-    def _near(self, group: list[Anomaly], step: int) -> _Open | None:
+    def _near(self, group: list[Anomaly], step: int) -> OpenIncident | None:
         worst = max(a.severity.level for a in group)
         near = [
             one
@@ -285,9 +344,9 @@ class IncidentTracker:
             if one.incident.severity.level >= max(worst, Severity.WARNING.level)
             and self._is_near(one, step, one.incident.last_step)
         ]
-        return min(near, key=_age, default=None)
+        return min(near, key=age, default=None)
 
-    def _mint(self, nature: str, group: list[Anomaly]) -> _Open:
+    def _mint(self, nature: str, group: list[Anomaly]) -> OpenIncident:
         causes = [group[i] for i in leading_causes(group)]
         root = causes[0]
         born = origin(root, group)
@@ -305,21 +364,33 @@ class IncidentTracker:
             root_name=root_words(root, born),
             segment=born.segment,
             module=born.module if nature == "nonfinite" else "",
-            evidence=_evidence(nature, root, causes, group),
         )
-        one = _Open(
-            incident=incident, nature=nature, root=root, origin=born, causes=[], last_bad_step=-1, episodes={}, series={}
-        )
+        one = OpenIncident(
+            incident=incident, nature=nature, root=root, origin=born, causes=[], last_bad_step=-1, episodes={}, series={},
+            case=self._case(nature, root), facts=opening_facts(nature, root, causes, group),
+        )  # fmt: skip
         self._state.open.append(one)
         self._state.num_incidents += 1
         self._join(one, group)
         return one
 
-    def _join(self, one: _Open, group: Iterable[Anomaly]) -> None:
+    def _case(self, nature: str, root: Anomaly) -> Case:
+        before = self._state.background
+        return Case(
+            opened=root.step,
+            is_liveness=nature == "liveness",
+            num_alike=before.num_alike,
+            last_alike=before.last_alike,
+            scale_before=before.loss_scale,
+            trouble_step=before.trouble_step,
+            num_before=before.num_steps,
+        )
+
+    def _join(self, one: OpenIncident, group: Iterable[Anomaly]) -> None:
         group = list(group)
         now = one.incident
         for anomaly in group:
-            key = _series(anomaly)
+            key = series_of(anomaly)
             if key in one.series or len(one.series) < MAX_SERIES:
                 one.series[key] = max(anomaly.step, one.series.get(key, -1))
             if self.config.episode_quiet_steps > 0 and anomaly.rule not in self.config.rules_without_ends:
@@ -334,7 +405,8 @@ class IncidentTracker:
             one.causes = causes[:MAX_FIRST_CAUSES]
             one.num_unnamed += len(causes) - len(one.causes)
             if one.causes[0].id != now.root and one.causes[0].id in {a.id for a in early}:
-                _revise(one, evidence=f"an earlier sign came late: {place_words(one.causes[0])}")
+                one.revise(evidence=f"an earlier sign came late: {place_words(one.causes[0])}")
+        one.case.join(group, self._facts)
         self._touched.setdefault(now.id, []).extend(a.id for a in group)
         ranks = {rank for a in group for rank in (a.ranks if a.rank is None else (a.rank,))}
         severity = max((now.severity, *(a.severity for a in group)), key=lambda s: s.level)
@@ -349,7 +421,7 @@ class IncidentTracker:
             paged=now.paged or severity is Severity.CRITICAL,
         )
 
-    def _merge(self, other: _Open, into: _Open) -> None:
+    def _merge(self, other: OpenIncident, into: OpenIncident) -> None:
         a, b = into.incident, other.incident
         into.episodes |= other.episodes
         for onset_id in other.episodes:
@@ -368,13 +440,14 @@ class IncidentTracker:
             detectors=tuple(sorted({*a.detectors, *b.detectors})),
             ranks=tuple(sorted({*a.ranks, *b.ranks})),
             paged=a.paged or b.paged,
-            evidence=(*a.evidence, f"incident {b.id} turned out to be the same"),
         )
+        into.case.absorb(other.case)
+        into.revise(evidence=f"incident {b.id} turned out to be the same")
         self._touched.setdefault(a.id, [])
         other.incident = msgspec.structs.replace(b, state="merged", merged_into=a.id)
         self._state.open = [one for one in self._state.open if one is not other]
 
-    def _survivor(self, one: _Open) -> _Open:
+    def _survivor(self, one: OpenIncident) -> OpenIncident:
         into = one.incident.merged_into
         return next(o for o in self._state.open if o.incident.id == into)
 
@@ -388,16 +461,16 @@ class IncidentTracker:
     def _note_truncated(self, note: Anomaly) -> None:
         of_step = [one for one in self._state.open if one.incident.last_step == note.step]
         if of_step:
-            one = min(of_step, key=_age)
-            _revise(one, evidence=f"step {note.step}: {note.count} more anomalies were not written")
+            one = min(of_step, key=age)
+            one.revise(evidence=f"step {note.step}: {note.count} more anomalies were not written")
             one.incident = msgspec.structs.replace(one.incident, num_members=one.incident.num_members + note.count)
 
-    def _forget(self, one: _Open) -> None:
+    def _forget(self, one: OpenIncident) -> None:
         for onset_id in one.episodes:
             if self._state.owner.get(onset_id) == one.incident.id:
                 del self._state.owner[onset_id]
 
-    def _publish(self, one: _Open, before: dict[str, Incident], time: float) -> Incident | None:
+    def _publish(self, one: OpenIncident, before: dict[str, Incident], time: float) -> Incident | None:
         members = tuple(self._touched.get(one.incident.id, ()))
         if not members and before.get(one.incident.id) == one.incident:
             return None
@@ -408,76 +481,3 @@ class IncidentTracker:
         # The next revision says what joined with it alone: to compare with, the members of this one are laid off.
         one.incident = msgspec.structs.replace(one.incident, members=())
         return published
-
-
-def _age(one: _Open) -> tuple[int, int, str]:
-    return one.incident.attempt, one.incident.opened_step, one.incident.id
-
-
-def _series(anomaly: Anomaly) -> str:
-    return f"{anomaly.kind}/{anomaly.tag_name}"
-
-
-def _says_settled(end: Anomaly) -> bool:
-    return "settled" in end.message or "level shift" in end.message
-
-
-def _has_bad_episode(one: _Open) -> bool:
-    """Tell whether the root's own non-finite episode still goes on."""
-    return is_nonfinite(one.root) and one.root.id in one.episodes
-
-
-def _is_same_place(one: _Open, causes: list[Anomaly], born: Origin) -> bool:
-    if one.origin.phase != born.phase:
-        return False
-    first = one.causes[0] if one.causes else one.root
-    if one.origin.segment and one.origin.segment == born.segment:
-        return True
-    if born.module and born.module == one.origin.module:
-        return True
-    return any(_series(cause) == _series(first) for cause in causes)
-
-
-def _refine(one: _Open, cause: Anomaly, born: Origin) -> None:
-    """Name the module where the root was only a segment, now that a recurrence was seen from inside."""
-    if one.incident.module or not born.module or one.origin.segment != born.segment:
-        return
-    one.origin = msgspec.structs.replace(one.origin, name=born.name, module=born.module)
-    if born.rank in one.origin.ranks and not born.ranks:
-        one.origin = msgspec.structs.replace(one.origin, rank=born.rank, ranks=())
-    one.incident = msgspec.structs.replace(
-        one.incident,
-        module=born.module,
-        root_name=f"{root_words(one.root, one.origin)}, refined at step {cause.step}",
-        title=title_words(one.root, one.origin),
-    )
-    _revise(one, evidence=f"refined at step {cause.step} by module monitoring: {born_words(cause, born)}")
-
-
-def _revise(one: _Open, *, state: str | None = None, evidence: str | None = None) -> None:
-    if state is not None:
-        one.incident = msgspec.structs.replace(one.incident, state=state)
-    if evidence is not None:
-        one.incident = msgspec.structs.replace(one.incident, evidence=(*one.incident.evidence, evidence))
-
-
-def _evidence(nature: str, root: Anomaly, causes: list[Anomaly], group: list[Anomaly]) -> tuple[str, ...]:
-    """What is known when an incident opens: facts alone."""
-    if nature != "nonfinite":
-        return ()
-    border = f" (border {root.border})" if root.border else ""
-    facts = [f"first bad: {root.kind} of {root.tag_name}{border}"]
-    phase = phase_of(root.kind, root.tag_name)
-    if phase in (Phase.FORWARD, Phase.BACKWARD):
-        said = "before it in forward" if phase is Phase.FORWARD else "in forward, nor before it in backward"
-        span = "step" if root.micro_step is None else "micro_step"
-        facts.append(f"nothing non-finite was measured {said}, in that {span} of its replica")
-    others = sorted({a.rank for a in causes if a.rank is not None and a.rank != root.rank})
-    if others:
-        shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
-        facts.append(f"first bad independently on {len(others) + 1} ranks: {root.rank}, {shown}")
-    elif root.rank is not None and root.dp_size > 1:
-        lanes = {a.place.get("dp") for a in group if a.rank is not None}
-        if len(lanes) == 1:
-            facts.append(f"one of {root.dp_size} data-parallel replicas")
-    return tuple(facts)

@@ -19,6 +19,7 @@ from sentinel.rules.replica_watch import ReplicaWatch
 from sentinel.rules.row_watch import RowWatch, raw_statistic
 from sentinel.rules.scalar_watch import ScalarWatch
 from sentinel.rules.schema import Pack, Rule
+from sentinel.rules.skew_watch import SkewWatch
 from sentinel.rules.tensor_watch import StepRows, TensorWatch
 from sentinel.rules.watch import Plan, Watch
 
@@ -102,7 +103,7 @@ class Engine:
                         found.extend(watch.judge(view, plan, column, columns.present, rows))
                 elif isinstance(watch, RowWatch):
                     found.extend(watch.judge(view, plans[at]))
-                elif isinstance(watch, ScalarWatch | ReplicaWatch | RankWatch | AggregateWatch):
+                elif isinstance(watch, ScalarWatch | ReplicaWatch | RankWatch | SkewWatch | AggregateWatch):
                     found.extend(watch.judge(view))
                 elif isinstance(watch, LivenessWatch):
                     watch.learn(view)
@@ -110,6 +111,10 @@ class Engine:
         self.num_rows_judged += view.num_rows
         self.settled = tuple(one for watch in self._watches for one in watch.settled)
         return found
+
+    def ongoing(self, step: int) -> list[str]:
+        """Return the ids of the onsets whose series are anomalous in `step`, the newest judged; few of a flood."""
+        return [one for watch in self._watches if len(watch.episodes) for one in watch.episodes.ongoing(step)]
 
     def has_news(self, ranks: Sequence[RankFacts], now: float) -> bool:
         """Return whether any rule would say something of the ranks at `now`: then, and only then, a tick is due."""
@@ -185,6 +190,9 @@ def _watches_of(rule: Rule, detector: SeriesDetector | GroupDetector | LivenessD
     """Return the watches of one rule: rows for detectors without a past, series for the others, scalars; groups."""
     watches: list[Watch] = []
     if isinstance(detector, GroupDetector):
+        if detector.over == "peers":
+            named = rule.statistics(tuple(detector.statistics))
+            return [SkewWatch(rule, detector, one, has_scalars=at == 0) for at, one in enumerate(named)]
         return [ReplicaWatch(rule, detector) if detector.over == "copies" else RankWatch(rule, detector)]
     if isinstance(detector, LivenessDetector):
         return [LivenessWatch(rule, detector)]

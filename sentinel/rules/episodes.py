@@ -7,6 +7,9 @@ import numpy as np
 
 from sentinel.anomaly import Anomaly
 
+MAX_ONGOING = 1024
+"""Most episodes of a watch that are said to go on (chosen): whether any do is what matters, not whether all."""
+
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """An episode that is over."""
@@ -50,6 +53,11 @@ class Episodes:
         self.count[fresh] += 1
         self.streak[fresh] += 1
         self.last_step[fresh] = step
+
+    def ongoing(self, step: int) -> list[str]:
+        """Return the ids of the onsets of those that show in `step`, of at most `MAX_ONGOING`."""
+        keys = self.key[self.last_step == step][:MAX_ONGOING]
+        return [self.onset[key].id for key in keys.tolist()]
 
     def interrupt(self, at: np.ndarray) -> None:
         """End the streaks at positions `at`: their series was seen and is well, for now."""

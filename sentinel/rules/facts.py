@@ -95,6 +95,7 @@ def tensor_anomaly(
         tp_size=sizes.tp_size,
         pp_size=sizes.pp_size,
         ep_size=sizes.ep_size,
+        dtype=tensor.dtype,
     )
 
 

@@ -1,0 +1,307 @@
+"""Case: what an incident has shown so far, as far as a verdict asks. Bounded, kept in the tracker's snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from sentinel.anomaly import Anomaly
+from sentinel.order.causal import is_nonfinite
+from sentinel.order.origin import Origin
+from sentinel.order.phase import Phase, phase_of
+from sentinel.order.step_facts import Divergence, StepFacts, Upstream
+
+MAX_SIGNS = 256
+"""Series of an incident that a verdict looks at, the earliest (chosen)."""
+MAX_NOTES = 64
+"""Steps of an incident that are noted, the earliest half and the newest (chosen)."""
+MAX_BIRTHS = 32
+"""Places where non-finite values were born that are kept (chosen)."""
+MAX_DIVERGENCES = 32
+MAX_SAMPLES = 4096
+"""Ids of samples that an incident lists (chosen)."""
+
+FLOW = frozenset(
+    {Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.WGRAD_UNREDUCED, Phase.WGRAD, Phase.NORM}
+)
+"""Phases that a batch shows in, and is gone from in the next step; weights and optimizer state remember."""
+
+_SHARED_KINDS = frozenset({"param", "wgrad", "exp_avg", "exp_avg_sq"})
+"""All data-parallel ranks hold the same of these: a rank's own says nothing of its data."""
+
+
+class Sign(msgspec.Struct, kw_only=True):
+    """One series that broke one rule."""
+
+    id: str
+    """Of its newest onset record."""
+    first_step: int
+    last_step: int
+    num_steps: int = 1
+    """Steps in which it was anomalous."""
+    streak: int = 1
+    """Steps in a row, up to `last_step`."""
+    phase: Phase
+    rule: str
+    detector: str
+    kind: str
+    name: str
+    statistic: str
+    rank: int | None
+    lanes: tuple[int, ...] = ()
+    """Data-parallel replicas whose own part moved at the onset; empty: not known."""
+    num_lanes: int = 1
+    """Data-parallel replicas of the run."""
+    is_bad: bool = False
+    """Not finite."""
+    is_inf: bool = False
+    """Infinities and no NaN."""
+    dtype: str = ""
+    value: float | None = None
+    baseline: float | None = None
+    score: float | None = None
+    reference_score: float | None = None
+    level: int = 0
+    """Of its severity."""
+    message: str = ""
+
+
+class Note(msgspec.Struct, kw_only=True):
+    """One step in which something of the incident was anomalous."""
+
+    step: int
+    flow: list[str] = []
+    """Names of tensors and scalars of the dataflow that were anomalous and finite; at most eight."""
+    num_flow: int = 0
+    num_bad: int = 0
+    has_result: bool = False
+    """The loss or the gradient norm among them."""
+    has_state: bool = False
+    """Weights or optimizer state among them."""
+    lanes: tuple[int, ...] = ()
+    is_skipped: bool = False
+
+
+class Birth(msgspec.Struct, frozen=True, kw_only=True):
+    """A non-finite value that nothing before it explains."""
+
+    step: int
+    phase: Phase
+    kind: str
+    name: str
+    """The module or segment, as closely as is known."""
+    place: str
+    """Segment of the black box, or the module."""
+    rank: int | None
+    lane: int | None
+    """Data-parallel coordinate; None: merged or reduced."""
+    micro_step: int | None
+    is_inf: bool
+    dtype: str
+    border: str = ""
+    depth: int = 0
+    pp_size: int = 1
+    ep_size: int = 1
+    upstream: Upstream | None = None
+
+
+class Jump(msgspec.Struct, frozen=True, kw_only=True):
+    """A logged learning rate that rose from one step to the next."""
+
+    step: int
+    name: str
+    before: float
+    after: float
+
+
+class Case(msgspec.Struct, kw_only=True):
+    """What an incident has shown."""
+
+    opened: int
+    is_liveness: bool = False
+    num_lanes: int = 1
+    signs: dict[str, Sign] = {}
+    notes: list[Note] = []
+    births: list[Birth] = []
+    num_births: int = 0
+    divergences: list[Divergence] = []
+    divergence_step: int = -1
+    num_differing: int = 0
+    """Tensors whose copies differed in `divergence_step`."""
+    num_compared: int = 0
+    """Weights whose copies were compared in the newest step that did; 0: none ever."""
+    num_weights: int = 0
+    num_alike: int = 0
+    """Steps of the attempt, before the divergence, in which all copies were the same."""
+    last_alike: int = -1
+    is_differing: bool = False
+    """Copies differed in the newest step."""
+    num_quiet: int = 0
+    """Steps in a row, up to now, that came whole and in which nothing of the dataflow was anomalous."""
+    seen: int = -1
+    """Newest step that was looked at."""
+    jump: Jump | None = None
+    scale_before: float | None = None
+    """Loss scale in the step before the incident opened."""
+    scale_now: float | None = None
+    has_scaler: bool = False
+    trouble_step: int = -1
+    """Newest step before it opened in which another incident was graver than info; -1: none."""
+    num_before: int = 0
+    """Steps of the attempt that were judged before it opened."""
+    samples: dict[int, dict[int, tuple[str, ...]]] = {}
+    """Step -> rank -> ids."""
+    num_samples_cut: int = 0
+    lane_of: dict[int, int] = {}
+
+    def join(self, group: Iterable[Anomaly], facts: StepFacts | None) -> None:
+        """Take anomalies that became members."""
+        if facts is not None and facts.num_lanes > 1:
+            self.num_lanes = facts.num_lanes
+            self.lane_of = facts.lanes
+        for anomaly in group:
+            self.num_lanes = max(self.num_lanes, anomaly.dp_size)
+            self._take(anomaly)
+
+    def _take(self, a: Anomaly) -> None:
+        key = "\x1f".join(map(str, (a.rule, a.kind, a.tag_name, a.statistic, a.rank, a.micro_step)))
+        phase, is_bad = phase_of(a.kind, a.tag_name), is_nonfinite(a)
+        lanes = self._lanes_of(a)
+        known = self.signs.get(key)
+        if known is not None:
+            known.id, known.level = a.id, max(known.level, a.severity.level)
+            known.lanes = tuple(sorted({*known.lanes, *lanes}))
+            if a.step > known.last_step:
+                known.streak = known.streak + 1 if a.step == known.last_step + 1 else 1
+                known.last_step, known.num_steps = a.step, known.num_steps + 1
+            sign = known
+        else:
+            sign = Sign(
+                id=a.id, first_step=a.step, last_step=a.step, phase=phase, rule=a.rule, detector=a.detector, kind=a.kind,
+                name=a.tag_name, statistic=a.statistic, rank=a.rank, lanes=lanes, num_lanes=a.dp_size, is_bad=is_bad,
+                is_inf=is_bad and (a.value_text in ("inf", "-inf") or a.statistic == "infs"), dtype=a.dtype, value=a.value,
+                baseline=a.baseline, score=a.score, reference_score=a.reference_score, level=a.severity.level,
+                message=a.message if a.kind == "precision" or is_bad else "",
+            )  # fmt: skip
+            if len(self.signs) < MAX_SIGNS:
+                self.signs[key] = sign
+        self._mark(self._note(a.step), sign)
+
+    def _lanes_of(self, a: Anomaly) -> tuple[int, ...]:
+        if a.dp_size <= 1 or a.kind in _SHARED_KINDS:
+            return ()
+        if a.moved_ranks and self.lane_of:
+            return tuple(sorted({self.lane_of[rank] for rank in a.moved_ranks if rank in self.lane_of}))
+        return (a.place["dp"],) if a.rank is not None and "dp" in a.place else ()
+
+    def _note(self, step: int) -> Note:
+        for note in reversed(self.notes):
+            if note.step == step:
+                return note
+        note = Note(step=step)
+        self.notes.append(note)
+        self.notes.sort(key=lambda one: one.step)
+        if len(self.notes) > MAX_NOTES:
+            del self.notes[MAX_NOTES // 2]
+        return note
+
+    @staticmethod
+    def _mark(note: Note, sign: Sign) -> None:
+        if sign.is_bad:
+            note.num_bad += 1
+        elif sign.phase in FLOW and sign.statistic != "checksum" and sign.kind != "precision":
+            if sign.name not in note.flow:
+                note.num_flow += 1
+                if len(note.flow) < 8:
+                    note.flow.append(sign.name)
+            note.has_result |= sign.phase in (Phase.LOSS, Phase.NORM)
+        elif sign.phase in (Phase.PARAM, Phase.OPTIMIZER) and sign.statistic != "checksum":
+            note.has_state = True
+        note.lanes = tuple(sorted({*note.lanes, *sign.lanes}))
+
+    def bear(self, step: int, causes: Iterable[tuple[Anomaly, Origin]], facts: StepFacts | None) -> None:
+        """Take the places where non-finite values were born in a step."""
+        for a, born in causes:
+            self.num_births += 1
+            if len(self.births) >= MAX_BIRTHS:
+                continue
+            is_lane = born.rank is not None and a.dp_size > 1 and a.kind not in _SHARED_KINDS
+            self.births.append(
+                Birth(
+                    step=step, phase=phase_of(a.kind, a.tag_name), kind=a.kind, name=born.name,
+                    place=born.segment or born.module or born.name, rank=born.rank,
+                    lane=a.place.get("dp") if is_lane else None, micro_step=born.micro_step,
+                    is_inf=a.value_text in ("inf", "-inf") or a.statistic == "infs", dtype=a.dtype, border=a.border,
+                    depth=a.depth, pp_size=a.pp_size, ep_size=a.ep_size,
+                    upstream=facts.upstream.get(a.id) if facts is not None else None,
+                )
+            )  # fmt: skip
+
+    def see(self, step: int, facts: StepFacts) -> None:
+        """Take a closed step: what went on in it, and whether all else was well."""
+        if step <= self.seen:
+            return
+        self.seen = step
+        active = [sign for sign in self.signs.values() if sign.id in facts.ongoing or sign.last_step == step]
+        for sign in active:
+            if sign.last_step < step:
+                sign.streak = sign.streak + 1 if sign.last_step == step - 1 else 1
+                sign.last_step, sign.num_steps = step, sign.num_steps + 1
+                self._mark(self._note(step), sign)
+        is_moving = any(sign.is_bad or sign.phase in FLOW for sign in active if sign.statistic != "checksum")
+        if is_moving:
+            self.num_quiet = 0
+            self._note(step).is_skipped |= facts.is_skipped
+            if facts.samples and len(self.samples) < MAX_NOTES:
+                self.samples[step] = facts.samples
+            self.num_samples_cut += facts.num_samples_cut
+        elif facts.is_whole:
+            self.num_quiet += 1
+        if facts.num_compared:
+            self.num_compared, self.num_weights = facts.num_compared, facts.num_weights
+            self.is_differing = facts.num_differing > 0
+        if facts.divergences and self.divergence_step < 0 and any(s.statistic == "checksum" for s in self.signs.values()):
+            self.divergence_step, self.num_differing = step, facts.num_differing
+            self.divergences = list(facts.divergences[:MAX_DIVERGENCES])
+        if facts.loss_scale is not None:
+            self.scale_now, self.has_scaler = facts.loss_scale, True
+
+    def absorb(self, other: Case) -> None:
+        """Take over what an incident had shown that turned out to be the same."""
+        for key, sign in other.signs.items():
+            if key not in self.signs and len(self.signs) < MAX_SIGNS:
+                self.signs[key] = sign
+        for theirs in other.notes:
+            note = self._note(theirs.step)
+            note.num_flow, note.num_bad = max(note.num_flow, theirs.num_flow), note.num_bad + theirs.num_bad
+            note.flow = note.flow or theirs.flow
+            note.has_result |= theirs.has_result
+            note.has_state |= theirs.has_state
+            note.is_skipped |= theirs.is_skipped
+            note.lanes = tuple(sorted({*note.lanes, *theirs.lanes}))
+        self.births = sorted([*self.births, *other.births], key=lambda one: one.step)[:MAX_BIRTHS]
+        self.num_births += other.num_births
+        self.num_quiet = min(self.num_quiet, other.num_quiet)
+        for step, ids in other.samples.items():
+            self.samples.setdefault(step, ids)
+        if self.divergence_step < 0 <= other.divergence_step:
+            self.divergences, self.divergence_step = other.divergences, other.divergence_step
+            self.num_differing = other.num_differing
+
+    def ranks_of(self, lanes: Iterable[int]) -> tuple[int, ...]:
+        """Return the ranks of data-parallel replicas."""
+        wanted = set(lanes)
+        return tuple(sorted(rank for rank, lane in self.lane_of.items() if lane in wanted))
+
+    def samples_of(self, steps: Iterable[int], lanes: Iterable[int]) -> tuple[str, ...]:
+        """Return the ids of the samples of steps, of some replicas or of all (none given), each once."""
+        wanted = set(lanes)
+        found = dict.fromkeys(
+            one
+            for step in steps
+            for rank, ids in sorted(self.samples.get(step, {}).items())
+            if not wanted or self.lane_of.get(rank) in wanted
+            for one in ids
+        )
+        return tuple(found)[:MAX_SAMPLES]

@@ -1,0 +1,66 @@
+"""StepFacts: what a verdict asks of a closed step beside its anomalies. Of the step alone, so a replay has the same."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Divergence(msgspec.Struct, frozen=True, kw_only=True):
+    """Copies of one tensor that differ in a step."""
+
+    kind: str
+    name: str
+    accused: tuple[int, ...]
+    """Ranks of the copies that fewest hold; all, where nobody can tell."""
+    num_copies: int
+    is_sure: bool
+    """Most copies are equal, so that the accused are the odd ones."""
+    change: str = ""
+    """`bit`: the sums of bit patterns differ by one power of two. `element`: one absurd value explains the whole difference.
+    Empty: neither."""
+    change_words: str = ""
+    """The figures of that."""
+    culprit: int | None = None
+    """The rank that holds the absurd value."""
+
+
+class Upstream(msgspec.Struct, frozen=True, kw_only=True):
+    """What one data-parallel replica had measured before the place where its first non-finite value was seen."""
+
+    num_measured: int
+    """Tensors of its forward before that place, held against the same ones of the other replicas."""
+    num_blocks: int
+    """Of those, outputs of whole blocks: the data had passed so many of them well."""
+    unlike: str = ""
+    """The first of them that is not like the others', in words; empty: all are."""
+
+
+class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One closed step."""
+
+    ongoing: frozenset[str] = frozenset()
+    """Ids of the onsets whose series are anomalous in this step, those that began in it among them."""
+    lanes: dict[int, int] = {}
+    """Rank -> its data-parallel coordinate."""
+    num_lanes: int = 1
+    """Data-parallel replicas."""
+    is_whole: bool = True
+    """Every rank spoke of the step to its end: what is not anomalous in it is well."""
+    num_compared: int = 0
+    """Weights of which several copies were compared, bit by bit."""
+    num_weights: int = 0
+    """Weights in all."""
+    num_differing: int = 0
+    """Tensors whose copies differ, of all kinds."""
+    divergences: tuple[Divergence, ...] = ()
+    """The first of them."""
+    upstream: dict[str, Upstream] = {}
+    """Id of a non-finite anomaly -> what its replica had measured before it."""
+    rates: dict[str, float] = {}
+    """Learning rates."""
+    loss_scale: float | None = None
+    is_skipped: bool = False
+    samples: dict[int, tuple[str, ...]] = {}
+    """Rank -> ids of the samples that it trained on, where the trainer logs them."""
+    num_samples_cut: int = 0
+    """Ids that the ranks left out for want of room."""

@@ -1,0 +1,99 @@
+"""Suspicion: a verdict and its reasons, the bounds that verdicts are given by, and the words that they share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import msgspec
+
+from sentinel.order.case import Case, Sign
+
+LASTING_STEPS = 3
+"""Steps in a row that are no batch any more (DESIGN.md, section 6)."""
+QUIET_STEPS = 2
+"""Whole steps that must be well before an excursion counts as gone (chosen)."""
+FEW_TENSORS = 2
+"""Tensors that one fault of a machine changes in one step, or 1 of 50 of those compared (chosen); a program changes more."""
+ALIKE_STEPS = 1
+"""Earlier comparisons without a difference that are asked for."""
+CALM_STEPS = 10
+"""Steps of the attempt before it, and steps without trouble, that a machine is blamed after (chosen)."""
+CHANCE = 0.01
+"""Births on one rank that chance brings as often as this are no evidence (chosen)."""
+LR_JUMP = 3.0
+"""Times that a learning rate rises in a step when no warm-up raises it (chosen)."""
+JUMP_STEPS = 3
+"""Steps from a jump of the learning rate to what it brought (chosen)."""
+SCALE_FALL = 8.0
+"""Times that a loss scale falls within an incident when it does not find its level (chosen: three halvings)."""
+
+STATES = frozenset(
+    {
+        "Drift", "Plateau", "VanishingGradient", "DeadTensor", "DeadExpert", "ExpertImbalance", "AttentionCollapse",
+        "Saturation", "UpdateRatio", "ExplodingTensor",
+    }
+)  # fmt: skip
+"""Detectors of what a model is in, rather than of what befell it."""
+SURE_STATES = frozenset({"Drift", "Plateau", "VanishingGradient", "DeadTensor", "DeadExpert"})
+"""Of these, those that themselves wait until it has lasted."""
+_NARROW = re.compile(r"float16|half|float8|fp8|e4m3|e5m2", re.IGNORECASE)
+
+
+
+class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
+    """What is suspected, and why."""
+
+    verdict: str = "unknown"
+    reasons: tuple[str, ...] = ()
+    """Sentences that name the figures."""
+    skip_steps: tuple[int, ...] = ()
+    """Of `batch`: the steps."""
+    skip_lanes: tuple[int, ...] = ()
+    """Of those, the data-parallel replicas whose part it was; empty: all."""
+
+
+UNKNOWN = Suspicion()
+
+
+def rose(before: float, after: float, highest: float) -> bool:
+    """Tell whether a learning rate jumped from one step to the next, which no warm-up does."""
+    return after >= LR_JUMP * before and after > 0.0 and before > 0.01 * highest and before > 0.0
+
+
+def plural(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def listed(numbers: Iterable[object], most: int = 8) -> str:
+    words = [str(one) for one in numbers]
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
+
+
+def figures(sign: Sign) -> str:
+    """`loss 5.2 against 2.1`, `norm of fc.weight (wgrad) 9 against 1`"""
+    what = sign.name if sign.kind == "scalar" else f"{sign.statistic} of {sign.name} ({sign.kind})"
+    value = "" if sign.value is None else f" {sign.value:.4g}"
+    return what + value + ("" if sign.baseline is None else f" against {sign.baseline:.4g}")
+
+
+def is_narrow(dtype: str) -> bool:
+    """Tell whether a type overflows at values that healthy training meets: float16 and the eight-bit ones."""
+    return bool(_NARROW.search(dtype)) and "bfloat16" not in dtype
+
+
+def is_after_jump(case: Case, step: int) -> bool:
+    return case.jump is not None and 0 <= step - case.jump.step <= JUMP_STEPS
+
+
+def by_jump(case: Case) -> Suspicion:
+    jump = case.jump
+    assert jump is not None
+    times = f"{jump.after / jump.before:.3g} times" if jump.before > 0 else "from nothing"
+    return Suspicion(
+        verdict="model",
+        reasons=(
+            f"{jump.name} rose from {jump.before:.3g} to {jump.after:.3g} ({times}) at step {jump.step}; it began at step "
+            f"{case.opened}",
+        ),
+    )

@@ -1,0 +1,209 @@
+"""Verdicts: what an incident suspects, and why: `batch`, `model`, `precision`, `hardware` or `unknown`.
+
+Pure and deterministic: the same case gives the same verdict. The rules, in the order in which they are asked, with their
+reasons; the first that holds decides.
+
+1. Liveness (a slow or silent rank) is `unknown`. A rank's time tells nothing about why: device, host, input pipeline and
+   deadlock look alike.
+2. `hardware` by comparison: copies of one weight (or of its optimizer state) that were bit-identical, and are not. Data
+   cannot do that: reduced gradients are the same on all replicas, so that every copy takes the same update. Software can
+   (a weight loaded, scaled or left out of the reduction on some ranks; other kernels on other machines), but it changes
+   many tensors, or begins with the run, or makes all copies different. So one needs: copies compared and equal in earlier
+   steps of the attempt, few tensors, one rank; and either most copies equal, so that the odd one is named, or a
+   difference of a single bit or a single absurd element, which no program makes. Otherwise `unknown`.
+3. `precision`: what a narrow type cannot hold. Shares of overflow or underflow that were reported first; infinities in
+   float16 or float8 before any NaN; infinities in gradients alone while a loss scale is in force; a loss scale that falls
+   again and again. In bfloat16 or float32 an infinity is no matter of precision: the value really grew.
+4. `batch` by reference: a sister run on the same data moved at the same step. Two trainings share nothing but the data.
+   A sister that did not move acquits the batch.
+5. Non-finite values. Growth before them: `model`. Born in the data (the input of the whole model): `batch`. In every
+   replica at one step, and the next steps are well: `batch`, for only the data is of that step; still there: `model`.
+   Born again and again in several replicas: `model`.
+   In one replica alone it may be that replica's part of the batch, or its machine. The data is acquitted when it had
+   passed at least one whole block well, measured tensor by tensor and like the other replicas', and the value was born
+   behind that, inside the network (not in its head or loss, where labels come in; not in experts, which see few tokens);
+   when the type is wide; when the weights are bit-identical on all replicas, so that they are not to blame; when nothing
+   was amiss in the steps before; and when the following step was not born bad elsewhere. Then it is `hardware` (one
+   replica, one rank, one moment). A gradient that is born bad with all of the forward well stays `unknown`: roots and
+   norms of zero do that to good data. Recurrence counts where chance does not explain it: n births that all fall on one rank
+   of R replicas, in several modules, are chance in 1 of R**(n-1); less than 1 in 100 is `hardware`.
+6. Finite values. A learning rate that jumped just before: `model`. Weights or optimizer state that moved first, series
+   of states (dead, collapsed, drifting), or an excursion of 3 steps in a row: `model`, unless one replica alone keeps
+   moving, which its data and its machine explain alike: `unknown`. An excursion of at most two steps after which two whole
+   steps were well: `batch`: what is wrong with weights does not go away. That holds for one replica too: its part of
+   the batch, or one lost computation that did no harm; the data is the likelier by far. A lone excursion of one tensor
+   says nothing: `unknown`.
+
+What each layout can show. With one data-parallel replica, or with every weight sharded, there is no second copy of
+anything: rules 2 and the last two of 5 cannot hold, and `hardware` is never said. With two copies that differ, either may
+be wrong: only an absurd value tells which. A verdict changes when evidence comes, and then says so; what rests on a
+comparison (2) stays.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from sentinel.order.case import Case
+from sentinel.order.phase import Phase
+from sentinel.order.suspicion import (
+    ALIKE_STEPS,
+    FEW_TENSORS,
+    SCALE_FALL,
+    Suspicion,
+    figures,
+    is_narrow,
+    listed,
+)
+from sentinel.order.verdict_finite import finite
+from sentinel.order.verdict_nonfinite import nonfinite
+
+
+def suspect(case: Case) -> Suspicion:
+    """Return what a case makes one suspect."""
+    if case.is_liveness:
+        return _liveness(case)
+    found = by_comparison(case) or by_precision(case)
+    if found is not None:
+        return found
+    acquitted, found = by_reference(case)
+    if found is not None:
+        return found
+    bad = [sign for sign in case.signs.values() if sign.is_bad]
+    found = nonfinite(case, acquitted) if bad else finite(case, acquitted)
+    if acquitted and found.verdict != "batch":
+        return msgspec.structs.replace(found, reasons=(acquitted, *found.reasons))
+    return found
+
+
+def _liveness(case: Case) -> Suspicion:
+    ranks = sorted({sign.rank for sign in case.signs.values() if sign.rank is not None})
+    who = f"rank {listed(ranks)}" if ranks else "a rank"
+    return Suspicion(
+        reasons=(f"{who} is late or silent: its device, its host, its input pipeline and its program look alike in time",)
+    )
+
+
+def by_comparison(case: Case) -> Suspicion | None:
+    signs = [sign for sign in case.signs.values() if sign.statistic == "checksum"]
+    if not signs:
+        return None
+    found = [one for one in case.divergences if one.kind != "wgrad"]
+    if not found:
+        if any(sign.kind != "wgrad" for sign in signs):
+            return None
+        return Suspicion(
+            reasons=("reduced gradients differ between ranks, their weights do not: a reduction left out, or a link",)
+        )
+    names = {one.name for one in found}
+    first = found[0]
+    what = f"{first.kind} of {first.name}"
+    if case.num_alike < ALIKE_STEPS:
+        return Suspicion(reasons=(f"copies of {what} differ, and never were the same since they are compared",))
+    since = f"bit-identical on all {first.num_copies} copies until step {case.last_alike}"
+    few = max(FEW_TENSORS, case.num_compared // 50)
+    if case.num_differing > few * 4 or len(names) > few:
+        return Suspicion(
+            reasons=(
+                f"{case.num_differing} tensors differ from step {case.divergence_step} on, {what} among them; {since}",
+                "so many at once point to weights loaded or changed by the program on some ranks rather than to a machine",
+            )
+        )
+    if any(sign.is_bad and sign.first_step < case.divergence_step for sign in case.signs.values()):
+        return Suspicion(reasons=(f"copies of {what} differ after values had gone non-finite: no evidence of its own",))
+    accused = {one.accused for one in found if one.is_sure}
+    shown = [one for one in found if one.change]
+    if len(accused) == 1 and all(one.is_sure for one in found):
+        (ranks,) = accused
+        if len(ranks) == 1:
+            odd = f"rank {ranks[0]} alone differs, the other {first.num_copies - 1} copies agree"
+            why = f"{what} was {since}; at step {case.divergence_step} {odd}"
+            return Suspicion(
+                verdict="hardware",
+                reasons=(
+                    why + (f": {shown[0].change_words}" if shown else ""),
+                    "replicas take the same update from the same gradient: neither data nor model can part them",
+                ),
+            )
+    if shown:
+        one = shown[0]
+        who = f"rank {one.culprit}" if one.culprit is not None else f"one of ranks {listed(one.accused)}"
+        return Suspicion(
+            verdict="hardware",
+            reasons=(
+                f"{one.kind} of {one.name} was {since}; at step {case.divergence_step} {who} changed: {one.change_words}",
+                "replicas take the same update from the same gradient: neither data nor model can part them",
+            ),
+        )
+    return Suspicion(
+        reasons=(
+            f"{what} was {since}; from step {case.divergence_step} on ranks {listed(first.accused)} differ",
+            "no majority says which copy is wrong, and the change looks like no single fault",
+        )
+    )
+
+
+def by_precision(case: Case) -> Suspicion | None:
+    bad = [sign for sign in case.signs.values() if sign.is_bad]
+    first_bad = min((sign.first_step for sign in bad), default=1 << 62)
+    shares = [
+        sign
+        for sign in case.signs.values()
+        if (sign.kind == "precision" or sign.detector == "PrecisionLoss") and sign.first_step <= first_bad
+    ]
+    first = min((sign.first_step for sign in case.signs.values()), default=0)
+    early = [sign for sign in shares if sign.first_step <= first + 1 or bad]
+    if early:
+        one = min(early, key=lambda sign: (sign.first_step, sign.phase, sign.name))
+        then = f", before the first non-finite value at step {first_bad}" if bad else ""
+        return Suspicion(verdict="precision", reasons=(f"{figures(one)} from step {one.first_step} on{then}",))
+    if bad:
+        births = [birth for birth in case.births if birth.step == case.births[0].step]
+        narrow = [birth for birth in births if is_narrow(birth.dtype)]
+        infinite = next((birth for birth in narrow if birth.is_inf), None)
+        if infinite is not None:
+            what = f"{infinite.kind} of {infinite.name} ({infinite.dtype})"
+            return Suspicion(
+                verdict="precision",
+                reasons=(f"at step {infinite.step} {what} held infinities before anything held a NaN",),
+            )
+        are_gradients = bool(births) and all(birth.phase in _GRADIENTS for birth in births)
+        if case.has_scaler and are_gradients and (narrow or any(birth.is_inf for birth in births)):
+            scale = "" if case.scale_before is None else f" of {case.scale_before:.6g}"
+            return Suspicion(
+                verdict="precision",
+                reasons=(
+                    f"at step {births[0].step} gradients overflowed under a loss scale{scale}, all of the forward finite",
+                ),
+            )
+    before, now = case.scale_before, case.scale_now
+    if before is not None and now is not None and now > 0 and before / now >= SCALE_FALL:
+        return Suspicion(verdict="precision", reasons=(f"the loss scale fell from {before:.6g} to {now:.6g}",))
+    return None
+
+
+_GRADIENTS = frozenset({Phase.BACKWARD, Phase.WGRAD_UNREDUCED, Phase.WGRAD, Phase.NORM})
+
+
+def by_reference(case: Case) -> tuple[str, Suspicion | None]:
+    """Return words that acquit the batch, empty: none; or what is suspected because sisters moved."""
+    asked = [sign for sign in case.signs.values() if sign.reference_score is not None]
+    moved = [sign for sign in asked if (sign.reference_score or 0.0) >= 1.0]
+    if moved:
+        one = min(moved, key=lambda sign: sign.first_step)
+        steps = tuple(sorted({sign.first_step for sign in moved}))
+        return "", Suspicion(
+            verdict="batch",
+            reasons=(
+                f"runs on the same data moved at step {one.first_step} too (score {one.reference_score:.2f}), "
+                f"as {figures(one)} did here",
+            ),
+            skip_steps=steps,
+        )
+    if not asked:
+        return "", None
+    one = min(asked, key=lambda sign: sign.first_step)
+    return (
+        f"runs on the same data did not move at step {one.first_step} (score {one.reference_score:.2f}): not the batch",
+        None,
+    )

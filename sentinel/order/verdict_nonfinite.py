@@ -1,0 +1,246 @@
+"""What non-finite values make one suspect: rule 5 of `verdict.py`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from sentinel.order.case import Birth, Case
+from sentinel.order.phase import Phase
+from sentinel.order.suspicion import (
+    CALM_STEPS,
+    CHANCE,
+    LASTING_STEPS,
+    QUIET_STEPS,
+    UNKNOWN,
+    Suspicion,
+    by_jump,
+    figures,
+    is_after_jump,
+    is_narrow,
+    listed,
+    plural,
+)
+
+_EXPERTS = re.compile(r"expert|moe|router|(^|[._])gate($|[._])", re.IGNORECASE)
+
+
+def nonfinite(case: Case, acquitted: str) -> Suspicion:
+    bad_steps = sorted({sign.first_step for sign in case.signs.values() if sign.is_bad})
+    first_bad = bad_steps[0]
+    growth = [note for note in case.notes if note.step < first_bad and (note.num_flow >= 3 or note.has_result)]
+    if growth:
+        begun = [sign for sign in case.signs.values() if not sign.is_bad and sign.first_step == growth[0].step]
+        first = f": {figures(begun[0])}" if begun else ""
+        return Suspicion(
+            verdict="model",
+            reasons=(
+                f"it moved for {plural(len(growth), 'step')} before it went non-finite at step {first_bad}, from step "
+                f"{growth[0].step} on{first}",
+            ),
+        )
+    if case.jump is not None and is_after_jump(case, first_bad):
+        return by_jump(case)
+    births = [one for one in case.births if one.step == case.births[0].step] if case.births else []
+    if not births:
+        return UNKNOWN
+    steps = sorted({one.step for one in case.births})
+    recurring = _recurring(case, steps) if len(steps) >= LASTING_STEPS else None
+    if recurring is not None:
+        return recurring
+    from_data = [one for one in births if _is_input(one)]
+    one = births[0]
+    if from_data and not acquitted:
+        one = from_data[0]
+        return Suspicion(
+            verdict="batch",
+            reasons=(f"at step {one.step} the input of the model was non-finite before anything was computed of it",),
+            skip_steps=tuple(steps),
+            skip_lanes=_lanes_of(from_data),
+        )
+    if one.phase is Phase.PARAM:
+        return Suspicion(reasons=(f"the weights of {one.name} were non-finite as step {one.step} began: why was not seen",))
+    lanes = {birth.lane for birth in births if birth.lane is not None}
+    is_gone = case.num_quiet >= QUIET_STEPS
+    if case.num_lanes > 1 and len(lanes) == case.num_lanes and one.ep_size <= 1:
+        every = f"all {case.num_lanes} data-parallel replicas"
+        if is_gone and not acquitted:
+            return Suspicion(
+                verdict="batch",
+                reasons=(
+                    f"{every} went non-finite at step {one.step}, each by itself, and the {case.num_quiet} steps after it "
+                    "were well: only the data is of that step",
+                ),
+                skip_steps=tuple(steps),
+            )
+        if len(steps) >= 2 or _lasting_bad(case, first_bad):
+            return Suspicion(
+                verdict="model",
+                reasons=(f"{every} went non-finite from step {one.step} on, each by itself: they share the weights alone",),
+            )
+        return Suspicion(reasons=(f"{every} went non-finite at step {one.step}; whether it passes is to be seen",))
+    if case.num_lanes <= 1:
+        return _single(case, births, is_gone, acquitted)
+    if len(lanes) == 1 and all(birth.lane is not None for birth in births):
+        return _one_replica(case, births)
+    if lanes:
+        return Suspicion(
+            reasons=(f"{len(lanes)} of {case.num_lanes} data-parallel replicas went non-finite at step {one.step}",)
+        )
+    return Suspicion(
+        reasons=(f"{one.kind} of {one.name} went non-finite at step {one.step} where replicas were merged already",)
+    )
+
+
+def _lanes_of(births: Iterable[Birth]) -> tuple[int, ...]:
+    lanes = [one.lane for one in births]
+    return () if None in lanes else tuple(sorted({lane for lane in lanes if lane is not None}))
+
+
+def _is_input(one: Birth) -> bool:
+    """Tell whether the tensor is what the trainer fed in: the input of the whole model, at its first depth."""
+    return one.kind == "activation_in" and one.border == "chunk_input" and one.depth == 0
+
+
+def _lasting_bad(case: Case, first_bad: int) -> bool:
+    return sum(note.num_bad > 0 for note in case.notes if note.step >= first_bad) >= LASTING_STEPS
+
+
+def _is_at_the_end(one: Birth) -> bool:
+    """Tell whether labels may have come in where it was born."""
+    return one.phase is Phase.LOSS or one.place.rpartition(".")[2] == "head" or one.name.rpartition(".")[2] in _HEADS
+
+
+_HEADS = frozenset({"head", "lm_head", "output_layer", "loss", "criterion", "classifier"})
+
+
+def _single(case: Case, births: list[Birth], is_gone: bool, acquitted: str) -> Suspicion:
+    one = births[0]
+    alone = "there is one data-parallel replica: nothing to compare, a machine cannot be told from its data"
+    if _is_at_the_end(one) and is_gone and not acquitted:
+        return Suspicion(
+            verdict="batch",
+            reasons=(
+                f"at step {one.step} all before the loss was finite, {one.name} was not, and the {case.num_quiet} steps "
+                "after it were well: labels or masks of that batch",
+            ),
+            skip_steps=(one.step,),
+        )
+    return Suspicion(reasons=(f"non-finite first in {one.kind} of {one.name} at step {one.step}", alone))
+
+
+def _one_replica(case: Case, births: list[Birth]) -> Suspicion:
+    one = births[0]
+    seen = f"data-parallel replica {one.lane} alone of {case.num_lanes} went non-finite at step {one.step}, in {one.name}"
+    if case.jump is not None and is_after_jump(case, one.step):
+        return by_jump(case)
+    if _is_at_the_end(one):
+        if case.num_quiet >= QUIET_STEPS:
+            return Suspicion(
+                verdict="batch",
+                reasons=(
+                    f"{seen}, all before the loss was finite, and the {case.num_quiet} steps after it were well: labels or "
+                    "masks of its part of the batch",
+                ),
+                skip_steps=(one.step,), skip_lanes=_lanes_of(births),
+            )  # fmt: skip
+        return Suspicion(reasons=(f"{seen}: labels or masks of its part of the batch, or its machine",))
+    doubt = _doubt(case, births)
+    if doubt:
+        return Suspicion(reasons=(seen, f"its part of the batch or its machine: {doubt}"))
+    upstream = one.upstream
+    assert upstream is not None
+    if case.seen <= one.step:
+        return Suspicion(reasons=(seen, "its machine is suspected; the next step is waited for"))
+    ranks = sorted({birth.rank for birth in births if birth.rank is not None})
+    return Suspicion(
+        verdict="hardware",
+        reasons=(
+            f"{seen}, rank {' or '.join(map(str, ranks))}",
+            f"its data had passed {plural(upstream.num_blocks, 'block')} and {plural(upstream.num_measured, 'tensor')} like "
+            "the other replicas' before that",
+            f"the {case.num_compared} weights compared are bit-identical on all replicas, and nothing was amiss before",
+            "one replica, one rank, one moment: test it before it is trusted; a kernel that reads what nobody wrote looks "
+            "the same",
+        ),
+    )
+
+
+def _doubt(case: Case, births: list[Birth]) -> str:
+    """Return why one replica's non-finite value does not accuse its machine; empty: it does."""
+    one = births[0]
+    upstream = one.upstream
+    if one.phase is not Phase.FORWARD:
+        return "it was born in the backward, where roots and norms of zero do it to good data"
+    if len({birth.name for birth in births}) > 1:
+        return "it was born in several places at once"
+    if is_narrow(one.dtype):
+        return f"{one.dtype} overflows on good machines"
+    if _EXPERTS.search(one.name) or one.ep_size > 1:
+        return "experts see few tokens, and some batches give them none"
+    if upstream is None or not upstream.num_measured:
+        return "what came before it in its replica was not measured"
+    if upstream.num_blocks < 1:
+        return "the data had not passed a whole block before it, so that the data may be to blame"
+    if upstream.unlike:
+        return f"{upstream.unlike}, so that it came from before"
+    if not case.num_compared:
+        return "no second copy of the weights is compared"
+    if case.is_differing:
+        return "the weights are not the same on all replicas"
+    if case.num_before < CALM_STEPS:
+        return f"the attempt was {plural(case.num_before, 'step')} old"
+    if case.trouble_step >= 0 and one.step - case.trouble_step <= CALM_STEPS:
+        return f"there was trouble at step {case.trouble_step} already"
+    if any(birth.lane not in (None, one.lane) for birth in case.births):
+        return "another replica went non-finite by itself later"
+    return ""
+
+
+def _recurring(case: Case, steps: list[int]) -> Suspicion | None:
+    """Return what several births say; None: nothing beyond the first of them."""
+    known = [one for one in case.births if one.lane is not None]
+    lanes = sorted({one.lane for one in known if one.lane is not None})
+    names = sorted({one.name for one in case.births})
+    if case.num_lanes <= 1:
+        if len(names) == 1:
+            return Suspicion(
+                verdict="model",
+                reasons=(f"non-finite in {names[0]} at {len(steps)} steps ({listed(steps)}), each with other data",),
+            )
+        return None
+    if len(known) < len(case.births) or any(one.ep_size > 1 for one in known):
+        return None
+    if len(lanes) > 1:
+        return Suspicion(
+            verdict="model",
+            reasons=(
+                f"non-finite values were born at {len(steps)} steps ({listed(steps)}) on {len(lanes)} of {case.num_lanes} "
+                f"data-parallel replicas, in {listed(names, 3)}: not one batch, not one machine",
+            ),
+        )
+    ranks = sorted({one.rank for one in known if one.rank is not None})
+    chance = float(case.num_lanes) ** (1 - len(steps))
+    is_wide = not any(is_narrow(one.dtype) for one in known)
+    forward = all(one.phase is Phase.FORWARD for one in known)
+    is_calm = case.trouble_step < 0 or case.births[0].step - case.trouble_step > CALM_STEPS
+    unlike = any(one.upstream is None or one.upstream.unlike for one in known)
+    if (
+        len(ranks) == 1 and chance < CHANCE and len(names) > 1 and is_wide and forward and is_calm and not unlike
+        and case.num_compared and not case.is_differing
+    ):  # fmt: skip
+        return Suspicion(
+            verdict="hardware",
+            reasons=(
+                f"rank {ranks[0]} alone bore non-finite values at {len(steps)} steps ({listed(steps)}) in "
+                f"{listed(names, 3)}: by chance 1 in {round(1 / chance)}",
+                f"the {case.num_compared} weights compared are bit-identical on all replicas, and what came before each was "
+                "like the others'",
+            ),
+        )
+    return Suspicion(
+        reasons=(
+            f"non-finite values were born at {len(steps)} steps ({listed(steps)}) on data-parallel replica {lanes[0]} of "
+            f"{case.num_lanes} alone: its part of the data, or its machine",
+        )
+    )
