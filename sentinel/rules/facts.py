@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
+from sentinel.moments import Moments
+from sentinel.native import merge_rows
 from sentinel.place import Place
 from sentinel.rules.schema import Rule
 
@@ -15,6 +20,14 @@ if TYPE_CHECKING:
 
 FORWARD_KINDS = frozenset({"activation_in", "activation", "residual", "attention"})
 GRADIENT_KINDS = frozenset({"wgrad", "wgrad_unreduced", "dgrad", "dgrad_in"})
+SHARED_KINDS = frozenset({"param", "wgrad", "exp_avg", "exp_avg_sq", "update", "update_ratio"})
+"""All data-parallel ranks hold the same of these: no rank's own part moves alone."""
+MOVED = 0.5
+"""Share of the whole's excursion, in logarithms, from which a rank's own part moved too (chosen)."""
+APART = 6.0
+"""Median deviations beyond the other ranks from which a part stands apart where most did not move (chosen)."""
+MIN_APART = 4
+"""Ranks from which their spread tells anything."""
 _LOSS_SCALE = re.compile(r"(loss|grad|amp)[._ -]?scale", re.IGNORECASE)
 
 
@@ -112,3 +125,57 @@ def skip_note(view: StepView) -> str:
 def is_loss_scaling(view: StepView) -> bool:
     """Whether the step was skipped by a loss scaler finding its scale, which overflows on purpose."""
     return view.is_skipped and any(_LOSS_SCALE.search(name) for name in view.scalars)
+
+
+def moved_ranks(
+    own: Mapping[int, float], value: float, baseline: float, usual: Mapping[int, float] | None = None
+) -> tuple[int, ...]:
+    """Return the ranks whose own part of a value that left its baseline moved with it, rising; empty where nobody knows.
+
+    own: rank -> the statistic of its part alone. usual: rank -> what its part would be at the baseline; None: the baseline.
+    A part moved when it went at least half as far as the whole did. Where most parts stayed, those that moved must stand
+    apart from the spread of the others: each part is noisier than the whole.
+    """
+    ranks = sorted(rank for rank, one in own.items() if math.isfinite(one))
+    if len(ranks) < 2 or len({own[rank] for rank in ranks}) == 1 or not (math.isfinite(value) and math.isfinite(baseline)):
+        return ()  # What is equal to the last bit was reduced: it is no rank's own.
+    part = np.array([own[rank] for rank in ranks])
+    rest = np.array([baseline if usual is None else usual[rank] for rank in ranks])
+    if value > 0 and baseline > 0 and (part > 0).all() and (rest > 0).all():
+        whole, went = math.log(value / baseline), np.log(part / rest)
+    else:
+        whole, went = value - baseline, part - rest
+    if whole == 0.0:
+        return ()
+    far = went / whole
+    moved = far >= MOVED
+    middle = float(np.median(far))
+    if middle < MOVED and len(ranks) >= MIN_APART:
+        spread = 1.4826 * float(np.median(np.abs(far - middle)))
+        moved &= far > middle + APART * spread
+    return tuple(rank for rank, is_it in zip(ranks, moved.tolist(), strict=True) if is_it)
+
+
+def moved_holders(
+    view: StepView, tensor: LogicalTensor, rows: np.ndarray, statistic: str, value: float, baseline: float
+) -> tuple[int, ...]:
+    """Return the ranks whose own rows of a merged tensor moved with it; empty for what all of them share.
+
+    rows: [n] places of the tensor's rows in the step.
+    """
+    if tensor.kind in SHARED_KINDS or tensor.place or len(rows) < 2 or any_place(view).dp_size <= 1:
+        return ()
+    ranks, number = np.unique(view.row_rank[rows], return_inverse=True)
+    if len(ranks) < 2:
+        return ()
+    moments = Moments(merge_rows(view.rows[rows], number, len(ranks)))
+    own = moments.statistic(statistic)
+    share: np.ndarray | float = 1.0
+    if statistic == "norm":
+        # Of the square of the whole, a part has as much as it has of the elements.
+        count, whole = moments.stats["count"].astype(np.float64), float(view.stats["count"][tensor.index])
+        share = np.sqrt(count / max(whole, 1.0))
+    usual = np.broadcast_to(baseline * share, own.shape)
+    named = [int(rank) for rank in ranks]
+    parts = dict(zip(named, own.tolist(), strict=True))
+    return moved_ranks(parts, value, baseline, dict(zip(named, usual.tolist(), strict=True)))

@@ -12,9 +12,9 @@ import numpy as np
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.detect import Scores, SeriesDetector
 from sentinel.rules import wording
-from sentinel.rules.facts import any_place, finite, is_loss_scaling, skip_note, value_text
+from sentinel.rules.facts import any_place, finite, is_loss_scaling, moved_ranks, skip_note, value_text
 from sentinel.rules.schema import Rule
-from sentinel.rules.watch import Points, SeriesWatch
+from sentinel.rules.watch import HIGHER, Points, SeriesWatch
 
 if TYPE_CHECKING:
     from sentinel.ingest.merge import StepView
@@ -89,6 +89,10 @@ class _ScalarPoints(Points):
         self._watch, self._view, self._names = watch, view, names
         self._values, self._scores, self._at = values, scores, at
 
+    def is_higher(self, i: int, onset: Anomaly) -> bool:
+        """Whether the point is a spike of its own, higher than what its episode began with."""
+        return onset.score is not None and float(self._scores.score[int(self._at[i])]) >= HIGHER * onset.score
+
     def anomaly(self, i: int, full: bool, why: str) -> tuple[Anomaly, bool]:
         rule, view, name, at = self._watch.rule, self._view, self._names[i], int(self._at[i])
         value, score, baseline = float(self._values[i]), float(self._scores.score[at]), float(self._scores.baseline[at])
@@ -136,6 +140,7 @@ class _ScalarPoints(Points):
             score=finite(score) if math.isfinite(value) else None,
             message=text,
             group_mates=holders,
+            moved_ranks=moved_ranks(by_rank, value, baseline),
             time=view.time,
             place=place.coordinates() if place is not None else {},
             dp_size=sizes.dp_size,

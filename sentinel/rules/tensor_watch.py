@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.detect import Scores, SeriesDetector
 from sentinel.record import NONE_ID, is_of_kind
 from sentinel.rules import wording
-from sentinel.rules.facts import tensor_anomaly, value_text
+from sentinel.rules.facts import moved_holders, tensor_anomaly, value_text
 from sentinel.rules.schema import Rule
 from sentinel.rules.watch import BACKGROUND_RATE, LASTING_STEPS, Plan, Points, SeriesWatch
 
@@ -28,15 +29,20 @@ class StepRows:
 
     def single(self, index: int) -> np.void | None:
         """Return the only row of logical tensor `index`, None where there are several or none."""
+        at = self.of(index)
+        if len(at) != 1:
+            return None
+        row: np.void = self._view.rows[at[0]]
+        return row
+
+    def of(self, index: int) -> np.ndarray:
+        """Return the places of the rows of logical tensor `index`."""
         logical = self._view.row_logical
         if self._order is None:
             self._order = np.argsort(logical, kind="stable")
             self._sorted = logical[self._order]
         first, last = np.searchsorted(self._sorted, [index, index + 1])
-        if last - first != 1:
-            return None
-        row: np.void = self._view.rows[self._order[first]]
-        return row
+        return self._order[first:last]
 
 
 def series_key(layout: Layout, tensor: LogicalTensor) -> str:
@@ -150,8 +156,8 @@ class _TensorPoints(Points):
         micro_step = int(row["micro_step"]) if row is not None and row["micro_step"] >= 0 else None
         call_id = int(row["call_id"]) if row is not None and row["call_id"] != NONE_ID else None
         if math.isfinite(value):
-            sign = int(self.direction[i])
-            text = wording.excursion(tensor.kind, tensor.name, statistic, value, baseline, score, sign, why)
+            sign, detector = int(self.direction[i]), self._watch.detector
+            text = wording.excursion(tensor.kind, tensor.name, statistic, value, baseline, score, sign, why, detector)
         else:
             what = wording.subject(tensor.kind, tensor.name, statistic)
             text = f"{what} is {value_text(value)}, again (score {score:.3g})"
@@ -159,4 +165,7 @@ class _TensorPoints(Points):
         anomaly = tensor_anomaly(
             view, rule, tensor, statistic, severity, rank, micro_step, call_id, value, baseline, score, text, tensor.key
         )
+        moved = moved_holders(view, tensor, self._rows.of(tensor.index), statistic, value, baseline)
+        if moved:
+            anomaly = msgspec.structs.replace(anomaly, moved_ranks=moved)
         return anomaly, full or severity is rule.severity
