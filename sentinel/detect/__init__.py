@@ -5,13 +5,22 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import Any
 
+from sentinel.detect.attention import AttentionCollapse
+from sentinel.detect.dead import DeadTensor
 from sentinel.detect.detector import Explanation, Scores, SeriesDetector, State, grow, state_bytes
+from sentinel.detect.dotted import Detectors, shortcoming
+from sentinel.detect.experts import DeadExpert, ExpertImbalance
 from sentinel.detect.group import GroupDetector
+from sentinel.detect.growth import ExplodingTensor, VanishingGradient
+from sentinel.detect.limits import PrecisionLoss, Threshold
 from sentinel.detect.liveness import LivenessDetector, StaleRank
 from sentinel.detect.nonfinite import AnomalyNan, HiddenNan, NanStorm
 from sentinel.detect.replicas import ReplicaDivergence
+from sentinel.detect.saturation import Saturation
+from sentinel.detect.skew import RankSkew
 from sentinel.detect.slow import SlowRank
 from sentinel.detect.turbulence import AnomalyTurbulence, KurtosisSpike
+from sentinel.detect.update_ratio import UpdateRatio
 from sentinel.detect.windowed import GradNormSpike, LossSpike
 from sentinel.errors import RuleError
 
@@ -19,7 +28,8 @@ DETECTORS: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
         AnomalyNan, AnomalyTurbulence, KurtosisSpike, LossSpike, GradNormSpike, NanStorm, HiddenNan, ReplicaDivergence,
-        StaleRank, SlowRank,
+        StaleRank, SlowRank, VanishingGradient, ExplodingTensor, DeadTensor, UpdateRatio, Saturation, PrecisionLoss,
+        AttentionCollapse, ExpertImbalance, DeadExpert, RankSkew, Threshold,
     )
 }
 """Name in a rule -> class. The fields of a class are the `args` of its rules."""
@@ -28,12 +38,13 @@ ENTRY_POINTS = "sentinel.detectors"
 """Group of entry points under which other packages offer theirs."""
 
 
-def known_detectors() -> dict[str, type[Any]]:
+def known_detectors() -> Detectors:
     """Return DETECTORS and those of other packages' entry points; nothing outside is imported but what they name.
 
-    RuleError when one cannot be loaded or takes the name of one of ours.
+    Where code is allowed a dotted path is the name of what it leads to. RuleError when an entry point cannot be loaded, is
+    no detector or takes the name of one of ours.
     """
-    found = dict(DETECTORS)
+    found = Detectors(DETECTORS)
     for point in entry_points(group=ENTRY_POINTS):
         where = f'entry point "{point.name}" of {ENTRY_POINTS} ({point.value})'
         if point.name in DETECTORS:
@@ -42,6 +53,8 @@ def known_detectors() -> dict[str, type[Any]]:
             found[point.name] = point.load()
         except Exception as error:  # another package's import may fail in any way
             raise RuleError(f"{where} cannot be loaded: {error}") from error
+        if (problem := shortcoming(found[point.name])) is not None:
+            raise RuleError(f"{where} is no detector: {problem}")
     return found
 
 
@@ -50,7 +63,12 @@ __all__ = [
     "ENTRY_POINTS",
     "AnomalyNan",
     "AnomalyTurbulence",
+    "AttentionCollapse",
+    "DeadExpert",
+    "DeadTensor",
+    "ExpertImbalance",
     "Explanation",
+    "ExplodingTensor",
     "GradNormSpike",
     "GroupDetector",
     "HiddenNan",
@@ -58,12 +76,18 @@ __all__ = [
     "LivenessDetector",
     "LossSpike",
     "NanStorm",
+    "PrecisionLoss",
+    "RankSkew",
     "ReplicaDivergence",
+    "Saturation",
     "Scores",
     "SeriesDetector",
     "SlowRank",
     "StaleRank",
     "State",
+    "Threshold",
+    "UpdateRatio",
+    "VanishingGradient",
     "grow",
     "known_detectors",
     "state_bytes",

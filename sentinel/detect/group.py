@@ -24,9 +24,11 @@ class GroupDetector(Protocol):
     """One sentence for `sentinel rules list`."""
     statistics: ClassVar[tuple[str, ...]]
     """What the value of its anomalies is called."""
-    over: ClassVar[Literal["copies", "ranks"]]
+    over: ClassVar[Literal["copies", "ranks", "peers"]]
     """`copies`: the column is `checksum` (uint64), a group is the copies of one tensor, of which at least two differ.
-    `ranks`: the columns are `step_s` and `wait_s` (NaN: not known) and `stage`, a group is the ranks of one step."""
+    `ranks`: the columns are `step_s` and `wait_s` (NaN: not known) and `stage`, a group is the ranks of one step.
+    `peers`: the column is `value` (float64, NaN: not told), one logged number or one statistic; a group is the ranks that do
+    the same work on other data: of one stage and one place in it, apart on the data-parallel axis alone."""
 
     def state(self, num_members: int) -> State:
         """Return the state of members that have seen nothing; no arrays where it needs none."""

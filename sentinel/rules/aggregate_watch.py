@@ -245,7 +245,9 @@ class _GroupPoints(Points):
         named = f"{group.name} ({wording.count(len(members), 'tensor')}{left_out})"
         if math.isfinite(value):
             sign = int(self.direction[i])
-            text = wording.excursion(group.kind, named, watch.statistic, value, baseline, score, sign, why)
+            text = wording.excursion(
+                group.kind, named, watch.statistic, value, baseline, score, sign, why, watch.detector
+            )
         else:
             text = f"{wording.subject(group.kind, named, watch.statistic)} is {value_text(value)}{skip_note(view)}"
         # It stands where the last of its members was made, so that each of them may be its cause.

@@ -37,13 +37,29 @@ def subject(kind: str, name: str, statistic: str) -> str:
 
 
 def excursion(
-    kind: str, name: str, statistic: str, value: float, baseline: float, score: float, direction: int, why: str
+    kind: str,
+    name: str,
+    statistic: str,
+    value: float,
+    baseline: float,
+    score: float,
+    direction: int,
+    why: str,
+    detector: object = None,
 ) -> str:
-    """Return the message of a finite onset: value, baseline and score in words."""
+    """Return the message of a finite onset: value, baseline and score in words, how long, and what it usually means.
+
+    detector: may say what its anomalies mean, as `phrase`, or `phrase_up` and `phrase_down`; with `is_limit` its baseline is
+    a limit.
+    """
     text = f"{subject(kind, name, statistic)} is {number(value)}"
     if math.isfinite(baseline):
         ratio = value / baseline if baseline and value / baseline > 0 else math.nan
-        if math.isfinite(ratio) and ratio >= 1.0 and direction >= 0:
+        if getattr(detector, "is_limit", False):
+            text += f", past the limit {number(baseline)}"
+        elif value == baseline and not direction:
+            text += ", exactly what it was before"
+        elif math.isfinite(ratio) and ratio >= 1.0 and direction >= 0:
             how = f"{number(ratio)} times" if ratio < _MUCH else f"{ratio:.1e} times"
             text += f", {how} its baseline {number(baseline)}"
         elif math.isfinite(ratio) and 0 < ratio < 1.0 and direction <= 0:
@@ -51,7 +67,30 @@ def excursion(
         else:
             text += f", its baseline {number(baseline)}"
     text += f" (score {number(score)}, 1 is anomalous)"
-    return f"{text}; {why}" if why else text
+    return "; ".join(part for part in (text, why, meaning(detector, direction)) if part)
+
+
+def meaning(detector: object, direction: int) -> str:
+    """Return what a detector says that its anomalies mean, in this direction; empty where it says nothing."""
+    side = "phrase_up" if direction > 0 else "phrase_down" if direction < 0 else "phrase"
+    return str(getattr(detector, side, "") or getattr(detector, "phrase", ""))
+
+
+def skewed(
+    kind: str, name: str, statistic: str, rank: int, value: float, middle: float, peers: Sequence[int], is_sure: bool
+) -> str:
+    """Return the message of a rank that is away from its peers: by how much, from whom, and what it usually means."""
+    text = f"{subject(kind, name, statistic)} of rank {rank} is {number(value)}"
+    ratio = value / middle if middle and math.isfinite(middle) else math.nan
+    if ratio >= 1.0:
+        text += f", {number(ratio) if ratio < _MUCH else f'{ratio:.1e}'} times the {number(middle)} of {ranks(peers)}"
+    elif 0 < ratio < 1.0:
+        text += f", 1/{number(1.0 / ratio)} of the {number(middle)} of {ranks(peers)}"
+    else:
+        text += f", that of {ranks(peers)} {number(middle)}"
+    if not is_sure:
+        return f"{text}; nothing tells which of the two is wrong"
+    return f"{text}, which do the same work; its data, its copy of the model or its hardware is not theirs"
 
 
 def nonfinite(

@@ -47,12 +47,30 @@ def wild_ranks(rng: np.random.Generator, sizes: list[int]) -> Group:
     return points, group
 
 
+def alike_peers(rng: np.random.Generator, sizes: list[int]) -> Group:
+    """Losses of ranks with batches of their own, a few percent apart, at any level."""
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    level = np.exp(rng.standard_normal(len(sizes)))[group]
+    return {"value": level * np.exp(0.05 * rng.standard_normal(len(group)))}, group
+
+
+def wild_peers(rng: np.random.Generator, sizes: list[int]) -> Group:
+    """Mostly as usual, but that the first of each group is far away; some values are no numbers, zero, negative or huge."""
+    points, group = alike_peers(rng, sizes)
+    if rng.random() < 0.95:
+        points["value"][np.unique(group, return_index=True)[1]] *= 10.0
+    for bad in (0.0, -1.0, np.nan, np.inf, 1e300, 5e-324) if rng.random() < 0.3 else ():
+        points["value"][rng.integers(len(group))] = bad
+    return points, group
+
+
 MAKERS: dict[str, tuple[Callable[..., Group], Callable[..., Group]]] = {
     "copies": (alike_copies, wild_copies),
     "ranks": (alike_ranks, wild_ranks),
+    "peers": (alike_peers, wild_peers),
 }
 """What a detector looks over -> (a point at which all is well, any point)."""
-CASES: dict[str, Any] = {name: cls() for name, cls in DETECTORS.items() if isinstance(cls(), GroupDetector)}
+CASES: dict[str, Any] = {name: cls() for name, cls in DETECTORS.items() if hasattr(cls, "over")}
 SIZES = [1, 2, 3, 4, 7, 16]
 
 

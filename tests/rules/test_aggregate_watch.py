@@ -378,7 +378,8 @@ def test_a_layout_that_grows_keeps_what_a_group_knows(paper_run, rng):
 def test_every_series_detector_judges_groups(paper_run, with_nan, rng, detector):
     """The battery: any detector, healthy, bad and absent groups; finite scores, snapshots exact, bounded series."""
     run = paper_run(TENSORS)
-    rule = group_rule("layers.{}.*", "*", detector=detector, statistic=("norm", "kurtosis"))
+    args = {"above": 10.0} if detector == "Threshold" else {}
+    rule = group_rule("layers.{}.*", "*", detector=detector, statistic=("norm", "kurtosis"), args=args)
     engine, twin = engine_of(rule), engine_of(rule)
     for step in range(90):
         norms = noisy(rng) * (1e3 if step == 70 else 1)

@@ -1,0 +1,140 @@
+"""ExpertImbalance and DeadExpert: mixtures of experts whose router sends the tokens to few, or leaves some without any."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+
+from sentinel.detect.dead import MOST, PATIENCE
+from sentinel.detect.detector import Explanation, Scores, State
+from sentinel.detect.formed import Formed
+from sentinel.detect.forms import BaselineForm
+from sentinel.errors import ConfigError
+
+
+class ExpertImbalance(Formed, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A router that collapses: its rows `M:balance` leave the range they have kept, upwards.
+
+    balance = E * sum((p - 1/E)**2) over the loads p of E experts, the squared coefficient of variation: 0 where all have
+    as much, E / k - 1 where k experts have everything. Judged in logarithms against a reference that remembers some
+    hundred steps: imbalance that aux losses bring down, or that the data bring and take, is followed.
+
+    Source: Megatron-LM's tensor metrics (load imbalance); Shazeer et al. (2017), section 4, CV(load)**2; Fedus et al.,
+    Switch Transformer (2021): past a capacity factor of 1.25 tokens are dropped.
+    """
+
+    summary: ClassVar[str] = "a router that sends the tokens to few experts: the squared variation of their loads multiplies"
+    phrase: ClassVar[str] = "the router collapses onto few experts: the others stop learning (aux loss, z-loss)"
+    statistics: ClassVar[tuple[str, ...]] = ("mean",)
+
+    threshold: float = 2.0
+    """How often over the imbalance may grow in the reference's memory, less one; chosen."""
+    minimum: float = 0.5
+    """An imbalance below this is never anomalous: the coefficient of variation is 0.7, a most loaded expert has about twice
+    the mean; healthy tiny mixtures begin with half of it (chosen)."""
+    k: float = 10.0
+    """Mean absolute log residuals that are still normal."""
+    memory: float = 100.0
+    """Points that the reference remembers."""
+    warmup: int = 30
+    """Points learned before any is judged."""
+    settle_after: int = 50
+    """Consecutive flagged points that make the new level the normal one; 0: never."""
+
+    def form(self, statistic: str) -> BaselineForm:
+        """Return the baseline that the detector is."""
+        return BaselineForm(
+            domain="log",
+            sides="up",
+            k=self.k,
+            threshold=self.threshold,
+            minimum=self.minimum,
+            memory=self.memory,
+            warmup=self.warmup,
+            settle_after=self.settle_after,
+            peaks=False,
+        )
+
+
+class DeadExpert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Experts that get no token any more: rows `M:inactive`, the share of experts without tokens in a step.
+
+    Two ways to die. One expert of many: after a life of steps in which each had tokens, some expert has none for
+    `lasting` steps in a row, and for four times as many as ever before. Many at once: the share leaves the range it has
+    kept by more than `share`. A router with more experts than tokens, where some are always idle, is judged in the second
+    way alone.
+
+    The row does not say which expert it is: the vector `load` does (`sentinel export --vectors`), and its own gradients
+    where experts are modules of their own (rule `dead-gradient`).
+
+    Source: inactive experts are a metric of Megatron-LM; expert collapse: Shazeer et al. (2017), Chi et al. (2022).
+    """
+
+    summary: ClassVar[str] = "experts that get no token any more: one for many steps, or many at once"
+    phrase: ClassVar[str] = "experts without tokens do not learn: the router has given them up (aux loss, bias update)"
+    statistics: ClassVar[tuple[str, ...]] = ("mean",)
+    raw_values: ClassVar[bool] = False
+
+    lasting: int = 20
+    """Points in a row with an expert that has no token; chosen: an episode's quiet steps."""
+    share: float = 0.25
+    """Rise of the share of experts without tokens that is anomalous at once; chosen."""
+    after: int = 20
+    """Points seen before any is judged."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"share must be in (0, 1], got {self.share}")
+        for name in ("lasting", "after"):
+            if not 1 <= getattr(self, name) <= MOST:
+                raise ConfigError(f"{name} must be in [1, {MOST}], got {getattr(self, name)}")
+
+    def state(self, num_series: int) -> State:
+        """Return the state of new series, 22 bytes each."""
+        names = ("usual", "spread", "peak")
+        counts = ("streak", "longest", "life", "count")
+        return {name: np.zeros(num_series, dtype=np.float32) for name in names} | {
+            name: np.zeros(num_series, dtype=np.int16) for name in counts
+        }
+
+    def score(self, values: np.ndarray, state: State) -> Scores:
+        """Score the larger of both: steps in a row / those needed, rise / what is normal."""
+        usable = np.isfinite(values)
+        idle = usable & (values > 0.0) & (state["life"] >= self.after)
+        needed = np.maximum(self.lasting, PATIENCE * state["longest"].astype(np.int64))
+        one = np.where(idle, (state["streak"] + 1.0) / needed, 0.0)
+        usual = state["usual"].astype(np.float64)
+        rise = np.where(usable, values - usual, 0.0)
+        many = np.where(state["count"] >= self.after, np.maximum(rise, 0.0) / self._normal(state), 0.0)
+
+        def explain() -> Explanation:
+            return np.where(state["count"] > 0, usual, np.nan), {"direction": (rise > 0).astype(np.int8)}
+
+        return Scores(np.minimum(np.maximum(one, many), 1e6), explain)
+
+    def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
+        """Follow the usual share, and count steps in which some expert had no token; flagged points move neither."""
+        usable = np.isfinite(values)
+        idle, busy = usable & (values > 0.0), usable & (values <= 0.0)
+        ended = busy & (state["streak"] > 0)
+        lived = ended & (state["life"] > 0)
+        state["longest"][lived] = np.maximum(state["longest"][lived], state["streak"][lived])
+        state["streak"][busy] = 0
+        state["streak"][idle] = np.minimum(state["streak"][idle] + 1, MOST)
+        state["life"][busy & (state["life"] < self.after)] += 1
+        take = usable & ~anomalous
+        rate = np.maximum(1.0 / (state["count"] + 1.0), 0.05)
+        change = values - state["usual"].astype(np.float64)
+        size = np.minimum(np.abs(change), self.share)
+        peak = np.maximum(state["peak"] * 0.995, np.where(state["count"] >= self.after, size, 0.0))
+        np.copyto(state["usual"], state["usual"] + rate * np.copysign(size, change), casting="same_kind", where=take)
+        np.copyto(state["spread"], state["spread"] + 0.3 * rate * (size - state["spread"]), casting="same_kind", where=take)
+        np.copyto(state["peak"], peak, casting="same_kind", where=take)
+        state["count"][take & (state["count"] < self.after + 100)] += 1
+
+    def _normal(self, state: State) -> np.ndarray:
+        """Return the rise that scores 1.0."""
+        normal = np.maximum(10.0 * state["spread"].astype(np.float64), 1.5 * state["peak"].astype(np.float64))
+        return np.maximum(normal, self.share)

@@ -1,0 +1,152 @@
+"""RankSkew: one rank whose numbers are away from those of the ranks that do the same work."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal
+
+import msgspec
+import numpy as np
+
+from sentinel.detect.detector import Scores, State
+from sentinel.detect.forms import JUST_BELOW_ONE
+from sentinel.detect.group import Points
+from sentinel.errors import ConfigError
+
+UNIT = 0.02
+"""Share of the peers' median below which differences count absolutely, no more as ratios: a loss near zero may double."""
+FORGIVEN = math.log(2.0)
+"""What a rank usually differs by is its own affair up to here (its data, its buffers); what differs more is told
+(chosen)."""
+SCATTER = 4.0
+"""Median distances between peers, in this very step, that are still normal: where all scatter nobody stands out (chosen)."""
+LEAST_SCATTER = 4
+"""Peers that a scatter is told from."""
+CLEAR = 2.0
+"""Of two, the one whose own past is left behind this many times as far as the other's is the one that moved (chosen)."""
+RATE = 0.03
+PEAK_DECAY, PEAK_FACTOR = 0.995, 1.5
+
+
+class RankSkew(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A rank whose loss, unreduced gradient norm, activation, tokens or memory is away from its peers, for steps on end.
+
+    residual = asinh(x / u) - asinh(m / u) with m the peers' median and u = 2 % of it: a logarithm of the ratio that survives
+    zero and below. Taken off is what the rank usually differs by (up to a factor of 2); what is left is held against k mean
+    absolute residuals of the rank's own past, the scatter of all peers in this step, and `threshold`. Each rank has its own
+    batch, so a single step says little: it must last. A rank alone accuses nobody; of two, the one that left its own past.
+
+    Source: outlier among exchangeable workers by the median, as in straggler and silent-data-corruption screens: Dixit et
+    al., "Silent Data Corruptions at Scale" (2021); the Llama 3 report (2024), section 3.3.4.
+    """
+
+    summary: ClassVar[str] = "one rank whose loss, gradient, activations, tokens or memory is away from its peers'"
+    statistics: ClassVar[tuple[str, ...]] = ("rms",)
+    over: ClassVar[Literal["copies", "ranks", "peers"]] = "peers"
+
+    threshold: float = 0.25
+    """Relative difference from the peers' median that is always normal."""
+    k: float = 10.0
+    """Mean absolute residuals that are still normal; as AnomalyTurbulence's."""
+    lasting: int = 3
+    """Steps in a row that make it more than a batch."""
+    warmup: int = 20
+    """Steps of a rank seen before it is judged."""
+    settle_after: int = 100
+    """Steps in a row after which the difference is the rank's usual one; 0: never. More than a factor of 2 never is."""
+
+    def __post_init__(self) -> None:
+        for name in ("threshold", "k"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+        for name in ("lasting", "warmup"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.settle_after < 0:
+            raise ConfigError(f"settle_after must not be negative, got {self.settle_after}")
+
+    def state(self, num_members: int) -> State:
+        """Return 48 bytes a rank and quantity."""
+        return {
+            "usual": np.zeros(num_members),
+            "spread": np.zeros(num_members),
+            "peak": np.zeros(num_members),
+            "level": np.full(num_members, np.nan),
+            "count": np.zeros(num_members, dtype=np.int64),
+            "streak": np.zeros(num_members, dtype=np.int64),
+        }
+
+    def score(self, points: Points, group: np.ndarray, state: State) -> Scores:
+        """Score the residual / what is normal, for those that last; below 1.0 for all others, 0.0 for what is not finite."""
+        residual, middle, raw, is_sure = self._measured(points, group, state)
+        is_early = (state["count"] < self.warmup) | (state["streak"] + 1 < self.lasting)
+        score = np.where(is_early, np.minimum(raw, JUST_BELOW_ONE), raw)
+        direction = np.sign(np.nan_to_num(residual)).astype(np.int8)
+        return Scores.of(score, middle, direction=direction, is_sure=is_sure)
+
+    def learn(self, points: Points, group: np.ndarray, state: State, anomalous: np.ndarray) -> None:
+        """Follow each rank's usual difference and its spread, never what stands out; count how long that lasts."""
+        residual, _, raw, _ = self._measured(points, group, state)
+        known = np.isfinite(residual)
+        is_out = known & (raw >= 1.0) & (state["count"] >= self.warmup)
+        streak = np.where(known, np.where(is_out, state["streak"] + 1, 0), state["streak"])
+        settled = is_out & (streak >= self.settle_after) if self.settle_after else np.zeros(len(known), dtype=bool)
+        take = known & ~is_out & ~anomalous
+        rate = np.maximum(1.0 / (1.0 + state["count"]), RATE)
+        change = residual - state["usual"]
+        size = np.abs(change)
+        is_warm = state["count"] >= self.warmup
+        peak = np.maximum(state["peak"] * PEAK_DECAY, np.where(is_warm, size, 0.0))
+        np.copyto(state["peak"], peak, where=take)
+        # The first residual is the location, so its own distance from it is none.
+        np.copyto(state["spread"], state["spread"] + rate * (size - state["spread"]), where=take & (state["count"] > 0))
+        np.copyto(state["usual"], state["usual"] + rate * change, where=take)
+        np.copyto(state["usual"], residual, where=settled)
+        state["streak"] = np.where(settled, 0, streak)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            size = np.log(np.maximum(np.abs(points["value"]), 1e-300))
+        level = state["level"]
+        np.copyto(level, np.where(np.isnan(level), size, level + rate * (size - level)), where=take | settled)
+        state["count"][take] += 1
+
+    def _measured(
+        self, points: Points, group: np.ndarray, state: State
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return [members] each: residual (NaN: no peers), the median of the peers, score, whether it is sure."""
+        value = np.where(np.isfinite(points["value"]), points["value"], np.nan)
+        middle, num_peers = _medians(value, group)
+        is_pair = num_peers == 2
+        if is_pair.any():
+            # The median of two is between them: the other is what there is to compare with.
+            middle = np.where(is_pair, 2.0 * middle - value, middle)
+        unit = np.maximum(UNIT * np.abs(middle), 1e-300)
+        with np.errstate(over="ignore", invalid="ignore"):
+            residual = np.arcsinh(np.clip(value / unit, -1e300, 1e300)) - np.arcsinh(middle / unit)
+        residual = np.where((num_peers > 1) & np.isfinite(value), residual, np.nan)
+        own = np.nan_to_num(residual - np.clip(state["usual"], -FORGIVEN, FORGIVEN))
+        normal = np.maximum(self.k * state["spread"], PEAK_FACTOR * state["peak"])
+        normal = np.maximum(normal, math.log1p(self.threshold))
+        scatter, _ = _medians(np.abs(residual), group)
+        normal = np.where(num_peers >= LEAST_SCATTER, np.fmax(normal, SCATTER * scatter), normal)
+        raw = np.where(np.isnan(residual), 0.0, np.abs(own) / normal)
+        is_sure = np.ones(len(value), dtype=bool)
+        if is_pair.any():
+            moved = np.abs(np.log(np.maximum(np.abs(value), 1e-300)) - state["level"])
+            other = 2.0 * _medians(moved, group)[0] - moved
+            is_other = is_pair & (other > CLEAR * moved)
+            raw = np.where(is_other, 0.0, raw)
+            is_sure = ~is_pair | (moved > CLEAR * other)
+        return residual, middle, raw, is_sure
+
+
+def _medians(values: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each member the median of its group (NaN left out; NaN: none is known), and how many are known."""
+    _, number = np.unique(group, return_inverse=True)
+    order = np.lexsort((values, number))  # NaN sorts last
+    ordered = values[order]
+    size = np.bincount(number)
+    known = np.bincount(number, weights=~np.isnan(values)).astype(np.int64)
+    start, last = np.cumsum(size) - size, np.maximum(known - 1, 0)
+    low, high = ordered[start + last // 2], ordered[start + np.minimum(known // 2, last)]
+    median = np.where(known > 0, 0.5 * (low + high), np.nan)
+    return median[number], known[number]

@@ -1,0 +1,236 @@
+"""SkewWatch: a rule on one number of each rank, held against the ranks that do the same work."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from sentinel.anomaly import Anomaly, anomaly_id
+from sentinel.detect import GroupDetector, Scores
+from sentinel.moments import Moments
+from sentinel.place import Place
+from sentinel.record import Kind, is_of_kind
+from sentinel.rules import wording
+from sentinel.rules.facts import finite, tensor_anomaly
+from sentinel.rules.schema import VALUE, Rule
+from sentinel.rules.watch import Watch
+
+if TYPE_CHECKING:
+    from sentinel.ingest.merge import Layout, LogicalTensor, StepView
+
+IN_ALL = "wgrad_unreduced"
+"""This kind is judged as one: the gradients of all parameters that a rank holds, before ranks are averaged."""
+ALL_GRADIENTS = "all gradients"
+APART = ("pp", "tp", "cp")
+"""Ranks that differ on these axes hold other parts of the model or of the sequence: their numbers never compare."""
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What the ranks of one step told: one entry a rank and quantity."""
+
+    quantity: list[tuple[str, str, int]]
+    """(kind, name, index of the tensor or -1)."""
+    number: np.ndarray
+    """[entries] position in `quantity`."""
+    rank: np.ndarray
+    value: np.ndarray
+
+
+class SkewWatch(Watch):
+    """Logged values by rank, and statistics of each rank's own rows. One episode a rank and quantity.
+
+    What data-parallel ranks tell of the same site, shard and stage is compared; ranks apart on any other axis are not.
+    """
+
+    def __init__(self, rule: Rule, detector: GroupDetector, statistic: str, *, has_scalars: bool) -> None:
+        """has_scalars: judge logged values too; one watch of a rule does."""
+        super().__init__(rule, detector, statistic, "peers")
+        self._kinds = frozenset(kind for kind in rule.match.kind if kind != "scalar")
+        self._has_scalars = has_scalars and "scalar" in rule.match.kind
+        self._slot_of: dict[tuple[str, str, int, int], int] = {}
+        """(kind, name, rank, size of the world): when the world changes, ranks do other work."""
+        self._layouts: list[tuple[Layout, np.ndarray]] = []
+
+    def series_keys(self) -> object:
+        """Return the ranks and quantities in order of slots."""
+        return [list(key) for key in self._slot_of]
+
+    def take_series_keys(self, keys: Any) -> None:
+        """Take them back."""
+        self._slot_of = {(kind, name, rank, size): slot for slot, (kind, name, rank, size) in enumerate(keys)}
+
+    def judge(self, view: StepView) -> list[Anomaly]:
+        """Return the records of one step."""
+        told = self._told(view) if len(view.parts) > 1 else None
+        if told is None or not len(told.value):
+            return self.quiet(view) if len(self.episodes) else []
+        keys = [
+            (*told.quantity[number][:2], rank, view.places[rank].world_size)
+            for number, rank in zip(told.number.tolist(), told.rank.tolist(), strict=True)
+        ]
+        slots = np.array([self._slot_of.setdefault(key, len(self._slot_of)) for key in keys], dtype=np.int64)
+        self._grow(len(self._slot_of))
+        group = self._groups(view, told)
+        state = self._gather(slots)
+        points = {"value": told.value}
+        scores = self.detector.score(points, group, state)
+        anomalous = scores.score >= 1.0
+        self.detector.learn(points, group, state, anomalous)
+        self._scatter(state, slots)
+        self.num_points += len(told.value)
+        at = np.flatnonzero(anomalous)
+        if self.rule.match.rank:
+            at = at[np.isin(told.rank[at], self.rule.match.rank)]
+        found = self._emit(view, told, group, scores, slots, at) if at.size else []
+        return found + (self.quiet(view) if len(self.episodes) else [])
+
+    # -- what was told ---------------------------------------------------------------------------------------------------
+
+    def _told(self, view: StepView) -> _Told:
+        quantity: list[tuple[str, str, int]] = []
+        number: list[np.ndarray] = []
+        rank: list[np.ndarray] = []
+        value: list[np.ndarray] = []
+
+        def add(kind: str, name: str, index: int, ranks: np.ndarray, values: np.ndarray) -> None:
+            number.append(np.full(len(ranks), len(quantity)))
+            quantity.append((kind, name, index))
+            rank.append(ranks)
+            value.append(values)
+
+        if self._has_scalars:
+            for name, scalar in view.scalars.items():
+                if len(scalar.by_rank) > 1 and self.rule.match.takes_name(name):
+                    by_rank = sorted(scalar.by_rank.items())
+                    add("scalar", name, -1, np.array([r for r, _ in by_rank]), np.array([v for _, v in by_rank]))
+        if self._kinds and view.num_rows:
+            for index, ranks, values in self._of_rows(view):
+                tensor = view.tensors[index] if index >= 0 else None
+                add(*((tensor.kind, tensor.name) if tensor else (IN_ALL, ALL_GRADIENTS)), index, ranks, values)
+        empty = np.zeros(0, dtype=np.int64)
+        return _Told(
+            quantity,
+            np.concatenate([empty, *number]),
+            np.concatenate([empty, *rank]).astype(np.int64),
+            np.concatenate([np.zeros(0), *value]).astype(np.float64),
+        )
+
+    def _of_rows(self, view: StepView) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """Return (tensor, ranks, statistic of each rank's own rows), NaN where they hold what is not finite."""
+        watched = self._watched(view.layout)
+        rows = np.flatnonzero((view.row_logical >= 0) & watched[view.row_logical])
+        if not rows.size:
+            return []
+        index = np.where(view.rows["kind"][rows] == Kind.WGRAD_UNREDUCED, -1, view.row_logical[rows]).astype(np.int64)
+        pairs, inverse = np.unique(np.stack([index, view.row_rank[rows]]), axis=1, return_inverse=True)
+        inverse = inverse.ravel()
+        moments = Moments.merge_groups(view.rows[rows], inverse, pairs.shape[1])
+        values = np.array(moments.statistic(self.statistic), dtype=np.float64)
+        values[np.bincount(inverse, weights=np.isin(rows, view.bad_rows), minlength=len(values)) > 0] = np.nan
+        starts = np.flatnonzero(np.r_[True, pairs[0, 1:] != pairs[0, :-1]])
+        ends = np.r_[starts[1:], pairs.shape[1]]
+        return [
+            (int(pairs[0, start]), pairs[1, start:end], values[start:end])
+            for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+            if end - start > 1
+        ]
+
+    def _watched(self, layout: Layout) -> np.ndarray:
+        """Return by tensor whether the rule looks; one more, for rows that no descriptor knows."""
+        for known, mask in self._layouts:
+            if known is layout:
+                return mask
+        mask = np.zeros(len(layout.tensors) + 1, dtype=bool)
+        for tensor in layout.tensors:
+            mask[tensor.index] = self._takes(tensor)
+        self._layouts = [*self._layouts[-1:], (layout, mask)]
+        return mask
+
+    def _takes(self, tensor: LogicalTensor) -> bool:
+        if (len(tensor.ranks) < 2 and tensor.kind != IN_ALL) or tensor.is_partial:
+            return False
+        return is_of_kind(tensor.kind, tensor.border, self._kinds) and self.rule.match.takes_name(tensor.name)
+
+    def _groups(self, view: StepView, told: _Told) -> np.ndarray:
+        """Return the number of each entry's group: same quantity, same place but for the data-parallel axis."""
+        where: dict[tuple[int, ...], int] = {}
+        place_of = {
+            rank: where.setdefault(tuple(_coordinate(view.places[rank], axis) for axis in APART), len(where))
+            for rank in np.unique(told.rank).tolist()
+        }
+        places = np.array([place_of[rank] for rank in told.rank.tolist()], dtype=np.int64)
+        grouped: np.ndarray = told.number * len(where) + places
+        return grouped
+
+    # -- anomalies -------------------------------------------------------------------------------------------------------
+
+    def _emit(
+        self, view: StepView, told: _Told, group: np.ndarray, scores: Scores, slots: np.ndarray, at: np.ndarray
+    ) -> list[Anomaly]:
+        at = at[np.argsort(slots[at], kind="stable")]
+        known = self.episodes.locate(slots[at])
+        self.episodes.continue_at(known[known >= 0], view.step)
+        quiet = self.rule.episode_quiet_steps
+        fresh = [one for one, is_open in zip(at.tolist(), (known >= 0).tolist(), strict=True) if not is_open or not quiet]
+        found = [self._anomaly(view, told, group, scores, one) for one in fresh]
+        is_new = self.episodes.locate(slots[fresh]) < 0 if fresh else np.zeros(0, dtype=bool)
+        if is_new.any():
+            onsets = [anomaly for anomaly, is_it in zip(found, is_new.tolist(), strict=True) if is_it]
+            self.episodes.open(slots[fresh][is_new], view.step, np.ones(len(onsets), dtype=bool), onsets)
+        return found
+
+    def _anomaly(self, view: StepView, told: _Told, group: np.ndarray, scores: Scores, at: int) -> Anomaly:
+        kind, name, index = told.quantity[int(told.number[at])]
+        rank, value, score = int(told.rank[at]), float(told.value[at]), float(scores.score[at])
+        middle, is_sure = float(scores.baseline[at]), bool(scores.evidence["is_sure"][at])
+        peers = sorted(int(one) for one in told.rank[(group == group[at]) & np.isfinite(told.value)] if one != rank)
+        statistic = VALUE if kind == "scalar" else self.statistic
+        text = wording.skewed(kind, name, statistic, rank, value, middle, peers, is_sure)
+        mates = tuple(sorted([rank, *peers]))
+        if index >= 0:
+            tensor = view.tensors[index]
+            anomaly = tensor_anomaly(
+                view, self.rule, tensor, statistic, self.rule.severity, rank, None, None, value, middle, score, text,
+                f"{tensor.key}/peers",
+            )  # fmt: skip
+            return msgspec.structs.replace(anomaly, group_mates=mates, moved_ranks=(rank,) if is_sure else ())
+        place = view.places[rank]
+        return Anomaly(
+            id=anomaly_id(view.run, view.attempt, view.step, None, rank, f"{name}/{kind}/{statistic}/peers", self.rule.name),
+            run=view.run,
+            attempt=view.attempt,
+            rank=rank,
+            ranks=(rank,),
+            step=view.step,
+            micro_step=None,
+            pp_stage=place.pp_rank,
+            vpp_stage=0,
+            call_id=None,
+            tag_name=name,
+            kind=kind,
+            statistic=statistic,
+            rule=self.rule.name,
+            detector=self.rule.detector,
+            severity=self.rule.severity,
+            value=finite(value),
+            baseline=finite(middle),
+            score=score if math.isfinite(score) else None,
+            message=text,
+            group_mates=mates,
+            moved_ranks=(rank,) if is_sure else (),
+            time=view.time,
+            place=place.coordinates(),
+            dp_size=place.dp_size,
+            tp_size=place.tp_size,
+            pp_size=place.pp_size,
+            ep_size=place.ep_size,
+        )
+
+
+def _coordinate(place: Place, axis: str) -> int:
+    return place.coordinate(axis) if place.size(axis) > 1 else 0
