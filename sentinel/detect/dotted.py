@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from sentinel.errors import RuleError
@@ -57,25 +58,32 @@ def shortcoming(found: object) -> str | None:
     return f"it has no {' and no '.join(names)}; see the contract {words}"
 
 
+def why_not(name: str, detectors: Mapping[str, type[Any]]) -> str:
+    """Return in words why a dotted path is no detector; empty where it is one, or where `name` is no dotted path."""
+    try:
+        if is_dotted(name) and name not in detectors:
+            dotted_detector(name)
+    except RuleError as error:
+        return str(error)
+    return ""
+
+
 class Detectors(dict[str, type[Any]]):
-    """Name -> class: what is known by name, and where code is allowed whatever a dotted path names."""
+    """Name -> class: what is known by name, and where code is allowed whatever a dotted path leads to."""
 
     def __contains__(self, name: object) -> bool:
         if super().__contains__(name):
             return True
-        return isinstance(name, str) and is_dotted(name) and self.why_not(name) == ""
+        if not (isinstance(name, str) and is_dotted(name)):
+            return False
+        try:
+            self[name] = dotted_detector(name)
+        except RuleError:
+            return False
+        return True
 
     def __missing__(self, name: str) -> type[Any]:
         if not is_dotted(name):
             raise KeyError(name)
         self[name] = dotted_detector(name)
         return self[name]
-
-    def why_not(self, name: str) -> str:
-        """Return why a dotted path is no detector here, in words; empty where it is one, or is no dotted path."""
-        try:
-            if is_dotted(name):
-                self[name]
-        except RuleError as error:
-            return str(error)
-        return ""

@@ -13,10 +13,12 @@ from typing import Any
 import msgspec
 
 from sentinel.anomaly import Severity
-from sentinel.detect import known_detectors
+from sentinel.detect import DETECTORS, known_detectors
+from sentinel.detect.dotted import why_not
 from sentinel.document import BrokenDocument, Located, parse
 from sentinel.errors import RuleError, SentinelError
 from sentinel.rules.aggregate_match import read_aggregates
+from sentinel.rules.guard import Guarded
 from sentinel.rules.schema import ACTIONS, RULE_KINDS, RULE_STATISTICS, VALUE, Match, Pack, Rule
 
 PACKS = Path(__file__).parent / "packs"
@@ -124,15 +126,16 @@ def build_detector(rule: Rule, detectors: Mapping[str, type[Any]]) -> Any:
     """Return the detector of `rule`, its arguments checked. RuleError says which argument is wrong and why."""
     cls = detectors[rule.detector]
     try:
-        if issubclass(cls, msgspec.Struct):
-            return msgspec.convert(rule.args, cls)
-        return cls(**rule.args)
+        built = msgspec.convert(rule.args, cls) if issubclass(cls, msgspec.Struct) else cls(**rule.args)
     except msgspec.ValidationError as error:
         raise RuleError(_argument_error(str(error))) from error
     except SentinelError as error:
         raise RuleError(f"args: {error}") from error
     except (TypeError, ValueError) as error:
         raise RuleError(f"args of {rule.detector}: {error}") from error
+    if cls in DETECTORS.values() or not is_series_detector(cls):
+        return built
+    return Guarded(built, f'detector "{rule.detector}" of rule "{rule.name}"')
 
 
 def is_series_detector(detector: type[Any]) -> bool:
@@ -305,7 +308,8 @@ class _Fields:
             return ""
         if item.value not in self._reading.detectors:
             guess = nearest(item.value, list(self._reading.detectors))
-            self._complain("detector", item.where, f'unknown detector "{item.value}"{guess}')
+            why = why_not(item.value, self._reading.detectors) or f'unknown detector "{item.value}"{guess}'
+            self._complain("detector", item.where, why)
         return item.value
 
     def match(self) -> Match:
