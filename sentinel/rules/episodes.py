@@ -75,12 +75,12 @@ class Episodes:
         self.raised = np.concatenate([self.raised, raised])[order]
         self.onset.update(zip(keys.tolist(), onsets, strict=True))
 
-    def raise_to(self, key: int, onset: Anomaly) -> Ended:
-        """Give an open episode a new onset record of full severity; return the old one as ended."""
+    def raise_to(self, key: int, onset: Anomaly, is_raised: bool = True) -> Ended:
+        """Give an open episode a new onset record, of full severity or only worse; return the old one as ended."""
         at = int(self.locate(np.array([key]))[0])
         old = self.onset[key]
         self.onset[key] = onset
-        self.raised[at] = True
+        self.raised[at] = is_raised
         return Ended(onset=old, count=int(self.count[at]), last_step=int(self.last_step[at]), settled=False)
 
     def end_quiet(self, step: int, quiet_steps: int) -> list[Ended]:

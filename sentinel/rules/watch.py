@@ -24,6 +24,9 @@ LASTING_STEPS = 3
 """Points in a row that corroborate a lone excursion (DESIGN.md, section 6)."""
 AGREEING_TENSORS = 3
 """Tensors of one rule and step that corroborate each other (DESIGN.md, section 6)."""
+HIGHER = 1.5
+"""Times the score of its onset at which a point of an open episode, after a pause, is news (chosen on ../shared/trainlogs:
+of two spikes within 20 steps the second was the one that people mark)."""
 BACKGROUND_RATE = 0.02
 """Weight of the newest step in a rule's usual number of lone excursions a step; chosen."""
 
@@ -175,6 +178,10 @@ class Points:
     def __init__(self, slots: np.ndarray) -> None:
         self.slots = slots
 
+    def is_higher(self, i: int, onset: Anomaly) -> bool:
+        """Whether point `i` is so much worse than the onset of its episode that it is told as well."""
+        return False
+
     def anomaly(self, i: int, full: bool, why: str) -> tuple[Anomaly, bool]:
         """Return the onset record of point `i`, and whether it has the rule's full severity."""
         raise NotImplementedError
@@ -214,16 +221,19 @@ class SeriesWatch(Watch):
             fresh: list[tuple[int, bool, Anomaly]] = []
             for i in range(len(at)):
                 full = bool(agree[i] or lasting[i])
-                if known[i] and self.rule.episode_quiet_steps and (was_raised[i] or not full):
+                # A streak of one: the series was well for a while since the episode's last point.
+                is_news = bool(known[i] and streak[i] == 1) and points.is_higher(i, open_keys.onset[int(points.slots[i])])
+                if known[i] and self.rule.episode_quiet_steps and not is_news and (was_raised[i] or not full):
                     continue
                 why = "" if not full else "others show it too" if agree[i] else f"for {streak[i]} points in a row"
                 anomaly, is_raised = points.anomaly(i, full, why)
                 if known[i] and self.rule.episode_quiet_steps:
-                    if anomaly.severity is open_keys.onset[int(points.slots[i])].severity:
+                    if not is_news and anomaly.severity is open_keys.onset[int(points.slots[i])].severity:
                         open_keys.raised[at[i]] = True
                         continue
                     found.append(anomaly)
-                    found.append(self._end(open_keys.raise_to(int(points.slots[i]), anomaly), view, anomaly.id))
+                    ended = open_keys.raise_to(int(points.slots[i]), anomaly, bool(was_raised[i] or is_raised))
+                    found.append(self._end(ended, view, anomaly.id))
                 elif known[i]:
                     found.append(anomaly)
                 else:
@@ -233,6 +243,5 @@ class SeriesWatch(Watch):
                 keys = np.array([key for key, _, _ in fresh], dtype=np.int64)
                 open_keys.open(keys, view.step, np.array([up for _, up, _ in fresh]), [a for _, _, a in fresh])
         if settled_slots.size:
-            ended = self.episodes.end_settled(settled_slots)
-            found.extend(self._end(one, view) for one in ended)
+            found.extend(self._end(one, view) for one in self.episodes.end_settled(settled_slots))
         return found
