@@ -25,6 +25,9 @@ WEIGHT_KINDS = frozenset({"param", "wgrad", "exp_avg", "exp_avg_sq"})
 KEPT_APART = ("unknown", "partial")
 """Placements that nobody may merge over: each rank keeps its own series, told apart by its coordinate."""
 
+MAX_SHARES = 4
+"""Sets of ranks of which a layout remembers what they hold."""
+
 
 _Coordinates: TypeAlias = tuple[tuple[str, int], ...]
 
@@ -80,6 +83,7 @@ class Layout:
         """Copies that must be bit-identical, where there are several."""
         self.num_copies = 0
         """Distinct shards, copies taken as one."""
+        self._shares: dict[frozenset[int], npt.NDArray[np.float64]] = {}
         self._build()
 
     def _build(self) -> None:
@@ -245,6 +249,24 @@ class Layout:
             for rank in silent:
                 found[self._to_logical[rank][~held[self._to_copy[rank]]]] = False
         return found
+
+    def held_share(self, ranks: frozenset[int]) -> npt.NDArray[np.float64]:
+        """Return the share of each logical tensor's distinct shards that one of these ranks holds: [num_tensors]."""
+        known = self._shares.get(ranks)
+        if known is None:
+            tensor_of, held = np.full(self.num_copies + 1, -1, np.int32), np.zeros(self.num_copies + 1, np.bool_)
+            for rank, copies in self._to_copy.items():
+                tensor_of[copies] = self._to_logical[rank]
+                if rank in ranks:
+                    held[copies] = True
+            tensor_of, held = tensor_of[:-1], held[:-1]
+            num_shards = np.bincount(tensor_of[tensor_of >= 0], minlength=len(self.tensors))
+            num_held = np.bincount(tensor_of[(tensor_of >= 0) & held], minlength=len(self.tensors))
+            known = num_held / np.maximum(num_shards, 1)
+            if len(self._shares) >= MAX_SHARES:
+                self._shares.clear()
+            self._shares[ranks] = known
+        return known
 
     def logical_of(self, rank: int, tensor_ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
         """Return the logical index of each local id; -1 for ids that the descriptor does not know."""
@@ -437,6 +459,15 @@ class StepView:
         """Indices of rows that hold a non-finite value."""
         rows = self.rows
         return np.flatnonzero((rows["num_nan"] | rows["num_pos_inf"] | rows["num_neg_inf"]) != 0)
+
+    @cached_property
+    def is_bad(self) -> npt.NDArray[np.bool_]:
+        """[num_tensors] whether any row of the tensor holds a non-finite value."""
+        found = np.zeros(len(self.tensors), np.bool_)
+        if len(self.bad_rows):
+            logical = self.row_logical[self.bad_rows]
+            found[logical[logical >= 0]] = True
+        return found
 
     @cached_property
     def clean_inputs(self) -> frozenset[tuple[int, str]]:

@@ -6,11 +6,15 @@
     add_channel_squares(pointer, rows, channels, dtype, sums)   squares of each channel
     fold_rows(rows, num_rows) -> rows left        one row per (tensor, kind), in place
     merge_rows(rows, group, num_groups) -> STATS  rows of several ranks merged
+    judge_forms(stats, ..., forms, hits)          all running baselines and limits of a step; None without the library,
+                                                  for detect/forms.py is the numpy of it
 
 `implementation` says which one this process has: `avx512`, `avx2` or `portable` (C, chosen at run time), or `numpy`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from sentinel.native.layout import BF16, F16, F32, F64, pack_layouts
 from sentinel.native.library import Library, find_library
@@ -31,6 +35,7 @@ if _library is not None:
     measure_one = _library.measure_one
     fold_rows = _library.fold_rows
     merge_rows = _library.merge_rows
+    judge_forms: Callable[..., int] | None = _library.judge_forms
 else:
     from sentinel.native import fallback as _fallback
 
@@ -41,6 +46,7 @@ else:
     measure_one = _fallback.measure_one
     fold_rows = _fallback.fold_rows
     merge_rows = _fallback.merge_rows
+    judge_forms = None
 
 __all__ = [
     "BF16",
@@ -51,6 +57,7 @@ __all__ = [
     "count_below",
     "fold_rows",
     "implementation",
+    "judge_forms",
     "measure",
     "measure_one",
     "merge_rows",

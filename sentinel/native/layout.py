@@ -47,6 +47,40 @@ ROW_STATS_OFFSET = 40
 NONE_ID = 0xFFFFFFFF
 FOLDED = 4
 
+_POINTERS = (
+    "index", "slots", "location", "spread", "peak", "run_location", "run_spread", "size", "count", "run", "inside",
+    "settled", "zero_is_normal",
+)  # fmt: skip
+FORM = np.dtype(
+    [
+        *((name, "<i4") for name in (
+            "form", "sides", "statistic", "warmup", "settle_after", "lasting", "after", "has_common",
+            "num_points", "reserved",
+        )),
+        *((name, "<f8") for name in (
+            "k", "floor", "minimum", "location_rate", "spread_rate", "peak_factor", "above", "below", "common",
+        )),
+        ("num_entries", "<i8"),
+        *((name, "<u8") for name in _POINTERS),
+        ("cursor", "<i8"),
+    ]
+)  # fmt: skip
+"""One form over the series of one statistic, as `judge_forms` reads it; pointers are addresses, 0: none."""
+
+FORM_LOG, FORM_LINEAR, FORM_LIMIT = 0, 1, 2
+SIDES = ("both", "up", "down")
+"""Sides of a form by number."""
+
+HIT = np.dtype(
+    [
+        ("form", "<i4"), ("entry", "<i4"), ("direction", "<i4"), ("what", "<i4"),
+        ("value", "<f8"), ("score", "<f8"), ("baseline", "<f8"),
+    ]
+)  # fmt: skip
+"""One anomalous point: which form, and which of its entries."""
+HIT_SETTLED = 2
+"""Bit of `what`: the series settled at this very point."""
+
 EMPTY_STATS = np.zeros((), STATS)
 """Statistics of nothing."""
 EMPTY_STATS["min"], EMPTY_STATS["max"] = np.inf, -np.inf

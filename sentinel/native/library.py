@@ -18,6 +18,9 @@ ISAS = ("portable", "avx2", "avx512")
 QUICK_ELEMENTS = 100_000
 """Below this a call keeps the GIL: it ends within some 20 us, and to get the GIL back may take 5 ms (chosen)."""
 
+QUICK_TENSORS = 4096
+"""Steps of fewer tensors are judged without releasing the GIL: some 50 us (chosen)."""
+
 _INTERFACE = 3
 """Grows when arguments of a function change: a library built from other sources would read the wrong ones."""
 
@@ -66,6 +69,8 @@ class Library:
                 library.sentinel_fold_rows.restype = i64
                 library.sentinel_merge_rows.argtypes = [pointer, i64, pointer, i64, pointer, i64]
                 library.sentinel_merge_rows.restype = None
+                library.sentinel_judge_forms.argtypes = [*[pointer] * 4, i64, pointer, i64, pointer, i32]
+                library.sentinel_judge_forms.restype = i64
             if slow.sentinel_interface() != _INTERFACE:
                 raise OSError(f"{path}: speaks interface {slow.sentinel_interface()}, expected {_INTERFACE}; build it again")
             best = int(slow.sentinel_best_isa())
@@ -81,6 +86,7 @@ class Library:
         self._add_channel_squares = slow.sentinel_add_channel_squares
         self._fold_rows = slow.sentinel_fold_rows
         self._merge_rows = slow.sentinel_merge_rows
+        self._judge_forms, self._judge_forms_quickly = slow.sentinel_judge_forms, quick.sentinel_judge_forms
 
     def measure(
         self,
@@ -223,3 +229,31 @@ class Library:
             stats_address(rows), rows.strides[0], group.ctypes.data, len(group), out.ctypes.data, num_groups
         )
         return out
+
+    def judge_forms(
+        self,
+        stats: np.ndarray,
+        present: np.ndarray,
+        bad: np.ndarray,
+        norm_scale: np.ndarray | None,
+        forms: np.ndarray,
+        hits: np.ndarray,
+    ) -> int:
+        """Judge all forms of one step, and learn; return how many `hits` were written: the anomalous points.
+
+        stats: [tensors] STATS; present, bad: [tensors] bool, whether the step has the tensor, and whether it holds anything
+        that is not finite; norm_scale: [tensors] float64 factors of the norm; forms: [forms] FORM, whose `num_points` say
+        afterwards how many points each judged; hits: [all entries together] HIT. A small step keeps the GIL.
+        """
+        num = len(stats)
+        if not num == len(present) == len(bad) or (norm_scale is not None and len(norm_scale) != num):
+            raise ValueError(f"expected what is said of {num} tensors, got {len(present)} and {len(bad)}")
+        if len(hits) < int(forms["num_entries"].sum()):
+            raise ValueError(f"expected room for {forms['num_entries'].sum()} hits, got {len(hits)}")
+        call = self._judge_forms_quickly if num < QUICK_TENSORS else self._judge_forms
+        found: int = call(
+            stats_address(stats), present.ctypes.data, bad.ctypes.data,
+            None if norm_scale is None else norm_scale.ctypes.data, num, forms.ctypes.data, len(forms), hits.ctypes.data,
+            self._isa,
+        )  # fmt: skip
+        return found

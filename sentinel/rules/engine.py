@@ -8,20 +8,25 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from sentinel import native
 from sentinel.anomaly import Anomaly
 from sentinel.detect import GroupDetector, LivenessDetector, SeriesDetector, known_detectors, state_bytes
+from sentinel.detect.forms import BaselineForm, Form, LimitForm
 from sentinel.errors import RuleError
+from sentinel.record import STATISTICS
 from sentinel.rules.aggregate_watch import AggregateWatch, Merged
 from sentinel.rules.liveness_watch import LivenessWatch
 from sentinel.rules.loader import build_detector
+from sentinel.rules.programme import Programme
 from sentinel.rules.rank_watch import RankWatch
 from sentinel.rules.replica_watch import ReplicaWatch
 from sentinel.rules.row_watch import RowWatch, raw_statistic
 from sentinel.rules.scalar_watch import ScalarWatch
 from sentinel.rules.schema import Pack, Rule
+from sentinel.rules.series_index import Selection, SeriesIndex
 from sentinel.rules.skew_watch import SkewWatch
 from sentinel.rules.tensor_watch import StepRows, TensorWatch
-from sentinel.rules.watch import Plan, Watch
+from sentinel.rules.watch import BACKGROUND_RATE, Plan, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +34,7 @@ if TYPE_CHECKING:
     from sentinel.ingest.decision import RankFacts, Tick
     from sentinel.ingest.merge import Layout, StepView
 
-SNAPSHOT_VERSION = 1
+SNAPSHOT_VERSION = 2
 MAX_LAYOUTS = 8
 """Layouts whose plans are kept: a run has one, or two for a while when it changes shape."""
 
@@ -46,7 +51,8 @@ class Engine:
         """For people; anomalies carry the run of their view."""
         self._detectors = detectors if detectors is not None else known_detectors()
         self._watches = self._build(pack)
-        self._plans: list[tuple[Layout, dict[int, Plan]]] = []
+        self._series = SeriesIndex()
+        self._plans: list[_LayoutPlan] = []
         self._attempt: int | None = None
         self.num_steps = 0
         """Steps judged."""
@@ -72,7 +78,7 @@ class Engine:
     def state_bytes_per_tensor(self) -> float:
         """Bytes of detector state a logical tensor has, all rules together; scalars, which keep windows, left out."""
         watches = [watch for watch in self._watches if isinstance(watch, TensorWatch)]
-        tensors = {key for watch in watches for key in watch.keys}
+        tensors = np.unique(np.concatenate([watch.series for watch in watches])) if watches else np.zeros(0)
         return sum(state_bytes(watch.state) for watch in watches) / max(len(tensors), 1)
 
     @property
@@ -90,19 +96,21 @@ class Engine:
             for watch in self._watches:
                 found.extend(watch.stop(view))
         self._attempt = view.attempt
-        plans = self._plans_for(view.layout)
-        columns = _Columns(view)
+        plan = self._plan_for(view.layout)
         rows = StepRows(view)
         # A statistic over what is invalid (NaN in, NaN out) is no news: the counts say it.
         with np.errstate(all="ignore"):
-            for at, watch in enumerate(self._watches):
+            if plan.programme is not None:
+                found.extend(self._judge_forms(view, plan.programme, rows))
+            columns = _Columns(view)
+            for watch, its in plan.others:
                 if isinstance(watch, TensorWatch):
-                    plan = plans[at]
-                    if len(plan.index):
+                    if its is not None and len(its.index):
                         column = columns.raw(watch.statistic) if watch.raw else columns.clean(watch.statistic)
-                        found.extend(watch.judge(view, plan, column, columns.present, rows))
+                        found.extend(watch.judge(view, its, column, columns.present, rows))
                 elif isinstance(watch, RowWatch):
-                    found.extend(watch.judge(view, plans[at]))
+                    assert its is not None
+                    found.extend(watch.judge(view, its))
                 elif isinstance(watch, ScalarWatch | ReplicaWatch | RankWatch | SkewWatch | AggregateWatch):
                     found.extend(watch.judge(view))
                 elif isinstance(watch, LivenessWatch):
@@ -149,6 +157,7 @@ class Engine:
                 "num_steps": self.num_steps,
                 "num_rows_judged": self.num_rows_judged,
                 "settled": list(self.settled),
+                "series": self._series.to_bytes(),
                 "watches": {watch.identity: watch.to_dict() for watch in self._watches},
             }
         )
@@ -161,6 +170,7 @@ class Engine:
         self._attempt = data["attempt"]
         self.num_steps, self.num_rows_judged = data["num_steps"], data["num_rows_judged"]
         self.settled = tuple(data["settled"])
+        self._series.take_bytes(data["series"])
         for watch in self._watches:
             if watch.identity in data["watches"]:
                 watch.take_dict(data["watches"][watch.identity])
@@ -175,15 +185,56 @@ class Engine:
             watches.extend(_watches_of(rule, detector))
         return watches
 
-    def _plans_for(self, layout: Layout) -> dict[int, Plan]:
-        for known, plans in self._plans:
-            if known is layout:
-                return plans
-        plans = {
-            at: watch.plan(layout) for at, watch in enumerate(self._watches) if isinstance(watch, TensorWatch | RowWatch)
-        }
-        self._plans = [*self._plans[-(MAX_LAYOUTS - 1) :], (layout, plans)]
-        return plans
+    def _judge_forms(self, view: StepView, programme: Programme, rows: StepRows) -> list[Anomaly]:
+        """Judge all watches that are forms in one call; only those with something to say cost Python."""
+        found: list[Anomaly] = []
+        hits = programme.judge(view.stats, view.present, view.is_bad, missing_scale(view))
+        ends = np.cumsum(np.bincount(hits["form"], minlength=len(programme.watches))).tolist() if len(hits) else []
+        hits = hits[np.argsort(hits["form"], kind="stable")]
+        for at, (watch, its, num_points) in enumerate(
+            zip(programme.watches, programme.plans, programme.num_points, strict=True)
+        ):
+            watch.num_points += num_points
+            begin, end = ((ends[at - 1] if at else 0), ends[at]) if ends else (0, 0)
+            if begin < end:
+                found.extend(watch.judge_hits(view, its, hits[begin:end], view.present, rows))
+            elif not num_points:
+                found.extend(watch.quiet(view))
+            elif len(watch.episodes):
+                found.extend(watch.judge_healthy(view, its, view.present))
+            else:
+                watch.background *= 1.0 - BACKGROUND_RATE
+        return found
+
+    def _plan_for(self, layout: Layout) -> _LayoutPlan:
+        for known in self._plans:
+            if known.layout is layout:
+                return known
+        selection = Selection(layout, self._series)
+        forms: list[tuple[TensorWatch, Plan]] = []
+        others: list[tuple[Watch, Plan | None]] = []
+        for watch in self._watches:
+            its = watch.plan(selection) if isinstance(watch, TensorWatch | RowWatch) else None
+            if native.judge_forms is not None and isinstance(watch, TensorWatch) and watch.form is not None:
+                assert its is not None
+                if len(its.index):
+                    forms.append((watch, its))
+            else:
+                others.append((watch, its))
+        programme = Programme([watch for watch, _ in forms], [its for _, its in forms]) if forms else None
+        plan = _LayoutPlan(layout, programme, others)
+        self._plans = [*self._plans[-(MAX_LAYOUTS - 1) :], plan]
+        return plan
+
+
+class _LayoutPlan(msgspec.Struct, frozen=True):
+    """What each watch looks at in one layout."""
+
+    layout: Layout
+    programme: Programme | None
+    """The watches that are forms; None: there is no such watch, or no C library."""
+    others: list[tuple[Watch, Plan | None]]
+    """All other watches; those of tensors and rows with their plan."""
 
 
 def _watches_of(rule: Rule, detector: SeriesDetector | GroupDetector | LivenessDetector) -> list[Watch]:
@@ -212,11 +263,20 @@ def _watches_of(rule: Rule, detector: SeriesDetector | GroupDetector | LivenessD
         else:
             for statistic in statistics:
                 fitted = detector.for_statistic(statistic) if hasattr(detector, "for_statistic") else detector
-                watches.append(TensorWatch(rule, fitted, statistic, kinds))
+                watches.append(TensorWatch(rule, fitted, statistic, kinds, _form_of(fitted, statistic)))
     if "scalar" in rule.match.kind and (rule.match.kind == ("scalar",) or getattr(detector, "raw_values", False)):
         fitted = detector.for_statistic("value") if hasattr(detector, "for_statistic") else detector
         watches.append(ScalarWatch(rule, fitted))
     return watches
+
+
+def _form_of(detector: Any, statistic: str) -> Form | None:
+    """Return the form that a detector is for a statistic; None where it is none: then it scores and learns itself."""
+    is_formed = hasattr(detector, "form") and not bool(getattr(detector, "compat", ""))
+    if not is_formed or bool(getattr(detector, "raw_values", False)):
+        return None
+    form = detector.form(statistic) if statistic in STATISTICS else None
+    return form if isinstance(form, BaselineForm | LimitForm) else None
 
 
 class _Columns:
@@ -241,8 +301,9 @@ class _Columns:
                 values = values.copy()
                 bad = self._view.row_logical[self._view.bad_rows]
                 values[bad[bad >= 0]] = np.nan
-            if statistic == "norm" and len(self._view.parts) < len(self._view.places):
-                values = values * self._missing_share()
+            scale = missing_scale(self._view) if statistic == "norm" else None
+            if scale is not None:
+                values = values * scale
             self._clean[statistic] = values
         return self._clean[statistic]
 
@@ -252,9 +313,13 @@ class _Columns:
             self._raw[statistic] = raw_statistic(self._view.stats, statistic)
         return self._raw[statistic]
 
-    def _missing_share(self) -> np.ndarray:
-        """Return by tensor what a norm must be multiplied by for the ranks that a step closed without, parts being alike."""
-        here = {part.rank for part in self._view.parts}
-        shares = [len(here.intersection(tensor.ranks)) / len(tensor.ranks) for tensor in self._view.tensors]
-        with np.errstate(divide="ignore"):
-            return np.asarray(1.0 / np.sqrt(np.array(shares)))
+
+def missing_scale(view: StepView) -> np.ndarray | None:
+    """Return by tensor what its norm must be multiplied by for the ranks that a step closed without; None: none is missing.
+
+    Shards are taken to be alike; a tensor of which each rank holds a copy is whole with any of them.
+    """
+    if len(view.parts) >= len(view.places):
+        return None
+    share = view.layout.held_share(frozenset(part.rank for part in view.parts))
+    return np.asarray(1.0 / np.sqrt(share))

@@ -10,14 +10,15 @@ import numpy as np
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.detect import SeriesDetector
 from sentinel.moments import Moments
-from sentinel.record import NONE_ID, is_of_kind
+from sentinel.record import NONE_ID
 from sentinel.rules import wording
 from sentinel.rules.facts import FORWARD_KINDS, GRADIENT_KINDS, is_loss_scaling, tensor_anomaly
 from sentinel.rules.schema import Rule
+from sentinel.rules.series_index import Selection
 from sentinel.rules.watch import AGREEING_TENSORS, LASTING_STEPS, Plan, Watch
 
 if TYPE_CHECKING:
-    from sentinel.ingest.merge import Layout, StepView
+    from sentinel.ingest.merge import StepView
 
 
 class RowWatch(Watch):
@@ -28,23 +29,19 @@ class RowWatch(Watch):
         self.kinds = kinds
         self.counts_only = getattr(detector, "threshold", None) is None and not getattr(detector, "compat", "")
         """The counts of the row decide; no statistic is formed."""
-        self._sid_of: dict[str, int] = {}
 
-    def plan(self, layout: Layout) -> Plan:
-        """Return series numbers by tensor, -1 where the rule does not look."""
-        sids = np.full(len(layout.tensors), -1, dtype=np.int64)
-        for tensor in layout.tensors:
-            if is_of_kind(tensor.kind, tensor.border, self.kinds) and self.rule.match.takes_name(tensor.name):
-                sids[tensor.index] = self._sid_of.setdefault(tensor.key, len(self._sid_of))
-        return Plan(np.flatnonzero(sids >= 0), sids, bool((sids >= 0).all()))
+    def plan(self, selection: Selection) -> Plan:
+        """Return the numbers of the series by tensor, -1 where the rule does not look."""
+        takes = selection.takes(self.rule.match, self.kinds)
+        numbers = selection.shared(np.where(takes, selection.keys, np.int32(-1)))
+        return Plan(numbers[:0], numbers, False)
 
     def series_keys(self) -> object:
-        """Return the tensor keys in order of number."""
-        return list(self._sid_of)
+        """Return nothing: the numbers are those of the engine's SeriesIndex."""
+        return None
 
     def take_series_keys(self, keys: Any) -> None:
-        """Take the tensor keys back."""
-        self._sid_of = {key: sid for sid, key in enumerate(keys)}
+        """Take nothing back."""
 
     def judge(self, view: StepView, plan: Plan) -> list[Anomaly]:
         """Return the records of one step."""
@@ -55,7 +52,7 @@ class RowWatch(Watch):
         if bad.size:
             rows = view.rows[bad]
             micro = np.where(rows["micro_step"] >= 0, rows["micro_step"], rows["bad_micro_step"]).astype(np.int64)
-            series, rank = plan.slots[view.row_logical[bad]], view.row_rank[bad].astype(np.int64)
+            series, rank = plan.slots[view.row_logical[bad]].astype(np.int64), view.row_rank[bad].astype(np.int64)
             key = (series << 36) | (rank << 16) | ((micro + 1) & 0xFFFF)
             key, first = np.unique(key, return_index=True)
             found.extend(self._emit(view, key, bad[first], micro[first]))

@@ -9,15 +9,18 @@ import msgspec
 import numpy as np
 
 from sentinel.anomaly import Anomaly, Severity
-from sentinel.detect import Scores, SeriesDetector
-from sentinel.record import NONE_ID, is_of_kind
+from sentinel.detect import SeriesDetector
+from sentinel.detect.forms import Form
+from sentinel.native.layout import HIT_SETTLED
+from sentinel.record import NONE_ID
 from sentinel.rules import wording
 from sentinel.rules.facts import moved_holders, tensor_anomaly, value_text
 from sentinel.rules.schema import Rule
+from sentinel.rules.series_index import Selection
 from sentinel.rules.watch import BACKGROUND_RATE, LASTING_STEPS, Plan, Points, SeriesWatch
 
 if TYPE_CHECKING:
-    from sentinel.ingest.merge import Layout, LogicalTensor, StepView
+    from sentinel.ingest.merge import StepView
 
 
 class StepRows:
@@ -45,48 +48,47 @@ class StepRows:
         return self._order[first:last]
 
 
-def series_key(layout: Layout, tensor: LogicalTensor) -> str:
-    """Return what names the baseline of a tensor: a merged one keeps it on any layout, a rank's own in its world."""
-    if not tensor.place:
-        return tensor.key
-    return f"{tensor.key}#{layout.places[tensor.ranks[0]].world_size}"
-
-
 class TensorWatch(SeriesWatch):
     """Logical tensors: merged over shards, micro-steps and replicas; per rank only where nobody may merge."""
 
-    def __init__(self, rule: Rule, detector: SeriesDetector, statistic: str, kinds: frozenset[str]) -> None:
+    def __init__(
+        self, rule: Rule, detector: SeriesDetector, statistic: str, kinds: frozenset[str], form: Form | None = None
+    ) -> None:
+        """form: what the detector is for this statistic, where it is one: then many watches are judged at once."""
         super().__init__(rule, detector, statistic, "tensor")
         self.kinds = kinds
+        self.form = form
+        if form is not None:
+            self.scorer = form
         self.raw = bool(getattr(detector, "raw_values", False))
-        self._slot_of: dict[str, int] = {}
+        self.series = np.zeros(0, dtype=np.int32)
+        """[num_series] the number of each one in the engine's SeriesIndex."""
 
-    def plan(self, layout: Layout) -> Plan:
-        """Return what this watch looks at in `layout`; series it knows keep their state."""
-        index = [tensor.index for tensor in layout.tensors if self._takes(tensor)]
-        keys = [series_key(layout, layout.tensors[at]) for at in index]
-        slots = [self._slot_of.setdefault(key, len(self._slot_of)) for key in keys]
-        self._grow(len(self._slot_of))
-        return Plan(np.array(index, dtype=np.int64), np.array(slots, dtype=np.int64), slots == list(range(self.num_series)))
-
-    def _takes(self, tensor: LogicalTensor) -> bool:
-        ranks = self.rule.match.rank
-        if ranks and not (len(tensor.ranks) == 1 and tensor.ranks[0] in ranks):
-            return False
-        return is_of_kind(tensor.kind, tensor.border, self.kinds) and self.rule.match.takes_name(tensor.name)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Keys of the logical tensors watched so far."""
-        return tuple(self._slot_of)
+    def plan(self, selection: Selection) -> Plan:
+        """Return what this watch looks at in a layout; series it knows keep their state."""
+        takes = selection.takes(self.rule.match, self.kinds)
+        if self.rule.match.rank:
+            takes = takes & selection.of_single_rank(self.rule.match.rank)
+        index = np.flatnonzero(takes).astype(np.int32)
+        numbers = selection.keys[index]
+        slot_of = np.full(int(max(numbers.max(initial=-1), self.series.max(initial=-1))) + 1, -1, np.int32)
+        slot_of[self.series] = np.arange(len(self.series), dtype=np.int32)
+        fresh, first = np.unique(numbers[slot_of[numbers] < 0], return_index=True)
+        fresh = fresh[np.argsort(first, kind="stable")]
+        slot_of[fresh] = np.arange(len(self.series), len(self.series) + len(fresh), dtype=np.int32)
+        self.series = selection.shared(np.concatenate([self.series, fresh.astype(np.int32)]))
+        self._grow(len(self.series))
+        slots = slot_of[numbers]
+        all_slots = bool((slots == np.arange(len(slots))).all())
+        return Plan(selection.shared(index), selection.shared(slots), all_slots)
 
     def series_keys(self) -> object:
-        """Return the tensor keys in order of slots."""
-        return list(self._slot_of)
+        """Return the numbers of the series in order of slots."""
+        return self.series.astype("<i4").tobytes()
 
     def take_series_keys(self, keys: Any) -> None:
-        """Take the tensor keys back."""
-        self._slot_of = {key: slot for slot, key in enumerate(keys)}
+        """Take the numbers back."""
+        self.series = np.frombuffer(keys, "<i4").astype(np.int32)
 
     def judge(self, view: StepView, plan: Plan, column: np.ndarray, present: np.ndarray, rows: StepRows) -> list[Anomaly]:
         """Return the records of one step.
@@ -103,15 +105,43 @@ class TensorWatch(SeriesWatch):
         values = column[index]
         scores, anomalous, settled = self._run(values, None if whole else slots)
         if settled is None and not anomalous.any():
-            self.background *= 1.0 - BACKGROUND_RATE
-            if len(self.episodes):
-                self._emit(view, slots, Points(slots[:0]), slots[:0], anomalous[:0])
-            return self.quiet(view)
+            return self.judge_healthy(view, plan, present)
         at = np.flatnonzero(anomalous)
-        points = _TensorPoints(self, view, rows, slots[at], index[at], values[at], scores, at)
-        agree = self._corroborated(points, view)
-        found = self._emit(view, slots, points, slots[settled] if settled is not None else slots[:0], agree)
+        points = _TensorPoints(self, view, rows, slots[at], index[at], values[at])
+        if at.size:
+            direction = scores.evidence.get("direction")
+            points.explain(scores.score[at], scores.baseline[at], None if direction is None else direction[at])
+        rested = slots[settled] if settled is not None else slots[:0]
+        found = self._emit(view, self._seen(plan, present), points, rested, self._corroborated(points, view))
         return found + self.quiet(view)
+
+    def judge_healthy(self, view: StepView, plan: Plan, present: np.ndarray) -> list[Anomaly]:
+        """Return the records of one step in which this watch saw points, and none was anomalous."""
+        self.background *= 1.0 - BACKGROUND_RATE
+        if not len(self.episodes):
+            return []
+        none = plan.slots[:0]
+        self._emit(view, self._seen(plan, present), Points(none), none, np.zeros(0, np.bool_))
+        return self.quiet(view)
+
+    def judge_hits(self, view: StepView, plan: Plan, hits: np.ndarray, present: np.ndarray, rows: StepRows) -> list[Anomaly]:
+        """Return the records of one step whose anomalous points were found in C: [hits] HIT."""
+        entries = hits["entry"]
+        slots = plan.slots[entries].astype(np.int64)
+        points = _TensorPoints(self, view, rows, slots, plan.index[entries], hits["value"])
+        points.explain(hits["score"], hits["baseline"], hits["direction"])
+        rested = slots[hits["what"] & HIT_SETTLED != 0]
+        found = self._emit(view, self._seen(plan, present), points, rested, self._corroborated(points, view))
+        return found + self.quiet(view)
+
+    def _seen(self, plan: Plan, present: np.ndarray) -> np.ndarray:
+        """Return the series with open episodes that the step has."""
+        keys = self.episodes.key
+        if not len(keys):
+            return keys
+        index = plan.index_of(keys)
+        seen: np.ndarray = keys[(index >= 0) & present[index]]
+        return seen
 
     def _corroborated(self, points: _TensorPoints, view: StepView) -> np.ndarray:
         """Return which points others agree with: enough different tensors that rose afresh, or all replicas of one."""
@@ -133,18 +163,17 @@ class _TensorPoints(Points):
         slots: np.ndarray,
         index: np.ndarray,
         values: np.ndarray,
-        scores: Scores,
-        at: np.ndarray,
     ) -> None:
         super().__init__(slots)
         self._watch, self._view, self._rows = watch, view, rows
         self.index, self.values = index, values
-        if at.size:
-            self.score, self.baseline = scores.score[at], scores.baseline[at]
-            direction = scores.evidence.get("direction")
-            self.direction = direction[at] if direction is not None else np.zeros(len(at), dtype=np.int8)
-        else:
-            self.direction = np.zeros(0, dtype=np.int8)
+        self.direction = np.zeros(len(slots), dtype=np.int8)
+
+    def explain(self, score: np.ndarray, baseline: np.ndarray, direction: np.ndarray | None) -> None:
+        """Say how far off each point is, of what, and to which side."""
+        self.score, self.baseline = score, baseline
+        if direction is not None:
+            self.direction = direction
 
     def anomaly(self, i: int, full: bool, why: str) -> tuple[Anomaly, bool]:
         rule, view = self._watch.rule, self._view

@@ -36,11 +36,24 @@ class Plan(msgspec.Struct, frozen=True):
     """What one watch looks at in one layout."""
 
     index: np.ndarray
-    """[watched] indices into the layout's tensors."""
+    """[watched] indices into the layout's tensors, rising."""
     slots: np.ndarray
     """[watched] places in the watch's state."""
     all_slots: bool
-    """The watched tensors are the state's series, in order: no gathering needed."""
+    """The watched tensors are the state's first series, in order: no gathering needed."""
+
+    def index_of(self, slots: np.ndarray) -> np.ndarray:
+        """Return the tensor of each place in the state, -1 where the layout has none."""
+        if self.all_slots:
+            known = slots < len(self.index)
+            at = slots
+        else:
+            order = np.argsort(self.slots, kind="stable")
+            at = np.searchsorted(self.slots[order], slots)
+            known = at < len(order)
+            at = order[np.where(known, at, 0)] if len(order) else at
+            known = known & (self.slots[np.where(known, at, 0)] == slots) if len(order) else known
+        return np.where(known, self.index[np.where(known, at, 0)], -1) if len(self.index) else np.full(len(slots), -1)
 
 
 class Watch:
@@ -49,6 +62,8 @@ class Watch:
     def __init__(self, rule: Rule, detector: Any, statistic: str, mode: str) -> None:
         """detector: of the contract that the subclass is for."""
         self.rule, self.detector, self.statistic, self.mode = rule, detector, statistic, mode
+        self.scorer: Any = detector
+        """What scores and learns: the detector, or the form that it is."""
         self.state: State = {}
         self.num_series = 0
         self.episodes = Episodes()
@@ -70,7 +85,7 @@ class Watch:
 
     def _grow(self, num_series: int) -> None:
         if num_series > self.num_series:
-            self.state = grow(self.detector, self.state, num_series)
+            self.state = grow(self.scorer, self.state, num_series)
             self.num_series = num_series
 
     def _gather(self, slots: np.ndarray | None) -> State:
@@ -86,11 +101,11 @@ class Watch:
     def _run(self, values: np.ndarray, slots: np.ndarray | None) -> tuple[Scores, np.ndarray, np.ndarray | None]:
         """Score, then learn; return scores (read for the anomalous), the anomalous points, and the settled ones."""
         part = self._gather(slots)
-        scores = self.detector.score(values, part)
+        scores = self.scorer.score(values, part)
         anomalous = scores.score >= 1.0
         if anomalous.any():
             _ = scores.baseline
-        self.detector.learn(values, part, anomalous)
+        self.scorer.learn(values, part, anomalous)
         self._scatter(part, slots)
         self.num_points += len(values)
         settled = part.get("settled")

@@ -1,0 +1,87 @@
+"""Programme: all forms of a pack over one layout, judged in one call of the C extension a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sentinel import native
+from sentinel.detect import State
+from sentinel.detect.forms import PEAK_FACTOR, SPREAD_SHARE, BaselineForm, Form
+from sentinel.native.layout import FORM, FORM_LIMIT, FORM_LINEAR, FORM_LOG, HIT, SIDES
+from sentinel.record import STATISTICS
+
+if TYPE_CHECKING:
+    from sentinel.rules.tensor_watch import TensorWatch
+    from sentinel.rules.watch import Plan
+
+MANY_HITS = 65536
+"""Room for so many hits is kept; what a worse step touched is given back (chosen)."""
+
+
+class Programme:
+    """The forms of watches over one layout; their states stay the watches' own arrays."""
+
+    def __init__(self, watches: Sequence[TensorWatch], plans: Sequence[Plan]) -> None:
+        """watches: those with a form that look at any tensor of the layout; plans: theirs for it."""
+        self.watches, self.plans = watches, plans
+        self._forms = np.zeros(len(watches), FORM)
+        self._states: list[State] = []
+        self._hits = np.empty(0, HIT)
+        self._num_entries = sum(len(plan.index) for plan in plans)
+
+    def judge(self, stats: np.ndarray, present: np.ndarray, bad: np.ndarray, norm_scale: np.ndarray | None) -> np.ndarray:
+        """Score and learn one step; return the anomalous points as [hits] HIT, those of one watch in rising order.
+
+        stats: [tensors] STATS; present, bad: [tensors] bool; norm_scale: [tensors] float64, or None for ones.
+        """
+        if not all(watch.state is state for watch, state in zip(self.watches, self._states, strict=False)) or not len(
+            self._states
+        ):
+            self._address()
+        if len(self._hits) != self._num_entries:
+            # Memory that is never written costs nothing: only hits are.
+            self._hits = np.empty(self._num_entries, HIT)
+        assert native.judge_forms is not None
+        num_hits = native.judge_forms(stats, present, bad, norm_scale, self._forms, self._hits)
+        found = self._hits[:num_hits].copy()
+        if num_hits > MANY_HITS:
+            self._hits = np.empty(0, HIT)
+        return found
+
+    @property
+    def num_points(self) -> list[int]:
+        """Points that each watch judged in the newest step."""
+        points: list[int] = self._forms["num_points"].tolist()
+        return points
+
+    def _address(self) -> None:
+        """Look up where parameters and states lie: after growth and restores they lie elsewhere."""
+        self._states = [watch.state for watch in self.watches]
+        for row, watch, plan in zip(self._forms, self.watches, self.plans, strict=True):
+            assert watch.form is not None
+            describe(row, watch.form, watch.statistic, watch.state, plan.index, None if plan.all_slots else plan.slots)
+
+
+def describe(row: Any, form: Form, statistic: str, state: State, index: np.ndarray, slots: np.ndarray | None) -> None:
+    """Fill one row of FORM. index: [entries] int32 rising; slots: [entries] int32, None where entry i is series i.
+
+    Only addresses are kept: the arrays must outlive the row.
+    """
+    row["statistic"] = STATISTICS.index(statistic)
+    row["num_entries"], row["index"], row["slots"] = len(index), index.ctypes.data, 0 if slots is None else slots.ctypes.data
+    for name, array in state.items():
+        row[name] = array.ctypes.data
+    if isinstance(form, BaselineForm):
+        row["form"] = FORM_LINEAR if form.domain == "linear" else FORM_LOG
+        row["sides"] = SIDES.index(form.sides)
+        row["location_rate"], row["spread_rate"] = 1.0 / form.memory, SPREAD_SHARE / form.memory
+        row["peak_factor"], row["has_common"] = PEAK_FACTOR if form.peaks else 0.0, form.common
+        names: tuple[str, ...] = ("k", "floor", "minimum", "warmup", "settle_after")
+    else:
+        row["form"] = FORM_LIMIT
+        names = ("above", "below", "lasting", "after")
+    for name in names:
+        row[name] = getattr(form, name)
