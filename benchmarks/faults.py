@@ -1,0 +1,201 @@
+"""The fault library: each fault really planted in each trainer, and what the default pack says of it, how soon.
+
+    python benchmarks/faults.py [--recipes gpt moe] [--faults "NaN in a gradient"] [--ranks] [--write]
+
+Each model trains healthily, watched and judged, once; then, for every fault, from that very state on with it planted, and
+once without (the control, which takes its own noise out). Time is counted in steps since the fault: 0 is the step in which
+it struck. `loss` is the first step at which the logged loss leaves that of the control by 4 of its own standard deviations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import statistics
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from healthy_faults import LIBRARY
+from healthy_judging import Replay, Said
+from healthy_training import RECIPES, Recipe, Training
+
+from sentinel.anomaly import Anomaly, Severity
+from sentinel.daemon.recorded import recorded_views
+from sentinel.rules.loader import load_pack
+from sentinel.rules.schema import Pack
+from sentinel.store.whereabouts import RunPaths
+
+ROOT = Path(__file__).parents[1]
+CONTROL = "none (control)"
+WITHIN_STEPS = 2
+"""An anomaly is to be recorded so soon."""
+
+
+@dataclasses.dataclass
+class Found:
+    """What was said of one planted fault. Steps since it struck; -1: never."""
+
+    recipe: str
+    fault: str
+    first: int = -1
+    first_rules: tuple[str, ...] = ()
+    warned: int = -1
+    paged: int = -1
+    loss: int = -1
+    rules: tuple[str, ...] = ()
+    num_onsets: int = 0
+    grows: bool = False
+
+    @property
+    def is_in_time(self) -> bool:
+        """Whether an anomaly was recorded within two steps."""
+        return 0 <= self.first <= WITHIN_STEPS
+
+
+class Bench:
+    """One model, trained healthily to a point from which every fault starts."""
+
+    def __init__(self, name: str, folder: Path, healthy_steps: int, seed: int, pack: Pack | None = None) -> None:
+        # Nothing but the fault may happen in the steps that are looked at.
+        self.recipe: Recipe = dataclasses.replace(RECIPES[name], grows_at=1.0, crash_at=1.0)
+        self.name, self.folder, self.steps, self.seed, self.pack = name, folder, healthy_steps, seed, pack or load_pack()
+        training = self._training()
+        training.attach(folder, f"{name}-healthy")
+        self.losses = [training.step(step) for step in range(healthy_steps)]
+        training.detach()
+        self._saved = training.checkpoint()
+        replay = Replay(self.pack)
+        self.healthy = replay.take(self._views(f"{name}-healthy"), Said())
+        self._judge = replay.judge.snapshot()
+        self.control, self.control_losses = self._run(CONTROL, 24)
+
+    def _training(self) -> Training:
+        # The horizon of the schedule: faults strike in the middle of it.
+        return Training(self.recipe, 3 * self.steps, self.seed)
+
+    def _views(self, run: str) -> list:  # type: ignore[type-arg]
+        return [view for view, _ in recorded_views(RunPaths.of(self.folder / run), None, recompute=True)]
+
+    def _run(self, fault: str, num_steps: int) -> tuple[Said, list[float]]:
+        training, run = self._training(), f"{self.name}-{len(list(self.folder.iterdir()))}"
+        training.restore(self._saved)
+        training.attach(self.folder, run, first_step=self.steps)
+        strike = LIBRARY[fault].make()
+        losses = [training.step(self.steps + since, strike, since) for since in range(num_steps)]
+        strike.remove(training)
+        training.detach()
+        replay = Replay(self.pack)
+        replay.judge.restore(self._judge)
+        return replay.take(self._views(run), Said()), losses
+
+    def applies(self, fault: str) -> bool:
+        """Return whether the fault means anything for this model."""
+        training = self._training()
+        training.restore(self._saved)
+        return LIBRARY[fault].applies(training)
+
+    def plant(self, fault: str, num_steps: int = 24) -> Found:
+        """Return what was said of the fault."""
+        said, losses = self._run(fault, num_steps)
+        usual = {_key(one) for one in self.control.onsets}
+        new = [one for one in said.onsets if _key(one) not in usual]
+        return summarise(
+            self.name, fault, new, said, self.steps, loss_leaves(losses, self.control_losses), LIBRARY[fault].grows
+        )
+
+
+def summarise(
+    recipe: str, fault: str, onsets: Sequence[Anomaly], said: Said, steps: int, loss: int, grows: bool = False
+) -> Found:
+    """Return the times and rules of the onsets that are news."""
+    first = min((one.step for one in onsets), default=steps - 1) - steps
+    warned = [one.step - steps for one in onsets if one.severity is not Severity.INFO]
+    at_first = sorted({one.rule for one in onsets if one.step - steps == first})
+    return Found(
+        recipe=recipe,
+        fault=fault,
+        first=first,
+        first_rules=tuple(at_first),
+        warned=min(warned, default=-1),
+        paged=min((step - steps for step, _ in said.paged.values()), default=-1),
+        loss=loss,
+        rules=tuple(sorted({one.rule for one in onsets})),
+        num_onsets=len(onsets),
+        grows=grows,
+    )
+
+
+def loss_leaves(losses: Sequence[float], control: Sequence[float]) -> int:
+    """Return the first step at which a loss is not that of the control, by 4 deviations of the control's; -1: none."""
+    usual = 4.0 * max(statistics.pstdev(control), 1e-3)
+    return next((at for at, (a, b) in enumerate(zip(losses, control, strict=False)) if not abs(a - b) <= usual), -1)
+
+
+def _key(one: Anomaly) -> tuple[str, str, str, str, int]:
+    return one.rule, one.tag_name, one.kind, one.statistic, one.step
+
+
+def table(found: Sequence[Found]) -> str:
+    """Return a table in Markdown."""
+    lines = [
+        "| fault | model | first anomaly, steps | by | warning | page | loss shows it | rules in 24 steps |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in found:
+        by = ", ".join(one.first_rules[:3]) + (f" and {len(one.first_rules) - 3} more" if len(one.first_rules) > 3 else "")
+        first, warned, paged, loss = (
+            "-" if at < 0 else str(at) for at in (one.first, one.warned, one.paged, one.loss)
+        )
+        if not one.is_in_time and one.fault != CONTROL:
+            first += " (grows)" if one.grows else " **late**" if one.first > 0 else " **missed**"
+        rules = f"{len(one.rules)}: {', '.join(one.rules)}"
+        lines.append(f"| {one.fault} | {one.recipe} | {first} | {by} | {warned} | {paged} | {loss} | {rules} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Plant and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="*", default=list(RECIPES), choices=list(RECIPES))
+    parser.add_argument("--faults", nargs="*", default=[name for name in LIBRARY if name != CONTROL])
+    parser.add_argument("--steps", type=int, default=150, help="healthy steps before the fault; default 150")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/<date>-faults.md")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found: list[Found] = []
+    notes: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="sentinel-faults-") as scratch:
+        for name in options.recipes:
+            bench = Bench(name, Path(scratch), options.steps, options.seed)
+            notes.append(
+                f"{name}: {bench.healthy.num_rows} rows judged before the fault, {len(bench.healthy.onsets)} onsets"
+                f" ({bench.healthy.num_of(Severity.WARNING)} warnings), {len(bench.healthy.paged)} pages; control:"
+                f" {len(bench.control.onsets)} onsets, {len(bench.control.paged)} pages"
+            )
+            print(notes[-1], file=sys.stderr, flush=True)
+            for fault in options.faults:
+                if bench.applies(fault):
+                    found.append(bench.plant(fault))
+                    print(table(found[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+    found.sort(key=lambda one: (list(LIBRARY).index(one.fault), one.recipe))
+    events = [one for one in found if not one.grows]
+    share = sum(one.is_in_time for one in events)
+    paged, warned = sum(one.paged >= 0 for one in events), sum(one.warned >= 0 for one in events)
+    told = f"{share} of {len(events)} events had an anomaly within {WITHIN_STEPS} steps; {paged} paged, {warned} warned."
+    text = "\n".join([*(f"- {note}" for note in notes), "", table(found), "", told])
+    print(text)
+    if options.write:
+        path = ROOT / "benchmarks" / "results" / f"{datetime.date.today().isoformat()}-faults.md"
+        path.write_text(f"# Fault library\n\n`python {' '.join(sys.argv)}`\n\n{text}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
