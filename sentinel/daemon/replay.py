@@ -8,11 +8,12 @@ from pathlib import Path
 import msgspec
 
 from sentinel.daemon.config import JudgingConfig
-from sentinel.daemon.judge import Judge
+from sentinel.daemon.judge import Judge, Verdict
 from sentinel.daemon.packs import decode_pack
 from sentinel.daemon.recorded import recorded
 from sentinel.errors import StoreError
 from sentinel.ingest.decision import Tick
+from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.merge import StepView
 from sentinel.report.files import AppendLog, anomaly_line, json_line
 from sentinel.rules.schema import Pack
@@ -47,30 +48,13 @@ def replay(
     recompute: decide anew which rows make a step, as if all ranks had been read at leisure; nobody is late or stale then.
     StoreError when there is no journal and `recompute` is off, or `out` holds a replay already.
     """
-    judging = judging or JudgingConfig()
     if (out / "anomalies").exists() or (out / "incidents.jsonl").exists():
         raise StoreError(f"{out}: expected a new directory, got one with anomalies in it; give another with -o")
     journal = Journal(paths.journal, read_only=True) if paths.journal.exists() or not recompute else None
     result = Replayed()
     anomalies, incidents = AppendLog(out / "anomalies"), AppendLog(out / "incidents.jsonl")
     try:
-        judge: Judge | None = None
-        judged_by = ""
-        until = journal.last_seq if journal is not None else 0
-        for one in recorded(paths, journal, recompute=recompute):
-            decision = one if isinstance(one, Tick) else one.decision
-            assert decision is not None
-            if not recompute and decision.seq > until:
-                break
-            wanted = decision.pack_hash if pack is None else "given"
-            if judge is None or wanted != judged_by:
-                rules = pack if pack is not None else _pack(journal, wanted)
-                if judge is None:
-                    judge = Judge(rules, max_anomalies=judging.max_anomalies_per_step)
-                else:
-                    judge.reload(rules)
-                judged_by = wanted
-            verdict = judge.judge_tick(one) if isinstance(one, Tick) else judge.judge(one.decision, one)
+        for one, verdict in judged_again(paths, journal, pack=pack, recompute=recompute, judging=judging):
             anomalies.append(anomaly_line(anomaly) for anomaly in verdict.anomalies)
             incidents.append(json_line(incident) for incident in verdict.incidents)
             result.num_anomalies += len(verdict.anomalies)
@@ -88,6 +72,39 @@ def replay(
         if journal is not None:
             journal.close()
     return result
+
+
+def judged_again(
+    paths: RunPaths,
+    journal: Journal | None,
+    *,
+    pack: Pack | None = None,
+    recompute: bool = False,
+    judging: JudgingConfig | None = None,
+    follower: RunFollower | None = None,
+) -> Iterator[tuple[StepView | Tick, Verdict]]:
+    """Yield each step and each moment of a recorded run that was decided, with the verdict on it.
+
+    pack, recompute, judging: as of `replay`; follower: as of `recorded`. Without a journal all steps count as decided.
+    """
+    most = (judging or JudgingConfig()).max_anomalies_per_step
+    judge: Judge | None = None
+    judged_by = ""
+    until = journal.last_seq if journal is not None else 0
+    for one in recorded(paths, journal, recompute=recompute, follower=follower):
+        decision = one if isinstance(one, Tick) else one.decision
+        assert decision is not None
+        if journal is not None and not recompute and decision.seq > until:
+            return
+        wanted = decision.pack_hash if pack is None else "given"
+        if judge is None or wanted != judged_by:
+            rules = pack if pack is not None else _pack(journal, wanted)
+            if judge is None:
+                judge = Judge(rules, max_anomalies=most)
+            else:
+                judge.reload(rules)
+            judged_by = wanted
+        yield one, judge.judge_tick(one) if isinstance(one, Tick) else judge.judge(one.decision, one)
 
 
 def _is_incomplete(view: StepView) -> bool:

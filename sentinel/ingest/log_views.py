@@ -1,0 +1,51 @@
+"""The rows of a plain log as closed steps of one rank that measures no tensor: what the judge of a live run sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from sentinel.ingest.log_rows import Log
+from sentinel.ingest.merge import Layout, RankStep, Scalar, StepView
+from sentinel.messages import Descriptor, EndStep
+from sentinel.place import Place
+from sentinel.record import ROW_DTYPE
+from sentinel.version import VERSION
+
+_RANK = 0
+
+
+def log_views(log: Log, run: str) -> Iterator[StepView]:
+    """Yield a step for each row, in order: its scalars, and nothing of the rows behind it. run: the name it is judged by."""
+    descriptor = Descriptor(
+        version=VERSION, place=Place(), chunks=(), tensors=(), row_fields=(), row_bytes=ROW_DTYPE.itemsize
+    )
+    layout = Layout({_RANK: descriptor})
+    rows = np.zeros(0, ROW_DTYPE)
+    like = StepView(run=run, attempt=0, step=0, layout=layout, parts=[])
+    # What holds of all steps without tensors is formed once: most of a step's time would go there.
+    for name in ("row_copy", "differing", "_counted", "stats", "present", "is_whole", "flags", "site_pos", "moments",
+                 "bad_rows", "clean_inputs"):  # fmt: skip
+        getattr(like, name)
+    shared = {**vars(like), "ended": frozenset({_RANK})}
+    channels = list(log.columns)
+    values = np.column_stack([log.columns[channel] for channel in channels]).tolist()
+    present = np.column_stack([log.present[channel] for channel in channels])
+    is_full = present.all(axis=1).tolist()
+    everything = sorted(channels)
+    at = [channels.index(channel) for channel in everything]
+    for row, (step, attempt) in enumerate(zip(log.steps.tolist(), log.attempts.tolist(), strict=True)):
+        of_row = values[row]
+        if is_full[row]:
+            told = {channel: of_row[i] for channel, i in zip(everything, at, strict=True)}
+        else:
+            held = present[row]
+            told = {channel: of_row[i] for channel, i in zip(everything, at, strict=True) if held[i]}
+        end = EndStep(step=step, num_rows=0, num_calls=0, scalars=told)
+        view = object.__new__(StepView)
+        view.__dict__.update(shared)
+        view.attempt, view.step = attempt, step
+        view.parts = [RankStep(rank=_RANK, descriptor=descriptor, rows=rows, end_step=end, time=0.0)]
+        view.__dict__["scalars"] = {name: Scalar(value, {_RANK: value}) for name, value in told.items()}
+        yield view
