@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
+import sys
 from pathlib import Path
 
 import click
@@ -12,6 +14,7 @@ import msgspec
 from sentinel.cli.main import CLEAN
 from sentinel.cli.places import find_run, runs_directory
 from sentinel.errors import ConfigError, StoreError
+from sentinel.order.drawing import WIDTH
 from sentinel.order.explain import Story, Told, story_of, tell
 from sentinel.order.revisions import find_incident, incident_revisions
 from sentinel.report.alert import Alert
@@ -29,7 +32,12 @@ def explain(incident: str, directory: str | None, as_json: bool) -> int:
     """
     run_dir = run_with_incident(incident, directory)
     story: Story = story_of(run_dir, incident, alerts_of(run_dir))
-    click.echo(json.dumps(story.as_object(), allow_nan=False) if as_json else tell(story))
+    if as_json:
+        click.echo(json.dumps(story.as_object(), allow_nan=False))
+    else:
+        # As wide as the terminal; into a pipe always the same.
+        width = shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
+        click.echo(tell(story, max(60, width)))
     return CLEAN
 
 

@@ -11,8 +11,10 @@ import msgspec
 from sentinel.anomaly import Anomaly, Incident
 from sentinel.command import EnableMonitoring
 from sentinel.order.anomaly_files import anomaly_files
+from sentinel.order.cascade import Cascade, cascade_of
 from sentinel.order.causal import sort_key
 from sentinel.order.causes import BlastRadius, blast_radius
+from sentinel.order.drawing import WIDTH, draw, rank_words, spans, way
 from sentinel.order.open_incident import SUSPECTED
 from sentinel.order.revisions import find_incident, incident_members, incident_revisions
 from sentinel.order.topk import topk
@@ -52,6 +54,10 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
     """Its members but for the first causes."""
     num_missing: int
     """Members whose record is not in the anomaly files."""
+    cascade: Cascade | None = None
+    """How it spread; None where nothing of it is about a step's arithmetic, or its records are gone."""
+    reach: tuple[BlastRadius, ...] = ()
+    """What each of the first causes alone can have made, those that are shown."""
     alerts: tuple[Told, ...] = ()
 
     def as_object(self) -> dict[str, Any]:
@@ -93,6 +99,8 @@ def story_of(run_dir: Path, wanted: str, alerts: Sequence[tuple[str, Told]] = ()
         commands=tuple(commands),
         followed=blast_radius(members, causes or members[:1]),
         num_missing=len(ids) - len(by_id),
+        cascade=cascade_of(members, causes or members[:1]),
+        reach=tuple(blast_radius(members, [cause]) for cause in causes[:MAX_CAUSES_SHOWN]),
         alerts=tuple(told for about, told in alerts if about == found),
     )
 
@@ -111,13 +119,13 @@ def _commands(run_dir: Path) -> list[EnableMonitoring]:
     return result
 
 
-def tell(story: Story) -> str:
-    """Return the story in plain words, without a last line feed."""
+def tell(story: Story, width: int = WIDTH) -> str:
+    """Return the story in plain words, without a last line feed. width: columns that its drawing may take."""
     return "\n".join(
         line
         for section in (
-            _head(story), _first(story), _suspicion(story), _black_box(story), _escalation(story), _followed(story),
-            _told(story),
+            _head(story), _first(story), _suspicion(story), _black_box(story), _escalation(story), _spread(story, width),
+            _followed(story), _told(story),
         )
         for line in section
     )
@@ -135,9 +143,14 @@ def _head(story: Story) -> list[str]:
 
 def _first(story: Story) -> list[str]:
     lines = ["", "What came first"]
-    for cause in story.first_causes[:MAX_CAUSES_SHOWN]:
+    is_alike = all(reach == story.reach[0] for reach in story.reach)
+    for at, cause in enumerate(story.first_causes[:MAX_CAUSES_SHOWN]):
         call = "" if cause.call_id is None else f", call {cause.call_id}"
         lines.append(f"  {place_words(cause)} (pp_stage {cause.pp_stage}{call}; rule {cause.rule})")
+        if len(story.first_causes) > 1 and not is_alike:
+            lines.append(f"    it reaches {_reach_words(story.reach[at])}")
+    if len(story.first_causes) > 1 and is_alike:
+        lines.append(f"    each of them reaches {_reach_words(story.reach[0])}")
     hidden = len(story.incident.first_causes) - min(len(story.first_causes), MAX_CAUSES_SHOWN)
     if not story.first_causes:
         lines.append(f"  {story.incident.root_name or 'unknown'} (its record is no longer there)")
@@ -191,6 +204,25 @@ def _escalation(story: Story) -> list[str]:
         lines.append(f"  seen from inside: {num}, the first {place_words(story.inside[0])}")
     lines += [f"  {line}" for line in refined]
     return lines
+
+
+def _spread(story: Story, width: int) -> list[str]:
+    cascade = story.cascade
+    if cascade is None or not story.followed.num_anomalies:
+        return []
+    return ["", "How it spread", *way(cascade, width), "", *draw(cascade, width)]
+
+
+def _reach_words(radius: BlastRadius) -> str:
+    if not radius.num_anomalies:
+        return "nothing else"
+    ranks, stages = sorted(radius.by_rank), sorted(radius.by_stage)
+    steps = sorted(radius.by_step)
+    words = [_count(radius.num_anomalies, "anomaly", "anomalies")]
+    words += [f"on {rank_words(ranks)}"] if ranks else []
+    words.append(("stage " if len(stages) == 1 else "stages ") + spans(stages))
+    words.append(("step " if len(steps) == 1 else "steps ") + spans(steps))
+    return ", ".join(words)
 
 
 def _followed(story: Story) -> list[str]:
