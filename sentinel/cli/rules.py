@@ -1,16 +1,20 @@
-"""`sentinel rules`: check packs, list rules."""
+"""`sentinel rules`: check packs, list rules, back-test them."""
 
 from __future__ import annotations
 
 import click
 import msgspec
 
+from sentinel.cli.backtest import backtest
 from sentinel.cli.main import CLEAN, say
 
 
 @click.group()
 def rules() -> None:
-    """Check and list rules."""
+    """Check, list and back-test rules."""
+
+
+rules.add_command(backtest)
 
 
 @rules.command()

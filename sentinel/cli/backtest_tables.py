@@ -1,0 +1,140 @@
+"""How a back-test looks: alarms as a table, and two packs side by side."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, say
+
+if TYPE_CHECKING:
+    from sentinel.daemon.backtest import Alarm, Outcome, RuleDifference
+    from sentinel.rules.schema import Pack
+
+ALARM_COLUMNS = ("file", "row", "step", "channel", "value", "usual", "score", "rule", "verdict", "severity")
+MAX_LISTED = 10
+"""New and lost alarms that are named, of each (chosen); --json has all."""
+_COLOURS = {"critical": "bold red", "warning": "yellow"}
+
+
+def show_alarms(alarms: Sequence[Alarm]) -> None:
+    """Print alarms as a table: aligned text into a pipe, with colours on a terminal."""
+    if alarms:
+        show_table(ALARM_COLUMNS, [_alarm_cells(alarm) for alarm in alarms], right=(1, 2, 4, 5, 6))
+
+
+def _alarm_cells(alarm: Alarm) -> tuple[str, ...]:
+    channel = alarm.channel if alarm.kind == "scalar" else f"{alarm.kind} {alarm.channel} {alarm.statistic}"
+    where = f"{alarm.step}" if alarm.attempt == 0 else f"{alarm.step}, attempt {alarm.attempt}"
+    channel += f" rank {alarm.rank}" if alarm.rank is not None and alarm.kind != "scalar" else ""
+    numbers = (alarm.value_text or _number(alarm.value), _number(alarm.baseline), _number(alarm.score))
+    return (alarm.file, str(alarm.i), where, channel, *numbers, alarm.rule, alarm.verdict, alarm.severity.value)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+    """Print rows under their heads; `right` are the columns of numbers."""
+    if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+        _show_rich(columns, rows, right)
+        return
+    table = [list(columns), *rows]
+    widths = [max(len(row[at]) for row in table) for at in range(len(columns))]
+    for row in table:
+        cells = [cell.rjust(width) if at in right else cell.ljust(width)
+                 for at, (cell, width) in enumerate(zip(row, widths, strict=True))]  # fmt: skip
+        click.echo("  ".join(cells).rstrip())
+
+
+def _show_rich(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for at, column in enumerate(columns):
+        table.add_column(column, justify="right" if at in right else "left", overflow="fold")
+    for row in rows:
+        # A tensor's name may hold square brackets: Text is not read as markup.
+        table.add_row(*(Text(cell, style=_COLOURS.get(row[-1], "")) for cell in row))
+    Console().print(table)
+
+
+# -- two packs ---------------------------------------------------------------------------------------------------------
+
+
+def show_difference(
+    results: Sequence[Sequence[Outcome | str]], packs: Sequence[Pack], least: int, as_json: bool
+) -> int:
+    """Print what two packs say of the same subjects, rule by rule and subject by subject; return the exit code."""
+    from sentinel.daemon.backtest import compare, new_alarms
+
+    failed = [one for pair in results for one in pair if isinstance(one, str)]
+    for problem in dict.fromkeys(failed):
+        say(problem)
+    pairs = [(new, old) for new, old in results if not isinstance(new, str) and not isinstance(old, str)]
+    news = [[alarm for alarm in new.alarms if alarm.severity.level >= least] for new, _ in pairs]
+    olds = [[alarm for alarm in old.alarms if alarm.severity.level >= least] for _, old in pairs]
+    rules = list(dict.fromkeys(rule.name for pack in packs for rule in pack.rules))
+    total = compare([alarm for one in news for alarm in one], [alarm for one in olds for alarm in one], rules)
+    lost = [alarm for new, old in zip(news, olds, strict=True) for alarm in new_alarms(old, new)]
+    gained = [alarm for new, old in zip(news, olds, strict=True) for alarm in new_alarms(new, old)]
+    by_subject = [
+        (new_side, compare(new, old, ())[-1]) for (new_side, _), new, old in zip(pairs, news, olds, strict=True)
+    ]
+    if as_json:
+        click.echo(msgspec.json.encode(_as_data(packs, total, by_subject, gained, lost)).decode())
+    else:
+        show_table(
+            ("rule", "onsets", "was", "pages", "was", "incidents", "was", "first row", "was", "new", "lost"),
+            [_difference_cells(one) for one in total if any(one.onsets) or one.rule == "all"],
+            right=range(1, 11),
+        )
+        click.echo("")
+        show_table(
+            ("file", "rows", "onsets", "was", "pages", "was", "incidents", "was", "first row", "was", "new", "lost"),
+            [(side.name, str(side.num_rows), *_difference_cells(one)[1:]) for side, one in by_subject],
+            right=range(1, 12),
+        )
+        for what, alarms in (("only these rules", gained), ("only those it is held against", lost)):
+            if alarms:
+                click.echo(f"\n{what}:")
+                show_alarms(alarms[:MAX_LISTED])
+                if len(alarms) > MAX_LISTED:
+                    click.echo(f"and {len(alarms) - MAX_LISTED} more")
+    hashes = " against ".join(f"{pack.pack_hash} ({len(pack.rules)} rules)" for pack in packs)
+    num_rows = sum(side.num_rows for side, _ in by_subject)
+    say(f"{len(pairs)} subjects, {num_rows} rows judged twice: pack {hashes}: {len(gained)} new, {len(lost)} lost alarms")
+    return BAD_USAGE if failed else FOUND if gained or lost else CLEAN
+
+
+def _difference_cells(one: RuleDifference) -> tuple[str, ...]:
+    numbers = [str(count) for pair in (one.onsets, one.pages, one.incidents) for count in pair]
+    first = ["" if row is None else str(row) for row in one.first]
+    return (one.rule, *numbers, *first, str(one.num_new), str(one.num_lost))
+
+
+def _as_data(
+    packs: Sequence[Pack],
+    total: Sequence[RuleDifference],
+    by_subject: Sequence[tuple[Outcome, RuleDifference]],
+    gained: Sequence[Alarm],
+    lost: Sequence[Alarm],
+) -> dict[str, Any]:
+    return {
+        "packs": [pack.pack_hash for pack in packs],
+        "rules": list(total),
+        "files": [
+            {"file": side.name, "path": side.path, "num_rows": side.num_rows, **msgspec.to_builtins(one)}
+            for side, one in by_subject
+        ],
+        "new": list(gained),
+        "lost": list(lost),
+    }
