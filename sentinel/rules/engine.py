@@ -11,12 +11,15 @@ import numpy as np
 from sentinel import native
 from sentinel.anomaly import Anomaly
 from sentinel.detect import GroupDetector, LivenessDetector, SeriesDetector, known_detectors, state_bytes
+from sentinel.detect.dotted import why_not
 from sentinel.detect.forms import BaselineForm, Form, LimitForm
 from sentinel.errors import RuleError
 from sentinel.record import STATISTICS
 from sentinel.rules.aggregate_watch import AggregateWatch, Merged
+from sentinel.rules.guard import Guarded
 from sentinel.rules.liveness_watch import LivenessWatch
 from sentinel.rules.loader import build_detector
+from sentinel.rules.own_row_watch import OwnRowWatch
 from sentinel.rules.programme import Programme
 from sentinel.rules.rank_watch import RankWatch
 from sentinel.rules.replica_watch import ReplicaWatch
@@ -83,9 +86,10 @@ class Engine:
 
     @property
     def blind_groups(self) -> list[str]:
-        """What rules are blind to, in words: groups of tensors of which nothing can be merged."""
+        """What rules are blind to, in words: groups of which nothing can be merged, detectors of others that failed."""
         merged = {watch.rule.name: watch.merged for watch in self._watches if isinstance(watch, AggregateWatch)}
-        return [f'rule "{rule}": {one.blind}' for rule, one in merged.items() if one.blind]
+        failed = {one.problem for watch in self._watches if isinstance(one := watch.detector, Guarded) and one.problem}
+        return [f'rule "{rule}": {one.blind}' for rule, one in merged.items() if one.blind] + sorted(failed)
 
     def judge(self, view: StepView) -> list[Anomaly]:
         """Return the anomalies of one closed step: onsets, and ends of episodes; unordered and uncapped."""
@@ -108,7 +112,7 @@ class Engine:
                     if its is not None and len(its.index):
                         column = columns.raw(watch.statistic) if watch.raw else columns.clean(watch.statistic)
                         found.extend(watch.judge(view, its, column, columns.present, rows))
-                elif isinstance(watch, RowWatch):
+                elif isinstance(watch, RowWatch | OwnRowWatch):
                     assert its is not None
                     found.extend(watch.judge(view, its))
                 elif isinstance(watch, ScalarWatch | ReplicaWatch | RankWatch | SkewWatch | AggregateWatch):
@@ -180,7 +184,8 @@ class Engine:
         watches: list[Watch] = []
         for rule in pack.rules:
             if rule.detector not in self._detectors:
-                raise RuleError(f'rule "{rule.name}": unknown detector "{rule.detector}"')
+                why = why_not(rule.detector, self._detectors) or f'unknown detector "{rule.detector}"'
+                raise RuleError(f'rule "{rule.name}": {why}')
             detector = build_detector(rule, self._detectors)
             watches.extend(_watches_of(rule, detector))
         return watches
@@ -214,7 +219,7 @@ class Engine:
         forms: list[tuple[TensorWatch, Plan]] = []
         others: list[tuple[Watch, Plan | None]] = []
         for watch in self._watches:
-            its = watch.plan(selection) if isinstance(watch, TensorWatch | RowWatch) else None
+            its = watch.plan(selection) if isinstance(watch, TensorWatch | RowWatch | OwnRowWatch) else None
             if native.judge_forms is not None and isinstance(watch, TensorWatch) and watch.form is not None:
                 assert its is not None
                 if len(its.index):
@@ -263,7 +268,10 @@ def _watches_of(rule: Rule, detector: SeriesDetector | GroupDetector | LivenessD
         else:
             for statistic in statistics:
                 fitted = detector.for_statistic(statistic) if hasattr(detector, "for_statistic") else detector
-                watches.append(TensorWatch(rule, fitted, statistic, kinds, _form_of(fitted, statistic)))
+                if getattr(detector, "compat", ""):
+                    watches.append(OwnRowWatch(rule, fitted, statistic, kinds))
+                else:
+                    watches.append(TensorWatch(rule, fitted, statistic, kinds, _form_of(fitted, statistic)))
     if "scalar" in rule.match.kind and (rule.match.kind == ("scalar",) or getattr(detector, "raw_values", False)):
         fitted = detector.for_statistic("value") if hasattr(detector, "for_statistic") else detector
         watches.append(ScalarWatch(rule, fitted))
@@ -272,8 +280,7 @@ def _watches_of(rule: Rule, detector: SeriesDetector | GroupDetector | LivenessD
 
 def _form_of(detector: Any, statistic: str) -> Form | None:
     """Return the form that a detector is for a statistic; None where it is none: then it scores and learns itself."""
-    is_formed = hasattr(detector, "form") and not bool(getattr(detector, "compat", ""))
-    if not is_formed or bool(getattr(detector, "raw_values", False)):
+    if not hasattr(detector, "form") or bool(getattr(detector, "raw_values", False)):
         return None
     form = detector.form(statistic) if statistic in STATISTICS else None
     return form if isinstance(form, BaselineForm | LimitForm) else None
