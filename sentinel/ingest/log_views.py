@@ -32,7 +32,7 @@ def log_views(log: Log, run: str) -> Iterator[StepView]:
     channels = list(log.columns)
     values = np.column_stack([log.columns[channel] for channel in channels]).tolist()
     present = np.column_stack([log.present[channel] for channel in channels])
-    is_full = present.all(axis=1).tolist()
+    is_full = np.all(present, axis=1).tolist()
     everything = sorted(channels)
     at = [channels.index(channel) for channel in everything]
     for row, (step, attempt) in enumerate(zip(log.steps.tolist(), log.attempts.tolist(), strict=True)):

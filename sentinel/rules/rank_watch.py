@@ -43,10 +43,13 @@ class RankWatch(Watch):
         parts = [part for part in view.parts if part.rank in view.ended]
         if not parts or any(set(part.end_step.activities) - {TRAIN} for part in parts if part.end_step is not None):
             return self.quiet(view) if len(self.episodes) else []
+        ends = [part.end_step for part in parts if part.end_step is not None]
+        # Plain logs, and trainers that tell no times: of every step there would be nothing to compare.
+        if not any(end.step_time_s > 0 or end.wait_s >= 0 for end in ends):
+            return self.quiet(view) if len(self.episodes) else []
         keys = [(part.rank, part.descriptor.place.world_size) for part in parts]
         slots = np.array([self._slot_of.setdefault(key, len(self._slot_of)) for key in keys], dtype=np.int64)
         self._grow(len(self._slot_of))
-        ends = [part.end_step for part in parts if part.end_step is not None]
         points = {
             "step_s": np.array([end.step_time_s if end.step_time_s > 0 else np.nan for end in ends]),
             "wait_s": np.array([end.wait_s if end.wait_s >= 0 else np.nan for end in ends]),
