@@ -60,7 +60,7 @@ class Found:
 class Bench:
     """One model, trained healthily to a point from which every fault starts."""
 
-    def __init__(self, name: str, folder: Path, healthy_steps: int, seed: int, pack: Pack | None = None) -> None:
+    def __init__(self, name: str, folder: Path, healthy_steps: int, after: int, seed: int, pack: Pack | None = None) -> None:
         # Nothing but the fault may happen in the steps that are looked at.
         self.recipe: Recipe = dataclasses.replace(RECIPES[name], grows_at=1.0, crash_at=1.0)
         self.name, self.folder, self.steps, self.seed, self.pack = name, folder, healthy_steps, seed, pack or load_pack()
@@ -72,7 +72,8 @@ class Bench:
         replay = Replay(self.pack)
         self.healthy = replay.take(self._views(f"{name}-healthy"), Said())
         self._judge = replay.judge.snapshot()
-        self.control, self.control_losses = self._run(CONTROL, 24)
+        self.after = after
+        self.control, self.control_losses = self._run(CONTROL)
 
     def _training(self) -> Training:
         # The horizon of the schedule: faults strike in the middle of it.
@@ -81,12 +82,12 @@ class Bench:
     def _views(self, run: str) -> list:  # type: ignore[type-arg]
         return [view for view, _ in recorded_views(RunPaths.of(self.folder / run), None, recompute=True)]
 
-    def _run(self, fault: str, num_steps: int) -> tuple[Said, list[float]]:
+    def _run(self, fault: str) -> tuple[Said, list[float]]:
         training, run = self._training(), f"{self.name}-{len(list(self.folder.iterdir()))}"
         training.restore(self._saved)
         training.attach(self.folder, run, first_step=self.steps)
         strike = LIBRARY[fault].make()
-        losses = [training.step(self.steps + since, strike, since) for since in range(num_steps)]
+        losses = [training.step(self.steps + since, strike, since) for since in range(self.after)]
         strike.remove(training)
         training.detach()
         replay = Replay(self.pack)
@@ -99,9 +100,9 @@ class Bench:
         training.restore(self._saved)
         return LIBRARY[fault].applies(training)
 
-    def plant(self, fault: str, num_steps: int = 24) -> Found:
+    def plant(self, fault: str) -> Found:
         """Return what was said of the fault."""
-        said, losses = self._run(fault, num_steps)
+        said, losses = self._run(fault)
         usual = {_key(one) for one in self.control.onsets}
         new = [one for one in said.onsets if _key(one) not in usual]
         return summarise(
@@ -143,7 +144,7 @@ def _key(one: Anomaly) -> tuple[str, str, str, str, int]:
 def table(found: Sequence[Found]) -> str:
     """Return a table in Markdown."""
     lines = [
-        "| fault | model | first anomaly, steps | by | warning | page | loss shows it | rules in 24 steps |",
+        "| fault | model | first anomaly, steps | by | warning | page | loss shows it | rules |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for one in found:
@@ -164,6 +165,7 @@ def main() -> int:
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES), choices=list(RECIPES))
     parser.add_argument("--faults", nargs="*", default=[name for name in LIBRARY if name != CONTROL])
     parser.add_argument("--steps", type=int, default=150, help="healthy steps before the fault; default 150")
+    parser.add_argument("--after", type=int, default=16, help="steps that are trained with the fault; default 16")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/<date>-faults.md")
     options = parser.parse_args()
@@ -173,7 +175,7 @@ def main() -> int:
     notes: list[str] = []
     with tempfile.TemporaryDirectory(prefix="sentinel-faults-") as scratch:
         for name in options.recipes:
-            bench = Bench(name, Path(scratch), options.steps, options.seed)
+            bench = Bench(name, Path(scratch), options.steps, options.after, options.seed)
             notes.append(
                 f"{name}: {bench.healthy.num_rows} rows judged before the fault, {len(bench.healthy.onsets)} onsets"
                 f" ({bench.healthy.num_of(Severity.WARNING)} warnings), {len(bench.healthy.paged)} pages; control:"

@@ -34,7 +34,7 @@ from sentinel.rules.schema import Pack
 
 ROOT = Path(__file__).parents[1]
 SHORT = ("lstm", "tiny")
-SHORT_STEPS = 100
+SHORT_STEPS = 80
 WITHIN_STEPS = 2
 
 
@@ -104,6 +104,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--rules", nargs="*", default=[], help="packs merged over the default one")
     parser.add_argument("--only-judge", action="store_true", help="judge what --keep holds, whole recordings alone")
+    parser.add_argument("--only-record", action="store_true", help="judge nothing")
     parser.add_argument("--short", action="store_true", help=f"{' and '.join(SHORT)}, {SHORT_STEPS} steps")
     parser.add_argument("--say", action="store_true", help="print every warning that healthy steps got")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/<date>-healthy.md")
@@ -119,7 +120,9 @@ def main() -> int:
         else:
             recipes, steps = (SHORT, SHORT_STEPS) if options.short else (options.recipes, options.steps)
             files = [recorded_at(keep, recipe, steps, seed) for seed in options.seeds for recipe in recipes]
-        results = [judged(file, pack) for file in files]
+        results = [judged(file, pack) for file in files if not options.only_record]
+    if options.only_record:
+        return 0
     text = report(results)
     print(text)
     if options.say:

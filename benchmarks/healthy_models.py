@@ -229,7 +229,7 @@ class Residual(nn.Module):
 class ResNet(nn.Module):
     """A convolutional network with batch norms. images: [batch, 3, SIDE, SIDE]."""
 
-    def __init__(self, *, width: int = 12, blocks: int = 2) -> None:
+    def __init__(self, *, width: int = 12, blocks: int = 1) -> None:
         super().__init__()
         self.stem, self.bn, self.relu = nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
         self.blocks, inputs = nn.ModuleList(), width
