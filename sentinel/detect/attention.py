@@ -30,7 +30,7 @@ class AttentionCollapse(Formed, frozen=True, kw_only=True, forbid_unknown_fields
 
     quantity: Literal["auto", "entropy", "max_logit"] = "auto"
     """What the rows are; auto: `entropy` where the statistic is a mean, `max_logit` where it is a max."""
-    threshold: float = 3.0
+    threshold: float = 4.0
     """How often over the quantity may shrink or grow in the reference's memory, less one; chosen: heads of tiny GPTs and
     ViTs moved by less than half of that."""
     k: float = 8.0
@@ -38,7 +38,7 @@ class AttentionCollapse(Formed, frozen=True, kw_only=True, forbid_unknown_fields
     minimum: float = 30.0
     """A largest logit below this is never anomalous: softmax does not saturate before, and healthy runs get there
     (chosen)."""
-    memory: float = 300.0
+    memory: float = 200.0
     """Points that the reference remembers."""
     warmup: int = 100
     """Points learned before any is judged."""

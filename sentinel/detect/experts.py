@@ -101,7 +101,7 @@ class DeadExpert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def score(self, values: np.ndarray, state: State) -> Scores:
         """Score the larger of both: steps in a row / those needed, rise / what is normal."""
-        usable = np.isfinite(values)
+        values, usable = np.clip(values, 0.0, 1.0), np.isfinite(values)
         idle = usable & (values > 0.0) & (state["life"] >= self.after)
         needed = np.maximum(self.lasting, PATIENCE * state["longest"].astype(np.int64))
         one = np.where(idle, (state["streak"] + 1.0) / needed, 0.0)
@@ -116,7 +116,7 @@ class DeadExpert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
         """Follow the usual share, and count steps in which some expert had no token; flagged points move neither."""
-        usable = np.isfinite(values)
+        values, usable = np.clip(values, 0.0, 1.0), np.isfinite(values)
         idle, busy = usable & (values > 0.0), usable & (values <= 0.0)
         ended = busy & (state["streak"] > 0)
         lived = ended & (state["life"] > 0)
@@ -127,7 +127,8 @@ class DeadExpert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         take = usable & ~anomalous
         rate = np.maximum(1.0 / (state["count"] + 1.0), 0.05)
         change = values - state["usual"].astype(np.float64)
-        size = np.minimum(np.abs(change), self.share)
+        # The first points say where the share lives; later ones move it, one outlier hardly.
+        size = np.where(state["count"] >= self.after, np.minimum(np.abs(change), self.share), np.abs(change))
         peak = np.maximum(state["peak"] * 0.995, np.where(state["count"] >= self.after, size, 0.0))
         np.copyto(state["usual"], state["usual"] + rate * np.copysign(size, change), casting="same_kind", where=take)
         np.copyto(state["spread"], state["spread"] + 0.3 * rate * (size - state["spread"]), casting="same_kind", where=take)

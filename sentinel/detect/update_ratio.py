@@ -79,7 +79,8 @@ class UpdateRatio(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def score(self, values: np.ndarray, state: State) -> Scores:
         """Score the larger of the two parts."""
-        relative, absolute = self._relative.score(values, state), self._absolute.score(values, _limit_of(state))
+        relative = self._relative.score(_without_idle(values), state)
+        absolute = self._absolute.score(values, _limit_of(state))
         is_limit = absolute.score > relative.score
 
         def explain() -> Explanation:
@@ -91,8 +92,16 @@ class UpdateRatio(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
         """Take one point a series in."""
-        self._relative.learn(values, state, anomalous)
+        self._relative.learn(_without_idle(values), state, anomalous)
         self._absolute.learn(values, _limit_of(state), anomalous)
+
+
+def _without_idle(values: np.ndarray) -> np.ndarray:
+    """Return the values; those that are zero as NaN where most are: a rate of nothing moves no weight."""
+    idle = values == 0.0
+    if not idle.any() or 2 * np.count_nonzero(idle) <= np.count_nonzero(np.isfinite(values)):
+        return values
+    return np.where(idle, np.nan, values)
 
 
 def _limit_of(state: State) -> State:

@@ -67,6 +67,7 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(11)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "healthy_name" in metafunc.fixturenames:
-        metafunc.parametrize("healthy_name", list(HEALTHY))
+@pytest.fixture
+def healthy_kinds() -> list[str]:
+    """Return the names that `healthy` knows."""
+    return list(HEALTHY)
