@@ -26,6 +26,7 @@ from healthy_training import RECIPES, Recipe, Training
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.daemon.recorded import recorded_views
+from sentinel.ingest.merge import StepView
 from sentinel.rules.loader import load_pack
 from sentinel.rules.schema import Pack
 from sentinel.store.whereabouts import RunPaths
@@ -79,7 +80,7 @@ class Bench:
         # The horizon of the schedule: faults strike in the middle of it.
         return Training(self.recipe, 3 * self.steps, self.seed)
 
-    def _views(self, run: str) -> list:  # type: ignore[type-arg]
+    def _views(self, run: str) -> list[StepView]:
         return [view for view, _ in recorded_views(RunPaths.of(self.folder / run), None, recompute=True)]
 
     def _run(self, fault: str) -> tuple[Said, list[float]]:
