@@ -34,6 +34,10 @@ def delimiter_of(lines: Sequence[str]) -> str | None:
         body = rows[1:] or rows
         if (width < 2) != (delimiter == "") or any(abs(len(row) - width) > 1 for row in rows):
             continue
+        heads = [(a.strip(), b.strip()) for a, b in zip(rows[0], body[0], strict=False)]
+        # Words that come again in the next line are no header: trainers print such lines.
+        if any(a and a == b and not _is_number(a, delimiter) for a, b in heads):
+            continue
         cells = [cell for row in body for cell in row]
         num_numbers = sum(_is_number(cell, delimiter) for cell in cells)
         num_blank = sum(not cell.strip() for cell in cells)

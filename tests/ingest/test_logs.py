@@ -70,6 +70,7 @@ FORMS = {
     "trainer_state": trainer_state(),
     "trainer_state, one line": json.dumps(json.loads(trainer_state())),
     "llm.c": printed("step   {:4d}/100 | loss {:.6f} (+nanz)|| | norm {:.4f} (+nanz)| lr 6.00e-04 | 2063.46 ms"),
+    "words and numbers in turn": printed("step {} | loss {}|| | norm {} |"),
     "nanogpt": printed("iter {}: loss {:.4f}, time 23.11ms, mfu 12.0%|| grad_norm {}"),
     "megatron": printed(
         " [2026-11-21 10:00:00] iteration {:8d}/     100 | consumed samples: 640 | elapsed time per iteration (ms): 91.2 | "
