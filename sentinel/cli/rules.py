@@ -6,6 +6,7 @@ import click
 import msgspec
 
 from sentinel.cli.backtest import backtest
+from sentinel.cli.code import allow_code_option
 from sentinel.cli.main import CLEAN, say
 
 
@@ -21,6 +22,7 @@ rules.add_command(backtest)
 @click.argument("paths", nargs=-1, metavar="[PATH]...")
 @click.option("--no-builtin", is_flag=True, help="Leave the built-in default pack out.")
 @click.option("--run", metavar="RUN", help="A recorded run: globs that match no name in it are lint, with the nearest.")
+@allow_code_option()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: errors, lint, num_rules, pack_hash.")
 def check(paths: tuple[str, ...], no_builtin: bool, run: str | None, as_json: bool) -> int:
     """Check rule packs: files, directories of *.yaml, or names of packs that come with Sentinel.
@@ -69,6 +71,7 @@ def _names_in(run: str) -> dict[str, set[str]]:
 @click.argument("paths", nargs=-1, metavar="[PATH]...")
 @click.option("--no-builtin", is_flag=True, help="Leave the built-in default pack out.")
 @click.option("--detectors", is_flag=True, help="List detectors with their arguments and defaults instead.")
+@allow_code_option()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 def list_(paths: tuple[str, ...], no_builtin: bool, detectors: bool, as_json: bool) -> int:
     """List the rules that are on once PATHs are merged over the built-in default pack."""
