@@ -35,9 +35,11 @@ import msgspec
 
 from sentinel.daemon.judge import Judge
 from sentinel.ingest.decision import Tick
-from sentinel.ingest.follow import RunFollower
+from sentinel.ingest.follow import Record, RunFollower
+from sentinel.ingest.merge import StepView
 from sentinel.ingest.steps import StepAssembler
-from sentinel.order.origin import origin
+from sentinel.order.causes import leading_causes
+from sentinel.order.origin import Origin, origin
 from sentinel.order.topk import topk
 from sentinel.report.files import AppendLog, anomaly_line, json_line
 from sentinel.rules.loader import load_pack
@@ -194,18 +196,18 @@ class World:
             self.run.write(1)
             self._take(self._follower.poll())
 
-    def _take(self, records: list[object]) -> None:
+    def _take(self, records: list[Record]) -> None:
         now = self.run.clock.monotonic()
-        self._assembler.take(records, now)  # type: ignore[arg-type]
+        self._assembler.take(records, now)
         self._judge_all(self._assembler.close(now, self._follower.behind))
 
-    def _judge_all(self, views: Iterator[object]) -> None:
+    def _judge_all(self, views: Iterator[StepView | Tick]) -> None:
         for view in views:
             if isinstance(view, Tick):
                 continue
-            verdict = self._judge.judge(view.decision, view)  # type: ignore[attr-defined,arg-type]
+            verdict = self._judge.judge(view.decision, view)
             self.num_steps += 1
-            self.num_rows += view.num_rows  # type: ignore[attr-defined]
+            self.num_rows += view.num_rows
             self._anomalies.append(anomaly_line(one) for one in verdict.anomalies)
             self._incidents.append(json_line(one) for one in verdict.incidents)
 
@@ -263,19 +265,19 @@ def look(plant: Plant, directory: Path, layout: Layout) -> Found:
     return Found(place, len(entries), first)
 
 
-def _names_nan(plant: Plant, layout: Layout, born: object, segment: str) -> bool:
+def _names_nan(plant: Plant, layout: Layout, born: Origin, segment: str) -> bool:
     fault = plant.fault
     assert isinstance(fault, Nan)
     is_of_weight = fault.phase == "wgrad" or (fault.phase == "backward" and fault.module == "embed")
-    module = born.module or born.name  # type: ignore[attr-defined]
+    module = born.module or born.name
     if is_of_weight:
-        is_rank = born.rank is None if layout.dp > 1 else plant.rank in (born.rank, *born.ranks)  # type: ignore[attr-defined]
-        return module == fault.module and born.kind == "wgrad" and is_rank  # type: ignore[attr-defined]
-    if plant.rank not in (born.ranks or (born.rank,)):  # type: ignore[attr-defined]
+        is_rank = born.rank is None if layout.dp > 1 else plant.rank in (born.rank, *born.ranks)
+        return module == fault.module and born.kind == "wgrad" and is_rank
+    if plant.rank not in (born.ranks or (born.rank,)):
         return False
-    if born.micro_step != fault.micro_step or born.phase != fault.phase:  # type: ignore[attr-defined]
+    if born.micro_step != fault.micro_step or born.phase != fault.phase:
         return False
-    return module == fault.module if plant.is_monitored else born.segment == segment  # type: ignore[attr-defined]
+    return module == fault.module if plant.is_monitored else born.segment == segment
 
 
 def worlds(num: int, seed: int, home: Path) -> Iterator[World]:
@@ -352,6 +354,32 @@ def measure(num: int, seed: int, home: Path) -> dict[str, object]:
     }
 
 
+def real(num: int, seed: int) -> dict[str, object]:
+    """Plant `num` NaNs in the example's trainer: real processes over gloo, read by topk; the cells of origin_sweep.py."""
+    import origin_sweep as sweep
+
+    rng = random.Random(seed)
+    runs = [(layout, monitored) for layout in sweep.LAYOUTS.values() for monitored in (True, False)]
+    began, right, wrong = time.perf_counter(), 0, []
+    for at, (layout, is_monitored) in enumerate(runs):
+        some = rng.sample(sweep.cells(layout, 1), num // len(runs) + (at < num % len(runs)))
+        planted = [dataclasses.replace(cell, step=sweep.FIRST_STEP + number) for number, cell in enumerate(some)]
+        if not planted:
+            continue
+        with tempfile.TemporaryDirectory(prefix="origin-real-") as scratch:
+            run_dir = sweep.train(layout, planted, Path(scratch), is_monitored=is_monitored, is_sudden=False, extra=[])
+            for cell in planted:
+                entries = [entry.anomaly for entry in topk(run_dir, 8, steps={cell.step}).entries]
+                said = sweep.verdict(layout, cell, entries, is_monitored=is_monitored)
+                if not said and entries[0].id != entries[leading_causes(entries)[0]].id:
+                    said = f"the first line is another one: {entries[0].kind} of {entries[0].tag_name}"
+                right += not said
+                if said:
+                    on = "on" if is_monitored else "off"
+                    wrong.append({"layout": layout.name, "monitoring": on, **dataclasses.asdict(cell), "said": said})
+    return {"num": num, "right": right, "wrong": wrong, "seconds": round(time.perf_counter() - began, 1)}
+
+
 def show(figures: dict[str, object]) -> None:
     """Print the figures as a table."""
     print(f"{'':24} {'NaN first':>14} {'finite in three':>16}")
@@ -360,14 +388,21 @@ def show(figures: dict[str, object]) -> None:
         cells = [f"{one['right']}/{one['of']}" if one["of"] else "-" for one in row.values()]
         print(f"{name:24} {cells[0]:>14} {cells[1]:>16}")
 
-    line("all", {"nan": figures["nan_first"], "finite": figures["finite_in_three"]})  # type: ignore[dict-item]
-    for name, row in {**figures["by_monitoring"], **figures["by_layout"]}.items():  # type: ignore[dict-item]
+    line("all", {"nan": figures["nan_first"], "finite": figures["finite_in_three"]})
+    for name, row in {**figures["by_monitoring"], **figures["by_layout"]}.items():
         line(f"monitoring {name}" if name in ("on", "off") else name, row)
     print(f"places of the origin: {figures['places']}")
     print(f"anomalies in steps without a plant: {figures['anomalies_in_steps_without_a_plant']}", end="; ")
     print(f"{figures['num_steps']} steps, {figures['num_rows']} rows judged, {figures['seconds']} s")
-    for one in figures["wrong"]:  # type: ignore[attr-defined]
+    for one in figures["wrong"]:
         print(f"  {one}")
+
+
+def write(figures: dict[str, object], name: str) -> None:
+    """Write the figures into benchmarks/results."""
+    told = {"command": "python benchmarks/origin.py " + " ".join(sys.argv[1:]), "cores": os.cpu_count()}
+    path = ROOT / "benchmarks" / "results" / f"{datetime.datetime.now(datetime.UTC).date()}-{name}.json"
+    path.write_text(json.dumps({**told, **figures}, indent=1) + "\n")
 
 
 def main() -> int:
@@ -377,7 +412,14 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true", help="write the results into benchmarks/results")
     parser.add_argument("--keep", type=Path, help="leave the runs in this folder")
+    parser.add_argument("--real", type=int, metavar="NUM", help="plant NUM in the real trainer instead")
     options = parser.parse_args()
+    if options.real:
+        figures = real(options.real, options.seed)
+        print(json.dumps(figures, indent=1))
+        if options.write:
+            write(figures, "origin-real")
+        return 0 if figures["right"] == figures["num"] else 1
     with tempfile.TemporaryDirectory(prefix="origin-") as scratch:
         figures = measure(options.num, options.seed, options.keep or Path(scratch))
     if options.json:
@@ -385,10 +427,8 @@ def main() -> int:
     else:
         show(figures)
     if options.write:
-        told = {"command": "python benchmarks/origin.py " + " ".join(sys.argv[1:]), "cores": os.cpu_count()}
-        path = ROOT / "benchmarks" / "results" / f"{datetime.datetime.now(datetime.UTC).date()}-origin.json"
-        path.write_text(json.dumps({**told, **figures}, indent=1) + "\n")
-    is_good = figures["nan_first"]["share"] >= 0.99 and figures["finite_in_three"]["share"] >= 0.95  # type: ignore[index]
+        write(figures, "origin")
+    is_good = figures["nan_first"]["share"] >= 0.99 and figures["finite_in_three"]["share"] >= 0.95
     return 0 if is_good else 1
 
 

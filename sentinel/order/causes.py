@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from sentinel.anomaly import Anomaly
+from sentinel.anomaly import Anomaly, Severity
 from sentinel.order.causal import is_nonfinite, sort_key
 from sentinel.order.phase import AFTER_LOSS, AFTER_PARAM, DATAFLOW, Phase
 from sentinel.order.position import ALL_LANES, Position, Site, position
@@ -29,11 +29,16 @@ def leading_causes(anomalies: Sequence[Anomaly]) -> list[int]:
 
     Among the worst (most severe, non-finite before finite) those that none of the others can possibly have caused.
     A chance excursion of one tensor precedes many a fault without having made it, and a NaN is not made by one.
+
+    Finite ones that are corroborated, or meant to page, are equals: that the loss jumped is graver than that a tensor did,
+    and comes of it.
     """
     if not anomalies:
         return []
-    worst = max((a.severity.level, is_nonfinite(a)) for a in anomalies)
-    pool = [i for i, a in enumerate(anomalies) if (a.severity.level, is_nonfinite(a)) == worst]
+    badness = [(a.severity.level, is_nonfinite(a)) for a in anomalies]
+    worst = max(badness)
+    least = min(worst, (Severity.WARNING.level, False)) if not worst[1] else worst
+    pool = [i for i, bad in enumerate(badness) if bad[1] == worst[1] and bad >= least]
     return [pool[i] for i in _minimal([anomalies[i] for i in pool], possibly=True)]
 
 
