@@ -146,3 +146,4 @@ EXPORT int64_t sentinel_measure_one(uint64_t pointer, int64_t numel, int32_t dty
 #include "probes.h"
 #include "rows.h"
 #include "forms.h"
+#include "rolling.h"
