@@ -11,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from sentinel.ingest.decision import Decision
+from sentinel.ingest.digest import Digest, digest
 from sentinel.ingest.naming import Names, make_names, segment_of
 from sentinel.ingest.replicas import CopySet, Differing, Holder, Replicas, Shard, added_copies, differing, is_empty
+from sentinel.ingest.tables import coupled_modules, joined, look_up
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, Health, TensorInfo
 from sentinel.moments import Moments
-from sentinel.native import merge_rows
 from sentinel.place import Place
-from sentinel.record import ROW_DTYPE, Kind
+from sentinel.record import Kind
 
 MERGED_AXES = ("dp", "tp", "cp", "ep")
 WEIGHT_KINDS = frozenset({"param", "wgrad", "exp_avg", "exp_avg_sq"})
@@ -83,6 +84,7 @@ class Layout:
         """Copies that must be bit-identical, where there are several."""
         self.num_copies = 0
         """Distinct shards, copies taken as one."""
+        self._tables: dict[int, tuple[int, int, int]] = {}
         self._shares: dict[frozenset[int], npt.NDArray[np.float64]] = {}
         self._build()
 
@@ -95,7 +97,7 @@ class Layout:
         known_names: dict[tuple[object, ...], str] = {}
         for rank, descriptor in self.descriptors.items():
             chunks = {chunk.vpp_stage: chunk for chunk in descriptor.chunks}
-            coupled = _coupled_modules(descriptor)
+            coupled = coupled_modules(descriptor)
             size = max((tensor.id for tensor in descriptor.tensors), default=-1) + 1
             to_logical = np.full(size, -1, np.int32)
             to_copy = np.full(size, -1, np.int32)
@@ -134,8 +136,8 @@ class Layout:
             msgspec.convert({**draft, "ranks": tuple(held)}, LogicalTensor)
             for draft, held in zip(drafts, ranks, strict=True)
         ]
-        self.partial = np.array([one.index for one in self.tensors if one.is_partial], np.int32)
-        """Logical tensors without statistics of their own."""
+        self.is_left_out = np.array([one.is_partial for one in self.tensors], np.bool_)
+        """[num_tensors] whether it has no statistics of its own."""
         # Bit patterns of two types never compare.
         self.replicas = [
             Replicas(at, shard, tuple(holders), number)
@@ -268,38 +270,22 @@ class Layout:
             self._shares[ranks] = known
         return known
 
+    def tables_of(self, rank: int) -> tuple[int, int, int]:
+        """Return where a rank's tables of logical tensors and of copies lie in memory, and how long they are."""
+        found = self._tables.get(rank)
+        if found is None:
+            logical = self._to_logical.get(rank)
+            found = (0, 0, 0) if logical is None else (logical.ctypes.data, self._to_copy[rank].ctypes.data, len(logical))
+            self._tables[rank] = found
+        return found
+
     def logical_of(self, rank: int, tensor_ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
         """Return the logical index of each local id; -1 for ids that the descriptor does not know."""
-        return _look_up(self._to_logical.get(rank), tensor_ids)
+        return look_up(self._to_logical.get(rank), tensor_ids)
 
     def copies_of(self, rank: int, tensor_ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
         """Return the number of the shard that each local id is a copy of; -1 for ids that the descriptor does not know."""
-        return _look_up(self._to_copy.get(rank), tensor_ids)
-
-
-def _coupled_modules(descriptor: Descriptor) -> set[tuple[int, str]]:
-    """Return (chunk, local name) of the modules that hold weights cut over tensor or context ranks, below them or in them.
-
-    Such a module exchanges data with its group in forward, in backward, or in both.
-    """
-    place = descriptor.place
-    cut = {axis for axis in ("tp", "cp") if place.size(axis) > 1}
-    found: set[tuple[int, str]] = set()
-    for tensor in descriptor.tensors:
-        if tensor.kind in ("param", "wgrad") and any(tensor.placements.get(axis) == "shard" for axis in cut):
-            module = tensor.name.rpartition(".")[0]
-            while (tensor.chunk, module) not in found:
-                found.add((tensor.chunk, module))
-                module = module.rpartition(".")[0]
-    return found
-
-
-def _look_up(table: npt.NDArray[np.int32] | None, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
-    found = np.full(len(ids), -1, np.int32)
-    if table is not None:
-        known = ids < len(table)
-        found[known] = table[ids[known]]
-    return found
+        return look_up(self._to_copy.get(rank), tensor_ids)
 
 
 class RankStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -316,11 +302,6 @@ class RankStep(msgspec.Struct, frozen=True, kw_only=True):
     life: bytes = b""
     ended_mono_s: float = 0.0
     """Seconds by the rank's monotonic clock at which it ended the step: compares within its life."""
-
-
-def _joined(rows: Sequence[npt.NDArray[np.void]]) -> npt.NDArray[np.void]:
-    """Return the rows one behind the other. As bytes: numpy copies records field by field."""
-    return np.frombuffer(b"".join([np.ascontiguousarray(one).view(np.uint8).data for one in rows if len(one)]), ROW_DTYPE)
 
 
 class StepView:
@@ -349,22 +330,25 @@ class StepView:
         """Rows that the ranks said they sent."""
         self.step_time_s: float = max((end.step_time_s for end in ends), default=0.0)
         self.health: list[tuple[int, Health]] = [(part.rank, h) for part in self.parts for h in part.health]
-        self.rows: npt.NDArray[np.void] = _joined([part.rows for part in self.parts])
-        """[num_rows] ROW_DTYPE, read only: every rank's rows, ranks in rising order."""
-        self.row_rank: npt.NDArray[np.int32] = np.repeat(
-            np.array([part.rank for part in self.parts], np.int32), [len(part.rows) for part in self.parts]
-        )
-        self.row_logical: npt.NDArray[np.int32] = (
-            np.concatenate([layout.logical_of(part.rank, part.rows["tensor"]) for part in self.parts])
-            if self.parts
-            else np.empty(0, np.int32)
-        )
-        """[num_rows] index into `tensors`; -1: the descriptor does not know the row's tensor."""
-
-    @property
-    def num_rows(self) -> int:
+        self.num_rows: int = sum(len(part.rows) for part in self.parts)
         """Rows judged."""
-        return len(self.rows)
+
+    @cached_property
+    def rows(self) -> npt.NDArray[np.void]:
+        """[num_rows] ROW_DTYPE, read only: every rank's rows, ranks in rising order."""
+        return joined([part.rows for part in self.parts])
+
+    @cached_property
+    def row_rank(self) -> npt.NDArray[np.int32]:
+        """[num_rows] the rank of each row."""
+        return np.repeat(np.array([part.rank for part in self.parts], np.int32), [len(part.rows) for part in self.parts])
+
+    @cached_property
+    def row_logical(self) -> npt.NDArray[np.int32]:
+        """[num_rows] index into `tensors`; -1: the descriptor does not know the row's tensor."""
+        if not self.parts:
+            return np.empty(0, np.int32)
+        return np.concatenate([self.layout.logical_of(part.rank, part.rows["tensor"]) for part in self.parts])
 
     @property
     def tensors(self) -> list[LogicalTensor]:
@@ -396,31 +380,29 @@ class StepView:
         return differing(self)
 
     @cached_property
-    def _counted(self) -> npt.NDArray[np.bool_]:
-        """[num_rows] whether a row counts for its logical tensor: of copies, those of the lowest rank that is there."""
-        if not self.parts:
-            return np.empty(0, np.bool_)
-        copies, nobody = self.row_copy, self.layout.num_copies
-        if self.layout.partial.size:
-            copies = np.where(np.isin(self.row_logical, self.layout.partial), nobody, copies)
-        known = copies < nobody
-        speaker = np.empty(self.layout.num_copies + 1, np.int32)
-        # Ranks rise along the rows: written backwards, the lowest is the last to be written.
-        speaker[copies[::-1]] = self.row_rank[::-1]
-        counted: npt.NDArray[np.bool_] = known & (speaker[copies] == self.row_rank)
-        return counted
+    def digest(self) -> Digest:
+        """What the rows come to, found in one pass over them."""
+        return digest(self)
 
-    @cached_property
+    @property
     def stats(self) -> npt.NDArray[np.void]:
-        """[num_tensors] STATS_DTYPE: shards and micro-steps merged, replicas taken once."""
-        return merge_rows(self.rows, np.where(self._counted, self.row_logical, -1), len(self.tensors))
+        """[num_tensors] STATS_DTYPE: shards and micro-steps merged; of copies, the rows of the lowest rank that is there."""
+        return self.digest.stats
 
-    @cached_property
+    @property
     def present(self) -> npt.NDArray[np.bool_]:
         """[num_tensors] whether the step has a row of the tensor."""
-        found = np.zeros(len(self.tensors), np.bool_)
-        found[self.row_logical[self._counted]] = True
-        return found
+        return self.digest.present
+
+    @property
+    def is_bad(self) -> npt.NDArray[np.bool_]:
+        """[num_tensors] whether any row of the tensor holds a non-finite value."""
+        return self.digest.is_bad
+
+    @property
+    def bad_rows(self) -> npt.NDArray[np.int64]:
+        """Indices of rows that hold a non-finite value."""
+        return self.digest.bad_rows
 
     @cached_property
     def is_whole(self) -> npt.NDArray[np.bool_]:
@@ -453,21 +435,6 @@ class StepView:
     def moments(self) -> Moments:
         """[num_tensors] the derived statistics."""
         return Moments(self.stats)
-
-    @cached_property
-    def bad_rows(self) -> npt.NDArray[np.int64]:
-        """Indices of rows that hold a non-finite value."""
-        rows = self.rows
-        return np.flatnonzero((rows["num_nan"] | rows["num_pos_inf"] | rows["num_neg_inf"]) != 0)
-
-    @cached_property
-    def is_bad(self) -> npt.NDArray[np.bool_]:
-        """[num_tensors] whether any row of the tensor holds a non-finite value."""
-        found = np.zeros(len(self.tensors), np.bool_)
-        if len(self.bad_rows):
-            logical = self.row_logical[self.bad_rows]
-            found[logical[logical >= 0]] = True
-        return found
 
     @cached_property
     def clean_inputs(self) -> frozenset[tuple[int, str]]:

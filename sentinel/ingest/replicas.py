@@ -158,12 +158,9 @@ def differing(view: StepView) -> list[Differing]:
     layout = view.layout
     found: list[Differing] = []
     if layout.replicas:
-        checksum, copies = view.rows["checksum"], view.row_copy
-        one_of = np.zeros(layout.num_copies + 1, np.uint64)
-        one_of[copies] = checksum
-        odd = layout.is_replicated[copies] & (checksum != one_of[copies])
-        if odd.any():
-            wanted = np.unique(copies[odd])
+        wanted = view.digest.odd_copies
+        if len(wanted):
+            copies = view.row_copy
             rows = np.flatnonzero(np.isin(copies, wanted))
             rows = rows[np.argsort(copies[rows], kind="stable")]
             starts = np.searchsorted(copies[rows], wanted)

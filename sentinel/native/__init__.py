@@ -8,6 +8,9 @@
     merge_rows(rows, group, num_groups) -> STATS  rows of several ranks merged
     judge_forms(stats, ..., forms, hits)          all running baselines and limits of a step; None without the library,
                                                   for detect/forms.py is the numpy of it
+    digest(parts, ...) -> what a step has         the rows of all ranks merged, and what is odd; None likewise, see
+                                                  ingest/digest.py
+    crc32(data, value, begin, end) -> int         as zlib's
 
 `implementation` says which one this process has: `avx512`, `avx2` or `portable` (C, chosen at run time), or `numpy`.
 """
@@ -15,6 +18,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+
+import numpy as np
 
 from sentinel.native.layout import BF16, F16, F32, F64, pack_layouts
 from sentinel.native.library import Library, find_library
@@ -36,6 +41,8 @@ if _library is not None:
     fold_rows = _library.fold_rows
     merge_rows = _library.merge_rows
     judge_forms: Callable[..., int] | None = _library.judge_forms
+    digest: Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]] | None = _library.digest
+    crc32 = _library.crc32
 else:
     from sentinel.native import fallback as _fallback
 
@@ -47,6 +54,8 @@ else:
     fold_rows = _fallback.fold_rows
     merge_rows = _fallback.merge_rows
     judge_forms = None
+    digest = None
+    crc32 = _fallback.crc32
 
 __all__ = [
     "BF16",
@@ -55,6 +64,8 @@ __all__ = [
     "F64",
     "add_channel_squares",
     "count_below",
+    "crc32",
+    "digest",
     "fold_rows",
     "implementation",
     "judge_forms",

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import itertools
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -360,3 +361,6 @@ def point_at_own(rows: np.ndarray) -> None:
             np.copyto(rows[f"{name}_{field}"], rows[field], where=mine)
 
 
+def crc32(data: bytes | bytearray | memoryview, value: int = 0, begin: int = 0, end: int | None = None) -> int:
+    """As Library.crc32."""
+    return zlib.crc32(memoryview(data).cast("B")[begin:end], value)

@@ -90,7 +90,7 @@ static TARGET void LANES(judge_tile)(Form *f, int number, const double *column, 
     }
     f->cursor = cursor;
     f->num_points += n;
-    if (n == 0) return;
+    if (n <= 0) return;
     if (f->form == FORM_LIMIT) {
         for (int i = 0; i < n; i++)
             if (fabs(x[i]) < INFINITY) judge_limit(f, number, entry[i], at[i], x[i], hits, num_hits);
@@ -101,7 +101,7 @@ static TARGET void LANES(judge_tile)(Form *f, int number, const double *column, 
         const int64_t a = at[0];
         const int num_slow = LANES(judge_side_by_side)(f, x, z, n, f->location + a, f->spread + a, f->peak + a,
                                                        linear ? f->size + a : NULL, f->count + a, f->run + a, slow);
-        memset(f->settled + a, 0, n);
+        memset(f->settled + a, 0, (size_t)n);
         if (num_slow == 0) return;
     } else {
         for (int i = 0; i < n; i++) slow[i] = 1;

@@ -9,6 +9,7 @@
  */
 #include <float.h>
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -146,4 +147,5 @@ EXPORT int64_t sentinel_measure_one(uint64_t pointer, int64_t numel, int32_t dty
 #include "probes.h"
 #include "rows.h"
 #include "forms.h"
-#include "rolling.h"
+#include "digest.h"
+#include "crc.h"

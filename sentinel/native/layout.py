@@ -81,6 +81,14 @@ HIT = np.dtype(
 HIT_SETTLED = 2
 """Bit of `what`: the series settled at this very point."""
 
+STEP_PART = np.dtype(
+    [
+        ("rows", "<u8"), ("num_rows", "<i8"), ("stride", "<i8"), ("to_logical", "<u8"), ("to_copy", "<u8"),
+        ("table_size", "<i8"), ("rank", "<i8"),
+    ]
+)  # fmt: skip
+"""The rows of one rank, and what its tensor ids stand for, as `digest` reads them; pointers are addresses."""
+
 EMPTY_STATS = np.zeros((), STATS)
 """Statistics of nothing."""
 EMPTY_STATS["min"], EMPTY_STATS["max"] = np.inf, -np.inf

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -156,3 +158,15 @@ def test_all_folds_agree(seed, num):
 def test_merge_refuses_a_group_out_of_range(library):
     with pytest.raises(ValueError, match="below num_groups 2"):
         library.merge_rows(np.zeros(1, STATS_DTYPE), np.array([2]), 2)
+
+
+@pytest.mark.skipif(PATH is None, reason="the C library was not built")
+def test_crc32_is_zlibs():
+    library = Library(PATH)
+    data = np.random.default_rng(0).bytes(5000)
+    for size in (*range(200), 1000, 4097, 4990):
+        for value in (0, 0xDEADBEEF):
+            expected = zlib.crc32(data[3 : 3 + size], value)
+            for one in (data, bytearray(data), memoryview(data)):
+                assert library.crc32(one, value, 3, 3 + size) == expected == fallback.crc32(one, value, 3, 3 + size)
+    assert library.crc32(data) == zlib.crc32(data)

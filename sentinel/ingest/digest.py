@@ -1,0 +1,58 @@
+"""What the rows of one step come to: merged to logical tensors, and which are odd. In C, or in numpy alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sentinel import native
+from sentinel.native.layout import STEP_PART
+from sentinel.record import ROW_DTYPE
+
+if TYPE_CHECKING:
+    from sentinel.ingest.merge import StepView
+
+
+class Digest(NamedTuple):
+    """One step. See the properties of `StepView` of the same names."""
+
+    stats: npt.NDArray[np.void]
+    present: npt.NDArray[np.bool_]
+    is_bad: npt.NDArray[np.bool_]
+    bad_rows: npt.NDArray[np.int64]
+    odd_copies: npt.NDArray[np.int64]
+    """Numbers of replicated shards whose rows do not all have one checksum."""
+
+
+def digest(view: StepView) -> Digest:
+    """Return what the rows of a step come to."""
+    layout = view.layout
+    if native.digest is None or not all(part.rows.dtype == ROW_DTYPE for part in view.parts):
+        return digest_in_numpy(view)
+    parts = np.zeros(len(view.parts), STEP_PART)
+    for at, part in enumerate(view.parts):
+        parts[at] = (part.rows.ctypes.data, len(part.rows), part.rows.strides[0], *layout.tables_of(part.rank), part.rank)
+    return Digest(*native.digest(parts, layout.is_left_out, layout.is_replicated))
+
+
+def digest_in_numpy(view: StepView) -> Digest:
+    """As `digest`."""
+    layout, rows, num_tensors = view.layout, view.rows, len(view.tensors)
+    copies, logical, nobody = view.row_copy, view.row_logical, layout.num_copies
+    spoken = np.where(layout.is_left_out[logical], nobody, copies) if len(layout.is_left_out) else copies
+    speaker = np.empty(nobody + 1, np.int32)
+    # Ranks rise along the rows: written backwards, the lowest is the last to be written.
+    speaker[spoken[::-1]] = view.row_rank[::-1]
+    counted = (spoken < nobody) & (speaker[spoken] == view.row_rank)
+    present, is_bad = np.zeros(num_tensors, np.bool_), np.zeros(num_tensors, np.bool_)
+    present[logical[counted]] = True
+    bad_rows = np.flatnonzero((rows["num_nan"] | rows["num_pos_inf"] | rows["num_neg_inf"]) != 0)
+    bad_logical = logical[bad_rows]
+    is_bad[bad_logical[bad_logical >= 0]] = True
+    checksum, one_of = rows["checksum"], np.zeros(nobody + 1, np.uint64)
+    one_of[copies] = checksum
+    odd = layout.is_replicated[copies] & (checksum != one_of[copies])
+    stats = native.merge_rows(rows, np.where(counted, logical, -1), num_tensors)
+    return Digest(stats, present, is_bad, bad_rows, np.unique(copies[odd]).astype(np.int64))
