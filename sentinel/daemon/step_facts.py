@@ -13,7 +13,8 @@ from sentinel.anomaly import Anomaly
 from sentinel.ingest.merge import Layout, StepView
 from sentinel.ingest.replicas import NAN_CHECKSUM, Differing
 from sentinel.order.causal import is_nonfinite
-from sentinel.order.step_facts import Divergence, StepFacts, Upstream
+from sentinel.order.step_facts import Divergence, FirstBad, StepFacts, Upstream
+from sentinel.order.suspicion import is_narrow
 from sentinel.record import Flag, Kind
 
 MAX_DIVERGENCES = 32
@@ -39,6 +40,13 @@ class FactReader:
         self._weights = np.zeros(0, np.int64)
         self._lanes: dict[int, int] = {}
         self._num_lanes = 1
+        self._has_narrow = False
+        self._lane_of = np.zeros(1, np.int64)
+        """[highest rank + 1] the data-parallel coordinate."""
+        self._depth = np.zeros(0, np.int64)
+        """[tensors]"""
+        self._is_forward = np.zeros(0, np.bool_)
+        """[tensors] whether it is of the forward, and merged over replicas."""
 
     def read(self, view: StepView, anomalies: Sequence[Anomaly], ongoing: Collection[str]) -> StepFacts:
         """Return the facts of a closed step. anomalies: of the step, in total order; ongoing: see `StepFacts`."""
@@ -49,6 +57,7 @@ class FactReader:
         differing = view.differing if num_compared or view.layout.added_copies else []
         ends = [part.end_step for part in view.parts if part.end_step is not None]
         is_whole = len(ends) >= len(view.places) and not any(end.is_partial for end in ends)
+        first_bad = self._bad(view)
         return StepFacts(
             ongoing=frozenset(ongoing),
             lanes=self._lanes,
@@ -58,9 +67,11 @@ class FactReader:
             num_weights=len(self._weights),
             num_differing=len({one.index for one in differing}),
             divergences=tuple(_divergence(view, one) for one in _first(view, differing)),
-            upstream=self._upstream(view, anomalies),
+            upstream=self._upstream(anomalies, first_bad),
+            first_bad=first_bad,
             rates={name: one.mean for name, one in scalars.items() if _RATE.search(name) and math.isfinite(one.mean)},
             loss_scale=scales[0] if scales and math.isfinite(scales[0]) else None,
+            has_narrow=self._has_narrow,
             is_skipped=view.is_skipped,
             samples={part.rank: part.end_step.samples for part in view.parts if part.end_step and part.end_step.samples},
             num_samples_cut=sum(end.num_samples_cut for end in ends),
@@ -74,38 +85,63 @@ class FactReader:
         self._weights = np.flatnonzero(np.array(is_weight, np.bool_))
         replicated = {one.index for one in layout.replicas} | {one.index for one in layout.added_copies}
         self._replicated = np.array(sorted(replicated & set(self._weights.tolist())), np.int64)
+        self._lane_of = np.zeros(max(layout.places, default=0) + 1, np.int64)
+        for rank, place in layout.places.items():
+            self._lane_of[rank] = place.coordinate("dp")
+        self._depth = np.array([tensor.depth for tensor in layout.tensors], np.int64)
+        self._is_forward = np.array(
+            [tensor.kind in _OF_FORWARD and "dp" not in tensor.place for tensor in layout.tensors], np.bool_
+        )
+        self._has_narrow = any(map(is_narrow, {tensor.dtype for tensor in layout.tensors}))
         self._lanes = {rank: place.coordinate("dp") for rank, place in layout.places.items()}
         self._num_lanes = max((place.dp_size for place in layout.places.values()), default=1)
 
-    def _upstream(self, view: StepView, anomalies: Sequence[Anomaly]) -> dict[str, Upstream]:
-        if self._num_lanes <= 1:
+    def _first_bad(self, view: StepView) -> dict[int, int]:
+        """Return, for each replica whose forward was not finite, the place of its first bad row; masks of -inf are meant."""
+        rows, bad = view.rows, view.bad_rows
+        if not len(bad):
             return {}
+        some = rows[bad]
+        meant = (some["num_nan"] == 0) & (some["num_pos_inf"] == 0)
+        bad = bad[np.isin(some["kind"], _FORWARD) & ~meant & (view.row_logical[bad] >= 0)]
+        logical, ranks = view.row_logical[bad], view.row_rank[bad]
+        # An input stands before the output of the same site.
+        is_output = rows["kind"][bad] != int(Kind.ACTIVATION_IN)
+        order = np.lexsort((ranks, is_output, view.site_pos[logical], self._depth[logical]))
+        lanes = self._lane_of[ranks[order]]
+        some_lanes, first = np.unique(lanes, return_index=True)
+        return {int(lane): int(bad[order[at]]) for lane, at in zip(some_lanes[:MAX_BIRTHS], first[:MAX_BIRTHS], strict=True)}
+
+    def _bad(self, view: StepView) -> tuple[FirstBad, ...]:
+        found = []
+        for lane, at in self._first_bad(view).items():
+            row, tensor = view.rows[at], view.tensors[int(view.row_logical[at])]
+            num_nan, num_inf = int(row["num_nan"]), int(row["num_pos_inf"]) + int(row["num_neg_inf"])
+            found.append(
+                FirstBad(
+                    lane=lane, rank=int(view.row_rank[at]), kind=tensor.kind, name=tensor.name, segment=tensor.segment,
+                    border=tensor.border, depth=tensor.depth, dtype=tensor.dtype, num_bad=num_nan + num_inf,
+                    is_inf=num_nan == 0, upstream=self._past(view, tensor.depth, int(view.site_pos[tensor.index]), lane),
+                )
+            )  # fmt: skip
+        return tuple(found)
+
+    def _upstream(self, anomalies: Sequence[Anomaly], first_bad: Sequence[FirstBad]) -> dict[str, Upstream]:
+        """Return what lies before the anomalies that are the first of their replica in this step."""
+        past = {(one.lane, one.kind, one.name): one.upstream for one in first_bad}
         found: dict[str, Upstream] = {}
-        seen: set[int] = set()
         for one in anomalies:
-            if one.event != "onset" or one.rank is None or not is_nonfinite(one) or one.kind not in _OF_FORWARD:
-                continue
-            lane = self._lanes.get(one.rank, 0)
-            if lane not in seen and len(found) < MAX_BIRTHS:
-                seen.add(lane)
-                # Whoever of the replica's ranks shows the same place: they have one past.
-                past = self._past(view, one, lane)
-                found |= {other.id: past for other in anomalies if _place(other) == _place(one) and self._is_of(other, lane)}
+            if one.event == "onset" and one.rank is not None and is_nonfinite(one):
+                upstream = past.get((self._lanes.get(one.rank, 0), one.kind, one.tag_name))
+                if upstream is not None:
+                    found[one.id] = upstream
         return found
 
-    def _is_of(self, anomaly: Anomaly, lane: int) -> bool:
-        return anomaly.rank is not None and is_nonfinite(anomaly) and self._lanes.get(anomaly.rank, 0) == lane
-
-    def _past(self, view: StepView, birth: Anomaly, lane: int) -> Upstream:
+    def _past(self, view: StepView, depth: int, position: int, lane: int) -> Upstream:
         """Hold what a replica measured in forward before a place against the other replicas'."""
         rows = view.rows
-        until, site_pos = (birth.depth, birth.site_pos), view.site_pos
-        before = np.array(
-            [
-                one.kind in _OF_FORWARD and "dp" not in one.place and (one.depth, int(site_pos[one.index])) < until
-                for one in view.tensors
-            ]
-        )
+        is_earlier = (self._depth < depth) | ((self._depth == depth) & (view.site_pos < position))
+        before = self._is_forward & is_earlier
         mine = np.isin(rows["kind"], _FORWARD) & (view.row_logical >= 0)
         at = np.flatnonzero(mine)
         at = at[before[view.row_logical[at]]]
@@ -117,31 +153,32 @@ class FactReader:
             rms = np.sqrt(some["m2"] / count + some["mean"] ** 2)
             peak = np.maximum(np.abs(some["min"]), np.abs(some["max"]))
         logical = view.row_logical[at]
-        lanes = np.array([self._lanes.get(int(rank), 0) for rank in view.row_rank[at]])
+        lanes = self._lane_of[view.row_rank[at]]
         is_bad = (some["num_nan"] | some["num_pos_inf"] | some["num_neg_inf"]) != 0
-        num_measured = num_blocks = 0
+        # The largest of each tensor and replica.
+        order = np.lexsort((lanes, logical))
+        logical, lanes = logical[order], lanes[order]
+        starts = np.flatnonzero(np.r_[True, (logical[1:] != logical[:-1]) | (lanes[1:] != lanes[:-1])])
+        largest = [np.maximum.reduceat(values[order], starts) for values in (rms, peak)]
+        was_bad = np.logical_or.reduceat(is_bad[order], starts)
+        of_tensor, of_lane = logical[starts], lanes[starts]
+        ends = np.flatnonzero(np.r_[of_tensor[1:] != of_tensor[:-1], True]) + 1
+        num_measured = num_blocks = begin = 0
         unlike = ""
-        for tensor in np.unique(logical).tolist():
-            of = logical == tensor
-            own, others = of & (lanes == lane), of & (lanes != lane)
-            if not own.any() or not others.any():
-                continue
-            info = view.tensors[tensor]
-            num_measured += 1
-            num_blocks += info.border == "block_output"
-            for name, values in (("rms", rms), ("largest value", peak)):
-                here = float(values[own].max())
-                usual = float(np.median([values[others & (lanes == other)].max() for other in set(lanes[others].tolist())]))
-                is_unlike = not math.isfinite(here) or here > UNLIKE * usual or usual > UNLIKE * here
-                if not unlike and (is_bad[own].any() or (is_unlike and usual > 0)):
-                    unlike = (
-                        f"the {name} of {info.kind} of {info.name} before it was {here:.3g} against {usual:.3g} elsewhere"
-                    )
+        for end in ends.tolist():
+            own = np.flatnonzero(of_lane[begin:end] == lane) + begin
+            if len(own) and end - begin > 1:
+                info = view.tensors[int(of_tensor[begin])]
+                num_measured += 1
+                num_blocks += info.border == "block_output"
+                for name, values in zip(("rms", "largest value"), largest, strict=True):
+                    here = float(values[own[0]])
+                    usual = float(np.median(np.delete(values[begin:end], own[0] - begin)))
+                    is_unlike = not math.isfinite(here) or here > UNLIKE * usual or usual > UNLIKE * here
+                    if not unlike and (was_bad[own[0]] or (is_unlike and usual > 0)):
+                        unlike = f"the {name} of {info.kind} of {info.name} was {here:.3g} against {usual:.3g} elsewhere"
+            begin = end
         return Upstream(num_measured=num_measured, num_blocks=num_blocks, unlike=unlike)
-
-
-def _place(anomaly: Anomaly) -> tuple[int, int, str]:
-    return anomaly.depth, anomaly.site_pos, anomaly.kind
 
 
 _OF_FORWARD = frozenset({"activation", "activation_in"})
@@ -191,16 +228,47 @@ def _change(
         words = _absurd(odd, well)
         if words:
             return "element", f"{words} on rank {rank}", rank
-    if NAN_CHECKSUM in (one_sum, other_sum):
+    if NAN_CHECKSUM in (one_sum, other_sum) or int(a["count"]) < 2 or a["count"] != b["count"]:
         return "", "", None
     difference = (one_sum - other_sum) % 2**64
     difference = min(difference, 2**64 - difference)
-    is_power = difference > 0 and difference & (difference - 1) == 0 and difference < 2**32
     # All elements doubled add to a power of two as well; then both ends move.
-    moved = int(a["min"] != b["min"]) + int(a["max"] != b["max"])
-    if is_power and int(a["count"]) >= 2 and moved < 2:
-        return "bit", f"the bit patterns differ in bit {difference.bit_length() - 1} of one element alone", None
+    is_scaled = a["min"] != b["min"] and a["max"] != b["max"]
+    if difference and difference & (difference - 1) == 0 and not is_scaled:
+        return "bit", f"the bit patterns differ by one bit, 2**{difference.bit_length() - 1}", None
+    pair = _single_element(a, b) if difference < 2**32 else None
+    if pair is not None:
+        return "element", f"one element alone differs, {pair[0]:.4g} against {pair[1]:.4g}", None
     return "", "", None
+
+
+def _single_element(a: np.void, b: np.void) -> tuple[float, float] | None:
+    """Return the values of the one element in which two copies differ, as their moments tell; None: in more than one.
+
+    With sums of powers s1 to s4 and one element x in place of y: s1 and s2 give x and y, s3 and s4 must agree.
+    """
+    with np.errstate(all="ignore"):
+        first, second, third, fourth = (x - y for x, y in zip(_powers(a), _powers(b), strict=True))
+        if first == 0.0 or abs(second) <= 1e-6 * _powers(b)[1]:
+            return None
+        x, y = (second / first + first) / 2.0, (second / first - first) / 2.0
+        ends = [max(abs(float(row["min"])), abs(float(row["max"]))) for row in (a, b)]
+        fits = abs(x) <= ends[0] * 1.001 and abs(y) <= ends[1] * 1.001
+        fits = fits and abs(x**3 - y**3 - third) <= 0.01 * max(abs(x), abs(y)) ** 3
+        fits = fits and abs(x**4 - y**4 - fourth) <= 0.01 * max(abs(x), abs(y)) ** 4
+    return (x, y) if fits else None
+
+
+def _powers(row: np.void) -> tuple[float, float, float, float]:
+    """Return the sums of the first four powers, from central moments."""
+    n, mean = float(row["count"]), float(row["mean"])
+    m2, m3, m4 = float(row["m2"]), float(row["m3"]), float(row["m4"])
+    return (
+        n * mean,
+        m2 + n * mean**2,
+        m3 + 3 * mean * m2 + n * mean**3,
+        m4 + 4 * mean * m3 + 6 * mean**2 * m2 + n * mean**4,
+    )
 
 
 def _absurd(odd: np.void, well: np.void) -> str:

@@ -101,7 +101,8 @@ class Birth(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     border: str = ""
     depth: int = 0
-    pp_size: int = 1
+    num_bad: int = 0
+    """Elements that are not finite; 0: not known."""
     ep_size: int = 1
     upstream: Upstream | None = None
 
@@ -146,6 +147,7 @@ class Case(msgspec.Struct, kw_only=True):
     """Loss scale in the step before the incident opened."""
     scale_now: float | None = None
     has_scaler: bool = False
+    has_narrow: bool = False
     trouble_step: int = -1
     """Newest step before it opened in which another incident was graver than info; -1: none."""
     num_before: int = 0
@@ -233,7 +235,8 @@ class Case(msgspec.Struct, kw_only=True):
                     place=born.segment or born.module or born.name, rank=born.rank,
                     lane=a.place.get("dp") if is_lane else None, micro_step=born.micro_step,
                     is_inf=a.value_text in ("inf", "-inf") or a.statistic == "infs", dtype=a.dtype, border=a.border,
-                    depth=a.depth, pp_size=a.pp_size, ep_size=a.ep_size,
+                    depth=a.depth, ep_size=a.ep_size,
+                    num_bad=int(a.value) if a.value is not None and a.statistic in ("nans", "infs") else 0,
                     upstream=facts.upstream.get(a.id) if facts is not None else None,
                 )
             )  # fmt: skip
@@ -250,6 +253,7 @@ class Case(msgspec.Struct, kw_only=True):
                 sign.last_step, sign.num_steps = step, sign.num_steps + 1
                 self._mark(self._note(step), sign)
         is_moving = any(sign.is_bad or sign.phase in FLOW for sign in active if sign.statistic != "checksum")
+        self._bear_again(step, facts)
         if is_moving:
             self.num_quiet = 0
             self._note(step).is_skipped |= facts.is_skipped
@@ -264,8 +268,30 @@ class Case(msgspec.Struct, kw_only=True):
         if facts.divergences and self.divergence_step < 0 and any(s.statistic == "checksum" for s in self.signs.values()):
             self.divergence_step, self.num_differing = step, facts.num_differing
             self.divergences = list(facts.divergences[:MAX_DIVERGENCES])
+        self.has_narrow |= facts.has_narrow
         if facts.loss_scale is not None:
             self.scale_now, self.has_scaler = facts.loss_scale, True
+
+    def _bear_again(self, step: int, facts: StepFacts) -> None:
+        """Take what is born non-finite anew in series whose episodes are still open: it has no record of its own."""
+        last = max((note.step for note in self.notes if note.num_bad and note.step < step), default=-1)
+        was_skipped = any(note.step == last and note.is_skipped for note in self.notes)
+        if last < 0 or any(birth.step == step for birth in self.births) or not (was_skipped or step - last > 2):
+            return  # Nothing before it; known; or what bad weights bring.
+        if not any(note.step == step and note.num_bad for note in self.notes):
+            return
+        ep_size = max((birth.ep_size for birth in self.births), default=1)
+        for one in facts.first_bad:
+            self.num_births += 1
+            if len(self.births) < MAX_BIRTHS:
+                self.births.append(
+                    Birth(
+                        step=step, phase=Phase.FORWARD, kind=one.kind, name=one.name, place=one.segment or one.name,
+                        rank=one.rank, lane=one.lane if self.num_lanes > 1 else None, micro_step=None, is_inf=one.is_inf,
+                        dtype=one.dtype, border=one.border, depth=one.depth, num_bad=one.num_bad, ep_size=ep_size,
+                        upstream=one.upstream,
+                    )
+                )  # fmt: skip
 
     def absorb(self, other: Case) -> None:
         """Take over what an incident had shown that turned out to be the same."""

@@ -35,6 +35,22 @@ class Upstream(msgspec.Struct, frozen=True, kw_only=True):
     """The first of them that is not like the others', in words; empty: all are."""
 
 
+class FirstBad(msgspec.Struct, frozen=True, kw_only=True):
+    """The first non-finite values of one data-parallel replica's forward in a step, new or not."""
+
+    lane: int
+    rank: int
+    kind: str
+    name: str
+    segment: str
+    border: str
+    depth: int
+    dtype: str
+    num_bad: int
+    is_inf: bool
+    upstream: Upstream
+
+
 class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One closed step."""
 
@@ -56,9 +72,13 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The first of them."""
     upstream: dict[str, Upstream] = {}
     """Id of a non-finite anomaly -> what its replica had measured before it."""
+    first_bad: tuple[FirstBad, ...] = ()
+    """Of each replica whose forward was not finite."""
     rates: dict[str, float] = {}
     """Learning rates."""
     loss_scale: float | None = None
+    has_narrow: bool = False
+    """Some tensor is of a type that overflows in healthy training: float16, or one of eight bits."""
     is_skipped: bool = False
     samples: dict[int, tuple[str, ...]] = {}
     """Rank -> ids of the samples that it trained on, where the trainer logs them."""

@@ -13,6 +13,10 @@ LASTING_STEPS = 3
 """Steps in a row that are no batch any more (DESIGN.md, section 6)."""
 QUIET_STEPS = 2
 """Whole steps that must be well before an excursion counts as gone (chosen)."""
+WELL_STEPS = 5
+"""Whole steps that must be well before a lone non-finite value accuses a machine (chosen): broken code strikes again."""
+ABSURD = 100.0
+"""Times by which no part of a batch moves a layer (chosen)."""
 FEW_TENSORS = 2
 """Tensors that one fault of a machine changes in one step, or 1 of 50 of those compared (chosen); a program changes more."""
 ALIKE_STEPS = 1

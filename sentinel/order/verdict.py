@@ -21,10 +21,10 @@ reasons; the first that holds decides.
    Born again and again in several replicas: `model`.
    In one replica alone it may be that replica's part of the batch, or its machine. The data is acquitted when it had
    passed at least one whole block well, measured tensor by tensor and like the other replicas', and the value was born
-   behind that, inside the network (not in its head or loss, where labels come in; not in experts, which see few tokens);
-   when the type is wide; when the weights are bit-identical on all replicas, so that they are not to blame; when nothing
-   was amiss in the steps before; and when the following step was not born bad elsewhere. Then it is `hardware` (one
-   replica, one rank, one moment). A gradient that is born bad with all of the forward well stays `unknown`: roots and
+   behind that, inside the network (not in the loss, where labels come in; not in experts, which see few tokens); when one
+   element alone went bad, for data fails by rows: a token, a sample; when the type is wide; when the weights are bit-identical on all replicas, so that they are not to blame; when nothing
+   was amiss in the steps before; and when it did not come again in the same place, nor in another replica, for five steps
+   (or is in the weights by now). Then it is `hardware` (one replica, one rank, one moment). A gradient that is born bad with all of the forward well stays `unknown`: roots and
    norms of zero do that to good data. Recurrence counts where chance does not explain it: n births that all fall on one rank
    of R replicas, in several modules, are chance in 1 of R**(n-1); less than 1 in 100 is `hardware`.
 6. Finite values. A learning rate that jumped just before: `model`. Weights or optimizer state that moved first, series
@@ -150,6 +150,7 @@ def by_precision(case: Case) -> Suspicion | None:
         sign
         for sign in case.signs.values()
         if (sign.kind == "precision" or sign.detector == "PrecisionLoss") and sign.first_step <= first_bad
+        and (case.has_narrow or case.has_scaler)  # A format that nobody trains in may overflow.
     ]
     first = min((sign.first_step for sign in case.signs.values()), default=0)
     early = [sign for sign in shares if sign.first_step <= first + 1 or bad]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sentinel.order.case import Case, Note, Sign
 from sentinel.order.phase import Phase
 from sentinel.order.suspicion import (
+    ABSURD,
     LASTING_STEPS,
     QUIET_STEPS,
     STATES,
@@ -76,12 +77,24 @@ def _passed(case: Case, signs: list[Sign], strong: list[Note]) -> Suspicion:
         if len(lanes) == case.num_lanes:
             reasons.append(f"all {case.num_lanes} data-parallel replicas moved alike")
         else:
+            absurd = [sign for sign in at if sign.phase is Phase.FORWARD and _times(sign) >= ABSURD]
+            if absurd:
+                return Suspicion(
+                    reasons=(
+                        f"data-parallel replica {listed(lanes)} alone moved: {figures(absurd[0])} at {when}",
+                        "no data moves a layer so far, and nothing was done twice that would tell a machine",
+                    )
+                )
             skip_lanes = tuple(lanes)
             reasons.append(
                 f"data-parallel replica {listed(lanes)} of {case.num_lanes} alone moved: its part of the batch"
                 + (f"; the {case.num_compared} weights compared stay bit-identical" if case.num_compared else "")
             )
     return Suspicion(verdict="batch", reasons=tuple(reasons), skip_steps=steps, skip_lanes=skip_lanes)
+
+
+def _times(sign: Sign) -> float:
+    return abs(sign.value / sign.baseline) if sign.value is not None and sign.baseline else 0.0
 
 
 def _longest_run(notes: list[Note]) -> int:

@@ -13,6 +13,7 @@ from sentinel.order.suspicion import (
     LASTING_STEPS,
     QUIET_STEPS,
     UNKNOWN,
+    WELL_STEPS,
     Suspicion,
     by_jump,
     figures,
@@ -22,6 +23,7 @@ from sentinel.order.suspicion import (
     plural,
 )
 
+_LOSS = re.compile(r"loss|criterion", re.IGNORECASE)
 _EXPERTS = re.compile(r"expert|moe|router|(^|[._])gate($|[._])", re.IGNORECASE)
 
 
@@ -41,7 +43,7 @@ def nonfinite(case: Case, acquitted: str) -> Suspicion:
         )
     if case.jump is not None and is_after_jump(case, first_bad):
         return by_jump(case)
-    births = [one for one in case.births if one.step == case.births[0].step] if case.births else []
+    births = [one for one in case.births if one.step == case.births[0].step]
     if not births:
         return UNKNOWN
     steps = sorted({one.step for one in case.births})
@@ -62,8 +64,16 @@ def nonfinite(case: Case, acquitted: str) -> Suspicion:
         return Suspicion(reasons=(f"the weights of {one.name} were non-finite as step {one.step} began: why was not seen",))
     lanes = {birth.lane for birth in births if birth.lane is not None}
     is_gone = case.num_quiet >= QUIET_STEPS
+    is_one = len(lanes) == 1 and all(birth.lane is not None for birth in births)
+    if _is_at_the_end(one) and not is_one:
+        return _of_labels(case, births, acquitted)
     if case.num_lanes > 1 and len(lanes) == case.num_lanes and one.ep_size <= 1:
         every = f"all {case.num_lanes} data-parallel replicas"
+        if len(steps) >= LASTING_STEPS or _lasting_bad(case, first_bad):
+            return Suspicion(
+                verdict="model",
+                reasons=(f"{every} went non-finite from step {one.step} on, each by itself: they share the weights alone",),
+            )
         if is_gone and not acquitted:
             return Suspicion(
                 verdict="batch",
@@ -73,16 +83,12 @@ def nonfinite(case: Case, acquitted: str) -> Suspicion:
                 ),
                 skip_steps=tuple(steps),
             )
-        if len(steps) >= 2 or _lasting_bad(case, first_bad):
-            return Suspicion(
-                verdict="model",
-                reasons=(f"{every} went non-finite from step {one.step} on, each by itself: they share the weights alone",),
-            )
         return Suspicion(reasons=(f"{every} went non-finite at step {one.step}; whether it passes is to be seen",))
     if case.num_lanes <= 1:
-        return _single(case, births, is_gone, acquitted)
-    if len(lanes) == 1 and all(birth.lane is not None for birth in births):
-        return _one_replica(case, births)
+        alone = "there is one data-parallel replica: nothing to compare, a machine cannot be told from its data"
+        return Suspicion(reasons=(f"non-finite first in {one.kind} of {one.name} at step {one.step}", alone))
+    if is_one:
+        return _one_replica(case, births, acquitted)
     if lanes:
         return Suspicion(
             reasons=(f"{len(lanes)} of {case.num_lanes} data-parallel replicas went non-finite at step {one.step}",)
@@ -107,56 +113,44 @@ def _lasting_bad(case: Case, first_bad: int) -> bool:
 
 
 def _is_at_the_end(one: Birth) -> bool:
-    """Tell whether labels may have come in where it was born."""
-    return one.phase is Phase.LOSS or one.place.rpartition(".")[2] == "head" or one.name.rpartition(".")[2] in _HEADS
+    """Tell whether it was born in the loss, where labels and masks come in."""
+    return one.phase is Phase.LOSS or bool(_LOSS.search(one.name))
 
 
-_HEADS = frozenset({"head", "lm_head", "output_layer", "loss", "criterion", "classifier"})
-
-
-def _single(case: Case, births: list[Birth], is_gone: bool, acquitted: str) -> Suspicion:
+def _of_labels(case: Case, births: list[Birth], acquitted: str) -> Suspicion:
     one = births[0]
-    alone = "there is one data-parallel replica: nothing to compare, a machine cannot be told from its data"
-    if _is_at_the_end(one) and is_gone and not acquitted:
-        return Suspicion(
-            verdict="batch",
-            reasons=(
-                f"at step {one.step} all before the loss was finite, {one.name} was not, and the {case.num_quiet} steps "
-                "after it were well: labels or masks of that batch",
-            ),
-            skip_steps=(one.step,),
-        )
-    return Suspicion(reasons=(f"non-finite first in {one.kind} of {one.name} at step {one.step}", alone))
+    lanes = _lanes_of(births)
+    who = "" if case.num_lanes <= 1 else f" on {len(lanes) or case.num_lanes} of {case.num_lanes} data-parallel replicas"
+    seen = f"at step {one.step} all before the loss was finite, and {one.name} was not{who}"
+    if case.num_quiet < QUIET_STEPS or acquitted:
+        return Suspicion(reasons=(f"{seen}: labels or masks of the batch, or a machine",))
+    return Suspicion(
+        verdict="batch",
+        reasons=(f"{seen}; the {case.num_quiet} steps after it were well: labels or masks of that batch",),
+        skip_steps=(one.step,), skip_lanes=lanes if len(lanes) < case.num_lanes else (),
+    )  # fmt: skip
 
 
-def _one_replica(case: Case, births: list[Birth]) -> Suspicion:
+def _one_replica(case: Case, births: list[Birth], acquitted: str) -> Suspicion:
     one = births[0]
     seen = f"data-parallel replica {one.lane} alone of {case.num_lanes} went non-finite at step {one.step}, in {one.name}"
     if case.jump is not None and is_after_jump(case, one.step):
         return by_jump(case)
     if _is_at_the_end(one):
-        if case.num_quiet >= QUIET_STEPS:
-            return Suspicion(
-                verdict="batch",
-                reasons=(
-                    f"{seen}, all before the loss was finite, and the {case.num_quiet} steps after it were well: labels or "
-                    "masks of its part of the batch",
-                ),
-                skip_steps=(one.step,), skip_lanes=_lanes_of(births),
-            )  # fmt: skip
-        return Suspicion(reasons=(f"{seen}: labels or masks of its part of the batch, or its machine",))
+        return _of_labels(case, births, acquitted)
     doubt = _doubt(case, births)
     if doubt:
         return Suspicion(reasons=(seen, f"its part of the batch or its machine: {doubt}"))
     upstream = one.upstream
     assert upstream is not None
-    if case.seen <= one.step:
-        return Suspicion(reasons=(seen, "its machine is suspected; the next step is waited for"))
+    # Where it got into the weights, no more evidence will come.
+    if case.num_quiet < WELL_STEPS and (case.seen <= one.step or _was_skipped(case, one.step)):
+        return Suspicion(reasons=(seen, f"its machine is suspected; {WELL_STEPS} steps that are well are waited for"))
     ranks = sorted({birth.rank for birth in births if birth.rank is not None})
     return Suspicion(
         verdict="hardware",
         reasons=(
-            f"{seen}, rank {' or '.join(map(str, ranks))}",
+            f"{seen}, rank {' or '.join(map(str, ranks))}: one element alone",
             f"its data had passed {plural(upstream.num_blocks, 'block')} and {plural(upstream.num_measured, 'tensor')} like "
             "the other replicas' before that",
             f"the {case.num_compared} weights compared are bit-identical on all replicas, and nothing was amiss before",
@@ -180,6 +174,9 @@ def _doubt(case: Case, births: list[Birth]) -> str:
         return "experts see few tokens, and some batches give them none"
     if upstream is None or not upstream.num_measured:
         return "what came before it in its replica was not measured"
+    if one.num_bad != 1:
+        what = f"{one.num_bad} elements" if one.num_bad else "a number of elements that is not known"
+        return f"{what} went bad at once; data fails by rows, a machine in one place"
     if upstream.num_blocks < 1:
         return "the data had not passed a whole block before it, so that the data may be to blame"
     if upstream.unlike:
@@ -194,7 +191,16 @@ def _doubt(case: Case, births: list[Birth]) -> str:
         return f"there was trouble at step {case.trouble_step} already"
     if any(birth.lane not in (None, one.lane) for birth in case.births):
         return "another replica went non-finite by itself later"
+    again = [birth.step for birth in case.births if birth.step != one.step and birth.name == one.name]
+    if again:
+        return f"it came again in the same place at step {again[0]}, which a machine has no reason to choose"
+    if one.place.rpartition(".")[2] == "head" and one.border:
+        return "what was seen of it was the output of a whole chunk, where labels may come in"
     return ""
+
+
+def _was_skipped(case: Case, step: int) -> bool:
+    return any(note.step == step and note.is_skipped for note in case.notes)
 
 
 def _recurring(case: Case, steps: list[int]) -> Suspicion | None:

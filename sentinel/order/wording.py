@@ -12,7 +12,7 @@ from sentinel.order.msprobe import module_of
 from sentinel.order.origin import Origin, origin
 from sentinel.order.phase import Phase, phase_of
 
-_LIVENESS = frozenset({"StaleRank", "SlowRank", "RankSkew"})
+_LIVENESS = frozenset({"StaleRank", "SlowRank"})
 _VALUE_WORDS = {"nan": "NaN", "inf": "inf", "-inf": "-inf"}
 
 
