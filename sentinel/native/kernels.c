@@ -149,3 +149,4 @@ EXPORT int64_t sentinel_measure_one(uint64_t pointer, int64_t numel, int32_t dty
 #include "forms.h"
 #include "digest.h"
 #include "crc.h"
+#include "rolling.h"
