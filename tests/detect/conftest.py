@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,6 +61,21 @@ def healthy() -> Callable[[str, int, int], np.ndarray]:
         return scale * HEALTHY[name](np.arange(points)[:, None].astype(np.float64), g, rng)
 
     return make
+
+
+@pytest.fixture
+def follow() -> Callable[[Any, np.ndarray], np.ndarray]:
+    """Return a function: detector, values [points, series] -> scores of the same shape, learned as the engine does."""
+
+    def run(detector: Any, values: np.ndarray) -> np.ndarray:
+        state, scores = detector.state(values.shape[1]), np.zeros(values.shape)
+        with np.errstate(all="ignore"):
+            for at, point in enumerate(values):
+                scores[at] = detector.score(point, state).score
+                detector.learn(point, state, scores[at] >= 1.0)
+        return scores
+
+    return run
 
 
 @pytest.fixture
