@@ -11,11 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from sentinel.anomaly import Anomaly, Severity
+from sentinel.cli.explain import run_with_incident
 from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, say
+from sentinel.cli.places import RUN_NAME, find_run, runs_directory
+from sentinel.order.causes import leading_causes
+from sentinel.order.origin import origin
 from sentinel.order.selection import ORDERS
-from sentinel.order.topk import RESULT_NAME, TopK
+from sentinel.order.topk import RESULT_NAME, Entry, TopK
 from sentinel.order.topk import topk as find_topk
 from sentinel.order.wording import born_words
 
@@ -34,7 +39,10 @@ def steps_of(ctx: click.Context, param: click.Parameter, value: str | None) -> f
 
 
 @click.command()
-@click.option("-d", "--dir", "directory", required=True, help="A run, a directory of *.jsonl, or msProbe's output.")
+@click.option(
+    "-d", "--dir", "directory",
+    help="A run or its name, a directory of *.jsonl or *.jsonl.gz, or msProbe's output. Default: the run written to last.",
+)  # fmt: skip
 @click.option("-o", "--out", help=f"Directory for {RESULT_NAME}; made if need be. Default: DIR.")
 @click.option("-k", "--top", "k", type=click.IntRange(min=1), default=8, show_default=True, help="How many to name.")
 @click.option("-s", "--steps", callback=steps_of, help="Only these steps: 1,2 or 40-45. Default: all.")
@@ -51,7 +59,7 @@ def steps_of(ctx: click.Context, param: click.Parameter, value: str | None) -> f
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def topk(
-    directory: str,
+    directory: str | None,
     out: str | None,
     k: int,
     steps: frozenset[int] | None,
@@ -64,6 +72,7 @@ def topk(
 
     Writes them to anomaly_analyse.json, under msProbe's keys. Exit 1 when there are any, 0 when there are none.
     """
+    directory = place_of(directory, incident)
     found = find_topk(directory, k, steps, incident, order=order, min_severity=Severity(min_severity))
     for path in found.torn:
         say(f"{path}: the last record is half written; it was left out")
@@ -85,6 +94,24 @@ def topk(
     return FOUND if found.entries else CLEAN
 
 
+def place_of(directory: str | None, incident: str | None) -> str:
+    """Return the path that is meant: a run by its name, the newest one, or the one in `directory` that has the incident."""
+    if directory is None:
+        return str(find_run(None) if incident is None else run_with_incident(incident, None))
+    path = Path(directory)
+    if not path.exists() and RUN_NAME.fullmatch(directory) and (runs_directory() / directory).is_dir():
+        return str(runs_directory() / directory)
+    is_of_runs = path.is_dir() and incident is not None and not _is_one_run(path)
+    return str(run_with_incident(incident, directory)) if is_of_runs and incident is not None else directory
+
+
+def _is_one_run(path: Path) -> bool:
+    """Tell whether a directory is one run's, or holds anomalies itself."""
+    if (path / "anomalies").is_dir() or (path / "incidents.jsonl").is_file():
+        return True
+    return not any((one / "incidents.jsonl").is_file() for one in path.iterdir() if one.is_dir())
+
+
 def write_analysis(path: Path, found: TopK) -> None:
     """Write the result whole or not at all. OSError where that cannot be."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,11 +130,19 @@ def as_object(found: TopK) -> dict[str, Any]:
         "anomalies": [entry.record for entry in found.entries],
         "worst": None if worst is None else worst.record,
         "worst_in_words": None if worst is None else born_words(worst.anomaly),
+        "origins": [_origin_of(entry, found) for entry in found.entries],
         "num_anomalies": found.num_anomalies,
         "num_files": found.num_files,
         "torn": list(found.torn),
         "num_malformed": found.num_malformed,
     }
+
+
+def _origin_of(entry: Entry, found: TopK) -> dict[str, Any]:
+    """Return where one was born, as far as it and those of its step that are shown can tell."""
+    of_step = [one.anomaly for one in found.entries if one.anomaly.step == entry.anomaly.step]
+    told: dict[str, Any] = msgspec.to_builtins(origin(entry.anomaly, of_step))
+    return told
 
 
 COLUMNS = ("#", "step", "micro", "rank", "stage", "kind", "name", "statistic", "value", "rule", "severity")
@@ -135,6 +170,10 @@ def show(found: TopK) -> None:
     say(shown if rows else f"no anomalies in {files}")
     if found.worst is not None:
         say(f"first critical: {born_words(found.worst.anomaly)}")
+    elif found.entries:
+        shown_ones = [entry.anomaly for entry in found.entries]
+        first = shown_ones[leading_causes(shown_ones)[0]]
+        say(f"first of the gravest shown: {born_words(first)}")
 
 
 def show_plain(rows: Sequence[Sequence[str]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from sentinel.order.msprobe import MsprobeRecord
 _CHUNK_BYTES = 1 << 20
 _RANGE_BYTES = 16 << 20
 """Size of the pieces that processes share."""
+
+_ENDINGS = (".jsonl", ".jsonl.gz")
 
 _MSPROBE = msgspec.json.Decoder(dict[str, MsprobeRecord])
 
@@ -65,9 +68,14 @@ def anomaly_files(directory: Path) -> list[Path]:
         return [directory]
     if not directory.is_dir():
         raise ConfigError(f"{directory}: expected a directory of anomalies, found none; give a run with -d DIR")
-    files = set(directory.glob("anomalies/*.jsonl"))
+    files = {path for ending in _ENDINGS for path in directory.glob(f"anomalies/*{ending}")}
     if not files and not (directory / "anomalies").is_dir():
-        files.update(path for path in directory.glob("*.jsonl") if path.name != "incidents.jsonl")
+        files.update(
+            path
+            for ending in _ENDINGS
+            for path in directory.glob(f"*{ending}")
+            if not path.name.startswith("incidents.jsonl")
+        )
     for pattern in ("anomaly_detected/rank*/anomaly.json", "rank*/anomaly.json", "anomaly.json"):
         files.update(directory.glob(pattern))
     if not files and not (directory / "spool").is_dir() and not (directory / "anomalies").is_dir():
@@ -78,9 +86,9 @@ def anomaly_files(directory: Path) -> list[Path]:
 
 
 def ranges_of(path: Path) -> Iterator[FileRange]:
-    """Yield a file in ranges of about 16 MiB that end at line feeds; msProbe's, which is one object, as one."""
+    """Yield a file in ranges of about 16 MiB that end at line feeds; msProbe's one object, and what is packed, whole."""
     size = path.stat().st_size
-    if path.suffix == ".json":
+    if path.suffix in (".json", ".gz"):
         yield FileRange(str(path), 0, size, True)
         return
     start = 0
@@ -120,6 +128,33 @@ def chunks(part: FileRange) -> Iterator[tuple[memoryview, int, bool]]:
             offset += cut
             have -= cut
             buffer[:have] = buffer[cut : cut + have]
+
+
+def packed_chunks(path: str, damage: Damage) -> Iterator[tuple[memoryview, int, bool]]:
+    """Yield what `chunks` does of a gzip file; offsets are those of what was packed. Cut short, all before the cut."""
+    rest, offset = b"", 0
+    unpack = zlib.decompressobj(wbits=31)
+    is_whole = True
+    with Path(path).open("rb") as file:
+        while block := file.read(_CHUNK_BYTES // 8 + 1):
+            while block:
+                try:
+                    rest += unpack.decompress(block)
+                except zlib.error:
+                    damage.note_file(f"{path}: expected gzip")
+                    return
+                is_whole = unpack.eof
+                block = unpack.unused_data if unpack.eof else b""
+                if unpack.eof:
+                    unpack = zlib.decompressobj(wbits=31)
+            cut = rest.rfind(b"\n") + 1
+            if cut:
+                yield memoryview(rest)[:cut], offset, False
+                rest, offset = rest[cut:], offset + cut
+    if not is_whole:
+        damage.torn.append(path)
+    elif rest:
+        yield memoryview(rest), offset, True
 
 
 def msprobe_chunks(path: str, damage: Damage) -> Iterator[dict[str, MsprobeRecord]]:

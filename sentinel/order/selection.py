@@ -14,7 +14,7 @@ from typing import Any, cast
 import msgspec
 
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
-from sentinel.order.anomaly_files import Damage, FileRange, chunks, msprobe_chunks, repaired
+from sentinel.order.anomaly_files import Damage, FileRange, chunks, msprobe_chunks, packed_chunks, repaired
 from sentinel.order.causal import SortKey, sort_key
 from sentinel.order.msprobe import MsprobeRecord, from_msprobe, msprobe_sort_key
 
@@ -149,7 +149,8 @@ class Findings:
         if part.path.endswith(".json"):
             self._read_msprobe(part.path)
         else:
-            for chunk, offset, is_tail in chunks(part):
+            is_packed = part.path.endswith(".gz")
+            for chunk, offset, is_tail in packed_chunks(part.path, self.damage) if is_packed else chunks(part):
                 self._take_lines(part.path, chunk, offset, is_tail and part.is_last)
 
     def _take_lines(self, path: str, chunk: memoryview, offset: int, is_tail: bool) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from sentinel.cli.main import run_cli
+
+from .test_explain import write_run
 
 GOLDEN = Path(__file__).parent.parent / "order" / "golden"
 
@@ -59,6 +62,36 @@ def test_exit_codes(run, tmp_path, capsys):
     for wrong in (["-d", str(tmp_path / "nowhere")], ["-d", str(run), "-k", "0"], ["-d", str(run), "-s", "x"], []):
         assert run_cli(["topk", *wrong]) == 2
     assert "expected a directory of anomalies, found none" in capsys.readouterr().err
+
+
+def test_runs_are_found_by_name_by_age_and_by_incident(tmp_path, monkeypatch, capsys):
+    home = tmp_path / "runs"
+    monkeypatch.setenv("SENTINEL_DIR", str(home))
+    incidents = {}
+    for number, name in enumerate(("old", "new")):
+        incidents[name] = write_run(home, name, 40 + number)
+        os.utime(home / name / "spool", (1e9 + number, 1e9 + number))
+
+    def first(*options):
+        code = run_cli(["topk", "--json", "-o", str(tmp_path / "out"), *options])
+        out = capsys.readouterr().out
+        return code, json.loads(out)["anomalies"][0]["run"] if out else None
+
+    assert first() == (1, "new")
+    assert first("-d", "old") == (1, "old")
+    assert first("--incident", incidents["old"].id) == (1, "old")
+    assert first("-d", str(home), "--incident", "latest") == (1, "new")
+    assert first("-d", str(home / "old"), "--incident", "latest") == (1, "old")
+    assert first("-d", str(home)) == (2, None)
+
+
+def test_json_says_where_each_was_born(tmp_path, capsys):
+    write_run(tmp_path, "run", 40)
+
+    run_cli(["topk", "-d", str(tmp_path / "run"), "--json"])
+
+    (born,) = json.loads(capsys.readouterr().out)["origins"]
+    assert (born["module"], born["rank"], born["micro_step"], born["phase"]) == ("fc1", 0, 0, "forward")
 
 
 def test_steps_may_be_ranges(run, capsys):

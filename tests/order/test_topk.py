@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import shutil
@@ -76,6 +77,62 @@ def test_topk_independent_of_file_order(tmp_path):
     assert {found.num_anomalies for found in results} == {1000}
     assert len({found.worst.anomaly.id for found in results}) == 1
     assert results[0].entries[0].anomaly == min(some, key=sort_key)
+
+
+def test_topk_independent_of_file_order_when_ours_and_msprobes_mix_and_lines_are_torn(tmp_path):
+    """Ours in any number of files, packed or not, some torn; msProbe's of several ranks, one cut short."""
+    ours, rng = thousand(11), random.Random(12)
+    theirs = list(json.loads((GOLDEN / "msprobe_anomaly.json").read_text()).values())
+    results, by_msprobe = [], []
+    for attempt in range(5):
+        mixed = rng.sample(ours, len(ours))
+        run = tmp_path / f"run{attempt}"
+        num_files = 1 + attempt
+        for index in range(num_files):
+            path = run / "anomalies" / f"{rng.randrange(10**6):06d}{index}.jsonl"
+            # A line that was half written, in the middle or at the end: another one in each layout of files.
+            torn = b'{"id":"x","step":0,"tag_name":"bl'
+            some = mixed[index::num_files]
+            write(path, some[:100], tail=torn + b"\n")
+            with path.open("ab") as file:
+                file.write(b"".join(msgspec.json.encode(a) + b"\n" for a in some[100:]) + torn)
+            if index % 2:
+                path.with_suffix(".jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+                path.unlink()
+        ranks = rng.sample(range(8), 2)
+        halves = rng.sample(theirs, len(theirs))
+        for rank, half in zip(ranks, (halves[::2], halves[1::2]), strict=True):
+            target = run / "anomaly_detected" / f"rank{rank}" / "anomaly.json"
+            target.parent.mkdir(parents=True)
+            text = json.dumps({f"{number}": record for number, record in enumerate(half)}, indent=4)
+            target.write_text(text if attempt % 2 else text.removesuffix("\n}") + ',\n    "z": {"step": 0, "ra')
+        results.append(topk(run, 30))
+        by_msprobe.append(topk(run, 30, order="msprobe"))
+
+    assert len({found.num_anomalies for found in results}) == 1
+    assert results[0].num_anomalies == 1000 + len(theirs)
+    for same in (results, by_msprobe):
+        assert len({tuple(ids(found)) for found in same}) == 1
+        assert len({json.dumps(list(found.analysis().values())) for found in same}) == 1
+        assert len({found.worst.anomaly.id for found in same}) == 1
+    assert ids(results[0]) != ids(by_msprobe[0])
+    assert [len(found.torn) for found in results] == [1 + 2, 2, 3 + 2, 4, 5 + 2]
+    assert [found.num_malformed for found in results] == [1, 2, 3, 4, 5]
+
+
+def test_a_packed_file_that_is_cut_short_gives_what_is_whole(tmp_path):
+    some = thousand(13)
+    packed = gzip.compress(b"".join(msgspec.json.encode(a) + b"\n" for a in some))
+    (tmp_path / "a.jsonl.gz").write_bytes(packed)
+    whole = topk(tmp_path, 2000)
+    (tmp_path / "a.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+
+    cut = topk(tmp_path, 2000)
+
+    assert (whole.num_anomalies, whole.torn) == (1000, ())
+    assert 100 < cut.num_anomalies < 1000
+    assert cut.torn == (str(tmp_path / "a.jsonl.gz"),)
+    assert set(ids(cut)) <= set(ids(whole))
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
