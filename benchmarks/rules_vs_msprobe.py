@@ -40,10 +40,8 @@ DOCUMENTED = 0.5
 """Threshold of AnomalyTurbulence in msProbe's manual."""
 OURS = 1.0
 """The default threshold of Sentinel's AnomalyTurbulence."""
-WARM = 60
-"""Steps before timing begins."""
-TURN = 20
-"""Steps of a contender in a turn."""
+WARM, TURN = 60, 20
+"""Steps before timing begins; steps of a contender in a turn."""
 ROBUST = """
 builtin: false
 rules:
@@ -69,7 +67,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=240, help="healthy steps; the NaN comes in the next one")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--no-live", action="store_true", help="leave msProbe's own run out")
+    parser.add_argument("--live-layers", type=int, default=4, help="of msProbe's own run, which it slows down; 0: none")
     parser.add_argument("--write", action="store_true", help="write the results into benchmarks/results")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--home", type=Path, help=argparse.SUPPRESS)
@@ -88,7 +86,8 @@ def compare(options: argparse.Namespace) -> None:
         home = Path(scratch)
         one_shot("record", options, home / "recording")
         told["rules"] = rules(options, home / "recording")
-        told["live"] = None if options.no_live else one_shot("live", options, home / "live")
+        small = argparse.Namespace(**vars(options) | {"layers": options.live_layers})
+        told["live"] = one_shot("live", small, home / "live") if options.live_layers else None
     lines = table(told)
     print("\n".join(lines))
     if options.write:
@@ -106,7 +105,7 @@ def machine() -> dict[str, Any]:
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    return {key: getattr(options, key) for key in ("steps", "layers", "width")}
+    return {key: getattr(options, key) for key in ("steps", "layers", "live_layers", "width")}
 
 
 # -- the run ---------------------------------------------------------------------------------------------------------
@@ -128,8 +127,7 @@ def train(options: argparse.Namespace, attach: Any) -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(width=options.width, layers=options.layers, sequence=32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = StandardLibrary(32, 4)
-    is_planted = False
+    data, is_planted = StandardLibrary(32, 4), False
 
     def poison(module: Any, inputs: Any, output: Any) -> Any:
         if is_planted:
@@ -148,12 +146,10 @@ def train(options: argparse.Namespace, attach: Any) -> None:
             loss = next_token_loss(model(batch[:, :-1]), batch[:, 1:]) / MICRO_STEPS
             loss.backward()
             total += loss.item()
-        if hasattr(monitor, "log"):
-            monitor.log(loss=total)
+        getattr(monitor, "log", lambda **values: None)(loss=total)
         optimizer.step()
         optimizer.zero_grad()
-    if hasattr(monitor, "detach"):
-        monitor.detach()
+    getattr(monitor, "detach", lambda: None)()
 
 
 def record(options: argparse.Namespace) -> dict[str, Any]:
@@ -404,7 +400,7 @@ def _by_tensor(said: list[Any]) -> tuple[Any, ...]:
 
 def start(worker: str, options: argparse.Namespace, home: Path) -> subprocess.Popen[str]:
     home.mkdir(parents=True, exist_ok=True)
-    arguments = [f"--{key}={value}" for key, value in settings(options).items()]
+    arguments = [f"--{key.replace('_', '-')}={value}" for key, value in settings(options).items()]
     with (home / "stderr.txt").open("a") as errors:
         return subprocess.Popen(
             [sys.executable, __file__, "--worker", worker, "--home", str(home), *arguments], text=True,
@@ -466,7 +462,7 @@ HEAD = (
 
 def table(told: dict[str, Any]) -> list[str]:
     lines = [f"{datetime.date.today()}  " + ", ".join(f"{key} {value}" for key, value in told["machine"].items())]
-    given = " ".join(f"--{key} {value}" for key, value in told["settings"].items())
+    given = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in told["settings"].items())
     lines += [f"python benchmarks/rules_vs_msprobe.py {given}; {told['rules']['rows_a_step']:.0f} rows a step"]
     lines += ["", f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
     for name, one in told["rules"]["contenders"].items():
@@ -488,8 +484,9 @@ def table(told: dict[str, Any]) -> list[str]:
     if told["live"]:
         one = told["live"]
         lines.append(
-            f"msProbe live on the same training: {one['records_a_healthy_step']:.2f} records a healthy step; the origin "
-            f"is {place(one['origin']['all_steps'])}, {place(one['origin']['its_step'])} with the step known"
+            f"msProbe live, the same training of {told['settings']['live_layers']} layers: "
+            f"{one['records_a_healthy_step']:.2f} records a healthy step; the origin is "
+            f"{place(one['origin']['all_steps'])}, {place(one['origin']['its_step'])} with the step known"
         )
     return lines
 
