@@ -1,4 +1,4 @@
-"""`sentinel rules`: check packs, list rules, back-test them."""
+"""`sentinel rules`: check packs, list rules, test and back-test them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import msgspec
 from sentinel.cli.backtest import backtest
 from sentinel.cli.code import allow_code_option
 from sentinel.cli.main import CLEAN, say
+from sentinel.cli.rules_test import test
 
 
 @click.group()
 def rules() -> None:
-    """Check, list and back-test rules."""
+    """Check, list, test and back-test rules."""
 
 
 rules.add_command(backtest)
+rules.add_command(test)
 
 
 @rules.command()
