@@ -149,7 +149,7 @@ def _leg(wave: Wave, cascade: Cascade) -> str:
     num = f"{wave.num_anomalies} " + ("anomaly" if wave.num_anomalies == 1 else "anomalies")
     if wave.how == "born":
         where = f" on {rank_words(wave.ranks)}" if wave.ranks else ""
-        return f"step {wave.step}: born{where}{', ' + stages if stages else ''}: {wave.what}"
+        return f"step {wave.step}: born{where}{', ' + stages if wave.depths else ''}: {wave.what}"
     words = {
         "weights": f"in the weights as the step read them: {num}",
         "up": f"forward, up through {stages}: {num}",
@@ -168,7 +168,7 @@ def _leg(wave: Wave, cascade: Cascade) -> str:
 
 def _stage_words(wave: Wave, cascade: Cascade) -> str:
     if not wave.depths:
-        return "no stage"
+        return "what is logged"
     chunks = {depth: row.chunks for row in cascade.rows for depth in row.depths}
     is_looped = any(chunk > 0 for of in chunks.values() for _, chunk in of)
     word = "depth" if is_looped else "stage"

@@ -61,6 +61,7 @@ class Channel:
             for entry in wanted:
                 if entry.name.endswith(QUANTITIES[0]):
                     recording.observe(entry, rms, -1)
+                    self._sums.place_last_row(source)
                     top = rms.topk(min(TOP, rms.numel()))
                     recording.vector(entry, "top_channels", top.indices, "channel")
                     recording.vector(entry, "top_channel_rms", top.values.float(), "channel")
@@ -69,6 +70,7 @@ class Channel:
                         recording.vector(entry, "channel_sums", torch.stack((count, total, square)), "power,channel")
                 else:
                     recording.observe(entry, mean_over_std(mean, rms), -1)
+                    self._sums.place_last_row(source)
             num_rows += len(wanted)
         if num_rows:
             self._context.count({"channel": num_rows})

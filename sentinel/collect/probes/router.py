@@ -223,6 +223,7 @@ class RouterProbe:
                     write_rows(self._context.recording, [mine], words, -1)
                 else:
                     self._context.recording.observe(mine, made[name], -1)
+                self._sums.place_last_row(entry)
                 if name == "load":
                     self._context.recording.vector(mine, "load", load, "expert")
                 self._num_rows += 1

@@ -70,6 +70,7 @@ class Saturation:
         for entry, (largest,), _ in self._sums.take():
             is_dead = largest == 0  # A sum of the largest magnitudes of the micro-steps.
             write_rows(self._context.recording, [entry], share_words(is_dead.sum().view(1), largest.numel()), -1)
+            self._sums.place_last_row(entry)
             self._context.recording.vector(entry, "is_dead", is_dead.to(torch.uint8), "channel")
             self._num_rows += 1
         if self._num_rows:

@@ -21,6 +21,8 @@ class _Sum:
     parts: Parts | None
     """Of the micro-step that came last: its forward may still fail, and be tried again."""
     size: int
+    call_id: int
+    """Of the rank's step, when it began."""
     done: Parts | None = None
     done_size: int = 0
 
@@ -35,14 +37,17 @@ class StepSums:
     """For each entry the sum of what was added in this step: tensors of one shape, and a number of elements."""
 
     def __init__(self, context: ProbeContext, probe: str) -> None:
+        self._context = context
         self._sums: dict[int, _Sum] = {}
+        self._began: dict[int, int] = {}
+        """Id of an entry -> the call_id that it was first added at, in the step that ended last."""
         context.events.rewound.subscribe(probe, self._rewind)
 
     def add(self, entry: Entry, micro_step: int, parts: Parts, size: int) -> None:
         """Add to the sums of an entry; `parts` are kept, and not written into."""
         kept = self._sums.get(entry.id)
         if kept is None:
-            self._sums[entry.id] = _Sum(entry, micro_step, parts, size)
+            self._sums[entry.id] = _Sum(entry, micro_step, parts, size, self._context.recording.call_id)
             return
         if kept.micro_step != micro_step:
             kept.close()
@@ -58,7 +63,13 @@ class StepSums:
     def take(self) -> Iterator[tuple[Entry, Parts, int]]:
         """Yield (entry, sums, elements) of the step that ends, and begin with nothing."""
         sums, self._sums = self._sums, {}
+        self._began = {number: kept.call_id for number, kept in sums.items()}
         for kept in sums.values():
             kept.close()
             if kept.done is not None:
                 yield kept.entry, kept.done, kept.done_size
+
+    def place_last_row(self, entry: Entry) -> None:
+        """Have the row written last, made of an entry's sum, say when that began: at the step's end it would come of all."""
+        rows = self._context.recording.rows
+        rows.array["call_id"][rows.num_rows - 1] = self._began[entry.id]

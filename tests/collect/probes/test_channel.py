@@ -140,3 +140,17 @@ def test_convolutions_have_their_channels_in_front() -> None:
     assert channels(nn.Linear(1, 5)) == channels(None) == 5
     assert by_channel(torch.randn(4), nn.Linear(1, 4)) is None
     assert by_channel(torch.randn(4, 1), nn.Linear(1, 1)) is None
+
+
+def test_a_row_of_the_whole_step_stands_where_its_tensor_was_first_made(run: Path) -> None:
+    """It is written when the step ends; its call_id says when the first activation in it was there."""
+    model = TinyModel()
+    monitor = sentinel.attach(model, config={"kinds": ["channel", "activation", "dgrad", "wgrad"], "black_box": False})
+    train(model)
+    monitor.detach()
+    told = Told(run)
+
+    made = [int(told.of(1, "activation", name)[0]["call_id"]) for name in ("blocks.0.fc1", "norm")]
+    summed = [int(told.row(1, "channel", f"{name}:channel_rms")["call_id"]) for name in ("blocks.0.fc1", "norm")]
+    assert made[0] < summed[0] <= made[0] + 2 < made[1] < summed[1]
+    assert summed[1] < min(int(row["call_id"]) for row in told.of(1, "dgrad", "norm"))
