@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from sentinel.record import ROW_DTYPE
 from sentinel.version import VERSION
 
 _RANK = 0
+_OF_A_STEP = ("scalars", "ended")
+"""What of a step depends on more than its tensors, of which there are none."""
 
 
 def log_views(log: Log, run: str) -> Iterator[StepView]:
@@ -25,9 +28,9 @@ def log_views(log: Log, run: str) -> Iterator[StepView]:
     rows = np.zeros(0, ROW_DTYPE)
     like = StepView(run=run, attempt=0, step=0, layout=layout, parts=[])
     # What holds of all steps without tensors is formed once: most of a step's time would go there.
-    for name in ("row_copy", "differing", "_counted", "stats", "present", "is_whole", "flags", "site_pos", "moments",
-                 "bad_rows", "clean_inputs"):  # fmt: skip
-        getattr(like, name)
+    for name, attribute in vars(StepView).items():
+        if isinstance(attribute, cached_property) and name not in _OF_A_STEP:
+            getattr(like, name)
     shared = {**vars(like), "ended": frozenset({_RANK})}
     channels = list(log.columns)
     values = np.column_stack([log.columns[channel] for channel in channels]).tolist()
