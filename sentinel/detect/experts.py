@@ -7,10 +7,9 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
-from sentinel.detect.dead import MOST, PATIENCE
 from sentinel.detect.detector import Explanation, Scores, State
 from sentinel.detect.formed import Formed
-from sentinel.detect.forms import BaselineForm
+from sentinel.detect.forms import MAX_COUNT, PATIENCE, BaselineForm
 from sentinel.errors import ConfigError
 
 
@@ -88,8 +87,8 @@ class DeadExpert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if not 0 < self.share <= 1:
             raise ConfigError(f"share must be in (0, 1], got {self.share}")
         for name in ("lasting", "after"):
-            if not 1 <= getattr(self, name) <= MOST:
-                raise ConfigError(f"{name} must be in [1, {MOST}], got {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= MAX_COUNT:
+                raise ConfigError(f"{name} must be in [1, {MAX_COUNT}], got {getattr(self, name)}")
 
     def state(self, num_series: int) -> State:
         """Return the state of new series, 22 bytes each."""
@@ -122,7 +121,7 @@ class DeadExpert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         lived = ended & (state["life"] > 0)
         state["longest"][lived] = np.maximum(state["longest"][lived], state["streak"][lived])
         state["streak"][busy] = 0
-        state["streak"][idle] = np.minimum(state["streak"][idle] + 1, MOST)
+        state["streak"][idle] = np.minimum(state["streak"][idle] + 1, MAX_COUNT)
         state["life"][busy & (state["life"] < self.after)] += 1
         take = usable & ~anomalous
         rate = np.maximum(1.0 / (state["count"] + 1.0), 0.05)

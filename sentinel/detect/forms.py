@@ -1,6 +1,6 @@
-"""Forms: what nearly every tensor detector is, a running robust baseline or a limit, as parameters and one algorithm each.
+"""Forms: what nearly every tensor detector is, a baseline, a limit or a stillness, as parameters and one algorithm each.
 
-A detector says its form for a statistic and delegates to it. The engine knows the two forms by heart: it judges all of a
+A detector says its form for a statistic and delegates to it. The engine knows the forms by heart: it judges all of a
 step's forms in one call of the C extension; the numpy here is the reference that it must equal, and the fallback.
 
 The updates of `BaselineForm` are those of an online Huber estimator (Huber 1964; the recursion of Robbins and Monro): a
@@ -37,8 +37,10 @@ MAX_COUNT = 32_000
 """Most points that a form counts: counts are 16 bits wide."""
 LEAST_COMMON = 4
 """Series that a common movement is told from; of fewer one alone would be most of it (chosen)."""
-COMMON_SAMPLE = 256
-"""Of this many series and more, every n-th tells the common movement: their median has a twelfth of a series' noise."""
+COMMON_SAMPLE = 128
+"""Of twice as many series and more, every n-th tells the common movement: its noise is a ninth of a series' own."""
+PATIENCE = 4
+"""A stillness must last this many times as long as the longest that came and went before (chosen)."""
 JUST_BELOW_ONE = math.nextafter(1.0, 0.0)
 SIGNED_STATISTICS = frozenset({"mean", "min", "max", "skew", "zeros", "nans", "infs", "value"})
 """Statistics that may be negative or zero in good health: judged on a linear scale."""
@@ -338,4 +340,75 @@ class LimitForm(msgspec.Struct, frozen=True, kw_only=True):
         inside[finite & ~out & (inside < self.after)] += 1
 
 
-Form: TypeAlias = BaselineForm | LimitForm
+class StillForm(msgspec.Struct, frozen=True, kw_only=True):
+    """A life of change that ends: exactly zero, or exactly what it was, point after point."""
+
+    zero_steps: int = 3
+    """Points in a row that are exactly zero."""
+    unchanged_steps: int = 10
+    """Points in a row that repeat exactly while other series move (when nothing moves, no optimizer stepped)."""
+    after: int = 20
+    """Points that changed, seen before any stillness is judged."""
+
+    def __post_init__(self) -> None:
+        for name in ("zero_steps", "unchanged_steps", "after"):
+            if not 1 <= getattr(self, name) <= MAX_COUNT:
+                raise ConfigError(f"{name} must be in [1, {MAX_COUNT}], got {getattr(self, name)}")
+
+    def state(self, num_series: int) -> State:
+        """Return the state of new series, 14 bytes each: what repeats exactly is compared in full."""
+        return {
+            "last": np.full(num_series, np.nan),
+            "streak": np.zeros(num_series, dtype=np.int16),
+            "longest": np.zeros(num_series, dtype=np.int16),
+            "life": np.zeros(num_series, dtype=np.int16),
+        }
+
+    def score(self, values: np.ndarray, state: State) -> Scores:
+        """Score still points in a row / those needed; 0.0 for what moves, and for what is not finite."""
+        zero, same = values == 0.0, values == state["last"]
+        still = zero | same
+        score = np.zeros(len(values))
+        if still.any():
+            if not _others_move(values, state, still):
+                still = zero
+            at = np.flatnonzero(still & (state["life"] >= self.after))
+            least = np.where(zero[at], self.zero_steps, self.unchanged_steps)
+            needed = np.maximum(least, PATIENCE * state["longest"][at].astype(np.int64))
+            score[at] = (state["streak"][at] + 1.0) / needed
+        last = state["last"]
+
+        def explain() -> Explanation:
+            return last.copy(), {"direction": -zero.astype(np.int8)}
+
+        return Scores(score, explain)
+
+    def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
+        """Count points that are still, and points that are not; what is not finite counts for neither."""
+        zero, same = values == 0.0, values == state["last"]
+        still = zero | same
+        moved = np.isfinite(values) & ~still
+        if still.any():
+            if not _others_move(values, state, still):
+                still = zero
+            streak = state["streak"]
+            streak[still] = np.minimum(streak[still] + 1, MAX_COUNT)
+        if (state["streak"] > 0).any():
+            # What was still before it ever moved says nothing of how it lives.
+            ended = np.flatnonzero(moved & (state["streak"] > 0))
+            lived = ended[state["life"][ended] > 0]
+            state["longest"][lived] = np.maximum(state["longest"][lived], state["streak"][lived])
+            state["streak"][ended] = 0
+        first = np.isnan(state["last"])
+        np.copyto(state["last"], values, where=moved)
+        young = moved & ~first & (state["life"] < self.after)
+        if young.any():
+            state["life"][young] += 1
+
+
+def _others_move(values: np.ndarray, state: State, still: np.ndarray) -> bool:
+    """Whether any series of this step changed: then the optimizer stepped."""
+    return bool((np.isfinite(values) & ~still & np.isfinite(state["last"])).any())
+
+
+Form: TypeAlias = BaselineForm | LimitForm | StillForm

@@ -5,13 +5,15 @@
 #define TILE 256
 #define CLIP 4.0
 #define PEAK_DECAY 0.995
-#define COMMON_SAMPLE 256
+#define COMMON_SAMPLE 128
+#define PATIENCE 4
+#define MAX_COUNT 32000
 #define LEAST_COMMON 4
 #define TINY 1e-38
 #define HUGE_VALUE 1e38
 #define LOG_TINY ((float)-87.49823353377374)
 
-enum { FORM_LOG, FORM_LINEAR, FORM_LIMIT };
+enum { FORM_LOG, FORM_LINEAR, FORM_LIMIT, FORM_STILL };
 enum { SIDES_BOTH, SIDES_UP, SIDES_DOWN };
 enum { S_MEAN, S_STD, S_VAR, S_NORM, S_RMS, S_MIN, S_MAX, S_ABSMAX, S_SKEW, S_KURTOSIS, S_NANS, S_INFS, S_ZEROS, NUM_STATISTICS };
 enum { HIT_ANOMALOUS = 1, HIT_SETTLED = 2 };
@@ -26,6 +28,8 @@ typedef struct {
     float *location, *spread, *peak, *run_location, *run_spread, *size;
     int16_t *count, *run, *inside;
     uint8_t *settled, *zero_is_normal;
+    double *last;
+    int16_t *streak, *longest, *life;
     int64_t cursor;
 } Form;
 
@@ -228,6 +232,35 @@ static void judge_limit(const Form *f, int form, int64_t entry, int64_t at, doub
         if (f->inside[at] < f->after) f->inside[at]++;
     }
 }
+
+/* others_move: some series of the form changed in this step. */
+static void judge_still(const Form *f, int form, int64_t entry, int64_t at, double x, int others_move, Hit *hits,
+                        int64_t *num_hits)
+{
+    const double last = f->last[at];
+    const int is_zero = x == 0.0, is_still = is_zero || (x == last && others_move);
+    if (is_still) {
+        if (f->life[at] >= f->after) {
+            const int least = is_zero ? f->lasting : f->settle_after, patience = PATIENCE * f->longest[at];
+            const double score = (f->streak[at] + 1.0) / (least > patience ? least : patience);
+            if (score >= 1.0) add_hit(hits, num_hits, form, entry, HIT_ANOMALOUS, x, score, last, is_zero ? -1.0 : 0.0);
+        }
+        if (f->streak[at] < MAX_COUNT) f->streak[at]++;
+        return;
+    }
+    if (x == last || !(fabs(x) < INFINITY)) return;
+    if (f->streak[at] > 0) {
+        if (f->life[at] > 0 && f->streak[at] > f->longest[at]) f->longest[at] = f->streak[at];
+        f->streak[at] = 0;
+    }
+    f->last[at] = x;
+    if (last == last && f->life[at] < f->after) f->life[at]++;
+}
+
+/* Where a tile's statistics begin: the words that formulas need, side by side. */
+typedef struct {
+    double n[TILE], total[TILE], mean[TILE], m2[TILE], m3[TILE], m4[TILE];
+} Words;
 
 #define ISA portable
 #define TARGET

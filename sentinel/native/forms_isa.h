@@ -18,6 +18,48 @@ static TARGET void LANES(map_linear)(const double *restrict x, double *restrict 
     }
 }
 
+/* The words of `n` tensors, side by side. */
+static TARGET void LANES(spread_words)(Words *restrict words, const Stats *restrict stats, int n)
+{
+    for (int i = 0; i < n; i++) {
+        const Stats *s = &stats[i];
+        words->n[i] = (double)s->count;
+        words->total[i] = (double)(s->count + s->num_nan + s->num_pos_inf + s->num_neg_inf);
+        words->mean[i] = s->mean;
+        words->m2[i] = s->m2;
+        words->m3[i] = s->m3;
+        words->m4[i] = s->m4;
+    }
+}
+
+/* statistic_of for `n` tensors, bit by bit the same. */
+static TARGET void LANES(statistic_column)(const Words *restrict w, const Stats *stats, int statistic, double *restrict out,
+                                           int n)
+{
+    int32_t is_far = 0;
+    switch (statistic) {
+    case S_NORM:
+    case S_RMS:
+        for (int i = 0; i < n; i++) {
+            const double square = w->mean[i] * w->mean[i] + w->m2[i] / w->n[i];
+            const double root = sqrt(square), whole = statistic == S_NORM ? root * sqrt(w->n[i]) : root;
+            const double none = statistic == S_NORM && w->total[i] == 0.0 ? 0.0 : NAN;
+            is_far |= !(square > 1e-280) | !(square < 1e280);
+            out[i] = w->n[i] > 0.0 ? whole : none;
+        }
+        if (!is_far) return;
+        break;
+    case S_KURTOSIS:
+        for (int i = 0; i < n; i++) {
+            const double m2 = w->m2[i], m4 = w->m4[i], value = m4 / m2 * (w->n[i] / m2);
+            out[i] = (w->n[i] > 1.0) & (m2 > 0.0) & (m4 > 0.0) & (m4 < INFINITY) ? value : NAN;
+        }
+        return;
+    default: break;
+    }
+    for (int i = 0; i < n; i++) out[i] = statistic_of(&stats[i], statistic);
+}
+
 /* Judge `n` series that lie side by side as if each were warm and well, as nearly all of them are; leave alone, and mark in
  * `slow`, those that are not. */
 static inline __attribute__((always_inline)) TARGET int LANES(judge_healthy)(
@@ -96,6 +138,10 @@ static TARGET void LANES(judge_tile)(Form *f, int number, const double *column, 
             if (fabs(x[i]) < INFINITY) judge_limit(f, number, entry[i], at[i], x[i], hits, num_hits);
         return;
     }
+    if (f->form == FORM_STILL) {
+        for (int i = 0; i < n; i++) judge_still(f, number, entry[i], at[i], x[i], f->common != 0.0, hits, num_hits);
+        return;
+    }
     const int linear = f->form == FORM_LINEAR;
     if (is_one_piece) {
         const int64_t a = at[0];
@@ -142,14 +188,33 @@ static TARGET double LANES(common_of)(const Form *f, const Stats *stats, const u
     return num_known >= LEAST_COMMON ? median_of(residuals, num_known) : 0.0;
 }
 
+/* Whether any series of a StillForm changes in this step. Nearly always the first one does. */
+static TARGET int LANES(any_moves)(const Form *f, const Stats *stats, const uint8_t *present, const uint8_t *bad,
+                                   const double *norm_scale)
+{
+    for (int64_t e = 0; e < f->num_entries; e++) {
+        const int64_t tensor = f->index[e];
+        const double last = f->last[f->slots ? f->slots[e] : e];
+        if (!present[tensor] || bad[tensor] || last != last) continue;
+        double x = statistic_of(&stats[tensor], f->statistic);
+        if (f->statistic == S_NORM && norm_scale) x *= norm_scale[tensor];
+        if (fabs(x) < INFINITY && x != 0.0 && x != last) return 1;
+    }
+    return 0;
+}
+
 static TARGET int64_t LANES(judge_forms)(const Stats *stats, const uint8_t *present, const uint8_t *bad,
                                          const double *norm_scale, int64_t num_tensors, Form *forms, int num_forms,
                                          Hit *hits)
 {
+    Words words;
     double columns[NUM_STATISTICS][TILE], logs[NUM_STATISTICS][TILE], linears[NUM_STATISTICS][TILE];
     int64_t num_hits = 0;
-    for (int w = 0; w < num_forms; w++)
-        forms[w].common = forms[w].has_common ? LANES(common_of)(&forms[w], stats, present, bad, norm_scale) : 0.0;
+    for (int w = 0; w < num_forms; w++) {
+        Form *f = &forms[w];
+        if (f->form == FORM_STILL) f->common = LANES(any_moves)(f, stats, present, bad, norm_scale);
+        else f->common = f->has_common ? LANES(common_of)(f, stats, present, bad, norm_scale) : 0.0;
+    }
     for (int64_t first = 0; first < num_tensors; first += TILE) {
         const int64_t end = first + TILE < num_tensors ? first + TILE : num_tensors;
         const int n = (int)(end - first);
@@ -162,10 +227,12 @@ static TARGET int64_t LANES(judge_forms)(const Stats *stats, const uint8_t *pres
             if (f->form == FORM_LOG) as_log |= bit;
             if (f->form == FORM_LINEAR) as_linear |= bit;
         }
+        if (wanted & (1u << S_NORM | 1u << S_RMS | 1u << S_KURTOSIS)) LANES(spread_words)(&words, stats + first, n);
         for (int s = 0; s < NUM_STATISTICS; s++) {
             if (!(wanted >> s & 1)) continue;
             double *column = columns[s];
-            for (int i = 0; i < n; i++) column[i] = bad[first + i] ? NAN : statistic_of(&stats[first + i], s);
+            LANES(statistic_column)(&words, stats + first, s, column, n);
+            for (int i = 0; i < n; i++) column[i] = bad[first + i] ? NAN : column[i];
             if (s == S_NORM && norm_scale)
                 for (int i = 0; i < n; i++) column[i] *= norm_scale[first + i];
             if (as_log >> s & 1) LANES(map_log)(column, logs[s], n);

@@ -49,7 +49,7 @@ FOLDED = 4
 
 _POINTERS = (
     "index", "slots", "location", "spread", "peak", "run_location", "run_spread", "size", "count", "run", "inside",
-    "settled", "zero_is_normal",
+    "settled", "zero_is_normal", "last", "streak", "longest", "life",
 )  # fmt: skip
 FORM = np.dtype(
     [
@@ -67,7 +67,7 @@ FORM = np.dtype(
 )  # fmt: skip
 """One form over the series of one statistic, as `judge_forms` reads it; pointers are addresses, 0: none."""
 
-FORM_LOG, FORM_LINEAR, FORM_LIMIT = 0, 1, 2
+FORM_LOG, FORM_LINEAR, FORM_LIMIT, FORM_STILL = 0, 1, 2, 3
 SIDES = ("both", "up", "down")
 """Sides of a form by number."""
 

@@ -12,7 +12,7 @@ from sentinel import native
 from sentinel.anomaly import Anomaly
 from sentinel.detect import GroupDetector, LivenessDetector, SeriesDetector, known_detectors, state_bytes
 from sentinel.detect.dotted import why_not
-from sentinel.detect.forms import BaselineForm, Form, LimitForm
+from sentinel.detect.forms import Form
 from sentinel.errors import RuleError
 from sentinel.record import STATISTICS
 from sentinel.rules.aggregate_watch import AggregateWatch, Merged
@@ -283,7 +283,7 @@ def _form_of(detector: Any, statistic: str) -> Form | None:
     if not hasattr(detector, "form") or bool(getattr(detector, "raw_values", False)):
         return None
     form = detector.form(statistic) if statistic in STATISTICS else None
-    return form if isinstance(form, BaselineForm | LimitForm) else None
+    return form if isinstance(form, Form) else None
 
 
 class _Columns:

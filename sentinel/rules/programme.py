@@ -9,8 +9,8 @@ import numpy as np
 
 from sentinel import native
 from sentinel.detect import State
-from sentinel.detect.forms import PEAK_FACTOR, SPREAD_SHARE, BaselineForm, Form
-from sentinel.native.layout import FORM, FORM_LIMIT, FORM_LINEAR, FORM_LOG, HIT, SIDES
+from sentinel.detect.forms import PEAK_FACTOR, SPREAD_SHARE, BaselineForm, Form, LimitForm
+from sentinel.native.layout import FORM, FORM_LIMIT, FORM_LINEAR, FORM_LOG, FORM_STILL, HIT, SIDES
 from sentinel.record import STATISTICS
 
 if TYPE_CHECKING:
@@ -80,8 +80,11 @@ def describe(row: Any, form: Form, statistic: str, state: State, index: np.ndarr
         row["location_rate"], row["spread_rate"] = 1.0 / form.memory, SPREAD_SHARE / form.memory
         row["peak_factor"], row["has_common"] = PEAK_FACTOR if form.peaks else 0.0, form.common
         names: tuple[str, ...] = ("k", "floor", "minimum", "warmup", "settle_after")
-    else:
+    elif isinstance(form, LimitForm):
         row["form"] = FORM_LIMIT
         names = ("above", "below", "lasting", "after")
+    else:
+        row["form"], row["lasting"], row["settle_after"] = FORM_STILL, form.zero_steps, form.unchanged_steps
+        names = ("after",)
     for name in names:
         row[name] = getattr(form, name)

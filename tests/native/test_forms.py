@@ -8,7 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from sentinel.detect.forms import BaselineForm, Form, LimitForm
+from sentinel.detect import grow
+from sentinel.detect.forms import BaselineForm, Form, LimitForm, StillForm
 from sentinel.moments import Moments
 from sentinel.native.layout import FORM, HIT, HIT_SETTLED
 from sentinel.native.library import ISAS, Library, find_library
@@ -27,6 +28,8 @@ FORMS: list[tuple[Form, str]] = [
     (BaselineForm(domain="linear", threshold=0.0), "skew"),
     (BaselineForm(common=True, peaks=False, memory=100.0, warmup=6), "norm"),
     (BaselineForm(common=True, domain="linear", sides="up", warmup=6), "max"),
+    (StillForm(zero_steps=2, unchanged_steps=3, after=3), "norm"),
+    (StillForm(zero_steps=1, unchanged_steps=2, after=1), "zeros"),
     (LimitForm(above=50.0, below=-50.0, lasting=3), "max"),
     (LimitForm(below=1e-3, after=4), "absmax"),
     (LimitForm(above=0.3, lasting=2, after=2), "zeros"),
@@ -63,6 +66,8 @@ def wild_stats(rng: np.random.Generator, step: int, num: int) -> np.ndarray:
     only_norm = mood == 9
     stats["mean"][only_norm], stats["m3"][only_norm], stats["m4"][only_norm] = 0.0, np.inf, np.nan
     stats["num_zero"][mood == 10] = -1
+    calm = (mood == 11) & (step % 10 < 7)
+    stats["m2"][calm], stats["mean"][calm], stats["num_zero"][calm] = 4.0, 0.0, 7
     return stats
 
 
@@ -75,9 +80,7 @@ class InC:
 
     def judge(self, stats: np.ndarray, present: np.ndarray, bad: np.ndarray, slots: np.ndarray | None) -> np.ndarray:
         for at, (form, _) in enumerate(FORMS):
-            have = len(next(iter(self.states[at].values())))
-            fresh = form.state(len(stats) - have)
-            self.states[at] = {name: np.concatenate([old, fresh[name]]) for name, old in self.states[at].items()}
+            self.states[at] = grow(form, self.states[at], len(stats))
         index, forms = np.arange(len(stats), dtype=np.int32), np.zeros(len(FORMS), FORM)
         for row, (form, statistic), state in zip(forms, FORMS, self.states, strict=True):
             describe(row, form, statistic, state, index, slots)
@@ -106,8 +109,7 @@ def test_c_and_numpy_flag_the_same_points_with_the_same_scores(isa):
         hits = in_c.judge(stats, present, bad, None)
         here = np.flatnonzero(present)
         for at, (form, statistic) in enumerate(FORMS):
-            fresh = form.state(len(stats) - len(next(iter(states[at].values()))))
-            states[at] = {name: np.concatenate([old, fresh[name]]) for name, old in states[at].items()}
+            states[at] = grow(form, states[at], len(stats))
             with np.errstate(all="ignore"):
                 values = np.where(bad, np.nan, Moments(stats).statistic(statistic))[here]
                 part = {name: array[here] for name, array in states[at].items()}
