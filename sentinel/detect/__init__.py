@@ -9,6 +9,7 @@ from sentinel.detect.attention import AttentionCollapse
 from sentinel.detect.dead import DeadTensor
 from sentinel.detect.detector import Explanation, Scores, SeriesDetector, State, grow, state_bytes
 from sentinel.detect.dotted import Detectors, shortcoming
+from sentinel.detect.drift import Drift, Plateau
 from sentinel.detect.experts import DeadExpert, ExpertImbalance
 from sentinel.detect.group import GroupDetector
 from sentinel.detect.growth import ExplodingTensor, VanishingGradient
@@ -29,7 +30,7 @@ DETECTORS: dict[str, type[Any]] = {
     for cls in (
         AnomalyNan, AnomalyTurbulence, KurtosisSpike, LossSpike, GradNormSpike, NanStorm, HiddenNan, ReplicaDivergence,
         StaleRank, SlowRank, VanishingGradient, ExplodingTensor, DeadTensor, UpdateRatio, Saturation, PrecisionLoss,
-        AttentionCollapse, ExpertImbalance, DeadExpert, RankSkew, Threshold,
+        AttentionCollapse, ExpertImbalance, DeadExpert, RankSkew, Threshold, Drift, Plateau,
     )
 }
 """Name in a rule -> class. The fields of a class are the `args` of its rules."""
@@ -66,6 +67,7 @@ __all__ = [
     "AttentionCollapse",
     "DeadExpert",
     "DeadTensor",
+    "Drift",
     "ExpertImbalance",
     "Explanation",
     "ExplodingTensor",
@@ -76,6 +78,7 @@ __all__ = [
     "LivenessDetector",
     "LossSpike",
     "NanStorm",
+    "Plateau",
     "PrecisionLoss",
     "RankSkew",
     "ReplicaDivergence",

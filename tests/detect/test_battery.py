@@ -27,10 +27,12 @@ CASES: dict[str, Any] = {
 }
 ABSOLUTE = ("AnomalyNan", "NanStorm", "HiddenNan", "DeadTensor", "DeadExpert", "Threshold", "PrecisionLoss")
 """Detectors of states, which no new level excuses."""
-WITH_BASELINE = [name for name in CASES if name.split()[0] not in ABSOLUTE]
+SLOW = ("Drift", "Plateau")
+"""What they tell of takes longer than a battery: tests/detect/test_drift.py."""
+WITH_BASELINE = [name for name in CASES if name.split()[0] not in (*ABSOLUTE, *SLOW)]
 # msProbe's own formula learns what it flags, and NaN too (its records are in golden/msprobe_rules.json).
 SHIFTING = [name for name in WITH_BASELINE if "msprobe" not in name]
-DEAF_TO_NAN = [*WITH_BASELINE, *(name for name in CASES if name in ABSOLUTE[3:])]
+DEAF_TO_NAN = [*WITH_BASELINE, *SLOW, *(name for name in CASES if name in ABSOLUTE[3:])]
 TOGETHER = ("VanishingGradient", "UpdateRatio", "DeadTensor")
 """Detectors that hold the series of a step against one another: what all do is nobody's own."""
 JUMPS = {"VanishingGradient": 1e-3, "ExplodingTensor": 100.0, "AttentionCollapse": 1.0 / 30.0, "UpdateRatio": 100.0}
@@ -307,6 +309,9 @@ def test_the_unit_of_the_values_is_of_no_account(name, rng):
         ("NanStorm", {"count": 1}, "count"),
         ("NanStorm", {"window": 2}, "window"),
         ("HiddenNan", {"repeats": 0}, "repeats"),
+        ("Drift", {"threshold": 0.0}, "threshold"),
+        ("Drift", {"warmup": 8}, "warmup"),
+        ("Plateau", {"share": 1.0}, "share"),
         ("AnomalyNan", {"threshold": -5.0}, "threshold"),
     ],
 )

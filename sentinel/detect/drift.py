@@ -1,0 +1,253 @@
+"""Drift and Plateau: what no single point shows. A loss that climbs slowly, and one that has stopped to fall."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal
+
+import msgspec
+import numpy as np
+
+from sentinel.detect.detector import Explanation, Scores, State
+from sentinel.detect.rolling import asinh
+from sentinel.errors import ConfigError
+
+MEAN_TO_SIGMA = 1.2533141373155001
+"""A Gaussian's standard deviation over its mean absolute deviation, sqrt(pi / 2)."""
+NEAR_ZERO = 0.02
+"""Share of a series' first size below which changes count absolutely: see `RollingMedian.near_zero`."""
+FIRST_POINTS = 32
+"""Points whose mean size is the series' first size."""
+LEVEL_CLIP = 3.0
+"""Standard deviations past which a point moves the level no further."""
+STEP_CLIP = 2.0
+"""And past which it adds no more to the sum: a spike of a few points is no drift, for another detector tells of it."""
+
+
+class _Level(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The slow level of a series on the asinh scale, and the noise about it."""
+
+    statistics: ClassVar[tuple[str, ...]] = ("value",)
+    raw_values: ClassVar[bool] = False
+
+    memory: int = 32
+    """Points the level follows."""
+    warmup: int = 128
+    """Points seen before any is judged."""
+
+    def _check(self) -> None:
+        for name, low in (("memory", 4), ("warmup", FIRST_POINTS)):
+            if not low <= getattr(self, name) <= 65536:
+                raise ConfigError(f"{name} must be in [{low}, 65536], got {getattr(self, name)}")
+
+    def _new(self, num_series: int) -> State:
+        state: State = {name: np.zeros(num_series) for name in ("unit", "level", "noise", "size")}
+        return state | {"count": np.zeros(num_series, dtype=np.int64)}
+
+    def _begin_anew(self, state: State) -> None:
+        np.minimum(state["count"], FIRST_POINTS - 1, out=state["count"])
+
+    def _residual(self, values: np.ndarray, state: State) -> tuple[np.ndarray, np.ndarray]:
+        """Return z and z - level of each series, 0.0 for what is not finite or has no level yet."""
+        has_level = (state["count"] >= FIRST_POINTS) & np.isfinite(values)
+        z = asinh(np.where(has_level, values, 0.0), np.where(has_level, state["unit"], 1.0))
+        return z, np.where(has_level, z - state["level"], 0.0)
+
+    def _follow(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> np.ndarray:
+        """Move level and noise by one point; return the rows that were judged ready and finite."""
+        finite = np.isfinite(values)
+        count = state["count"]
+        first = finite & (count < FIRST_POINTS)
+        if first.any():
+            with np.errstate(over="ignore"):
+                size = state["size"] + (np.minimum(np.abs(values), 1e300) - state["size"]) / (count + 1.0)
+            state["size"][first] = size[first]
+            begins = first & (count == FIRST_POINTS - 1)
+            if begins.any():
+                state["unit"][begins] = np.maximum(NEAR_ZERO * state["size"][begins], 1e-300)
+                state["level"][begins] = asinh(values[begins], state["unit"][begins])
+        later = finite & ~first
+        if later.any():
+            _, residual = self._residual(values, state)
+            age = count - FIRST_POINTS
+            young = age < self.memory
+            limit = np.where(young, np.inf, LEVEL_CLIP * np.maximum(state["noise"], 1e-12))
+            near = np.clip(residual, -limit, limit)
+            # Young levels are means of what there is, so that the first point weighs no more than another.
+            rate = 1.0 / np.minimum(age + 2.0, self.memory)
+            state["level"][later] += (rate * near)[later]
+            calm = later & ~anomalous
+            noise_rate = 1.0 / np.minimum(age + 1.0, 4.0 * self.memory)
+            far = np.minimum(np.abs(residual), np.where(young, np.inf, 4.0 * np.maximum(state["noise"], 1e-12)))
+            # What the clip holds back must be able to grow: a noise of zero would hold back everything.
+            far = np.maximum(far, np.minimum(np.abs(residual), 1e-9))
+            state["noise"][calm] += (noise_rate * (MEAN_TO_SIGMA * far - state["noise"]))[calm]
+        state["count"][finite] += 1
+        return np.asarray(later & (state["count"] > self.warmup))
+
+
+class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A CUSUM of what a series stands above its best level: slow divergence, long before any point is a spike.
+
+    Source: Page, Biometrika 1954; the sum S <- max(0, S + clip((z - baseline - slack) / noise, -2, 2)).
+    """
+
+    summary: ClassVar[str] = "a loss that climbs slowly above its best, too little at a time for a spike"
+    phrase: ClassVar[str] = "drifts away from its best level"
+
+    threshold: float = 30.0
+    """Sum that is anomalous, in standard deviations: 15 points at the least."""
+    slack: float = 0.03
+    """Relative rise above the best level that is always normal."""
+    slack_sigmas: float = 0.75
+    """And how many standard deviations of one point, where that is more."""
+    sides: Literal["up", "both"] = "up"
+    """`up`: against the lowest level so far, whose own fall is no drift. `both`: up and down, against a level of sixteen
+    times the memory."""
+    settle_after: int = 256
+    """Flagged points after which a level that no longer moves is the new normal; 0: never."""
+
+    def __post_init__(self) -> None:
+        self._check()
+        for name in ("threshold", "slack"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+        if not self.slack_sigmas >= 0:
+            raise ConfigError(f"slack_sigmas must not be negative, got {self.slack_sigmas}")
+        if not 0 <= self.settle_after <= 65536:
+            raise ConfigError(f"settle_after must be in [0, 65536], got {self.settle_after}")
+
+    def state(self, num_series: int) -> State:
+        """Return 93 bytes a series."""
+        state = self._new(num_series)
+        state |= {name: np.zeros(num_series) for name in ("best", "above", "below", "mark")}
+        state["run"] = np.zeros(num_series, dtype=np.int64)
+        state["settled"] = np.zeros(num_series, dtype=bool)
+        return state
+
+    def _sums(self, values: np.ndarray, state: State) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sums upward and downward with this point in."""
+        z, _ = self._residual(values, state)
+        noise = np.maximum(state["noise"], 1e-9)
+        slack = np.maximum(math.log1p(self.slack), self.slack_sigmas * noise)
+        ready = (state["count"] >= self.warmup) & np.isfinite(values)
+        excess = z - state["best"]
+
+        def add(total: np.ndarray, toward: np.ndarray) -> np.ndarray:
+            moved = total + np.clip((toward - slack) / noise, -STEP_CLIP, STEP_CLIP)
+            return np.where(ready, np.clip(moved, 0.0, 2.0 * self.threshold), total)
+
+        down = add(state["below"], -excess) if self.sides == "both" else state["below"]
+        return add(state["above"], excess), down
+
+    def score(self, values: np.ndarray, state: State) -> Scores:
+        """Score the larger sum / threshold; 0.0 in the warm-up and for what is not finite."""
+        up, down = self._sums(values, state)
+        finite = np.isfinite(values)
+        score = np.where(finite, np.maximum(up, down) / self.threshold, 0.0)
+
+        def explain() -> Explanation:
+            with np.errstate(over="ignore"):
+                baseline = np.where(state["count"] > FIRST_POINTS, state["unit"] * np.sinh(state["best"]), np.nan)
+            direction = np.where(score > 0.0, np.where(up >= down, 1, -1), 0).astype(np.int8)
+            return baseline, {"direction": direction, "corroborated": score >= 1.0}
+
+        return Scores(score, explain)
+
+    def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
+        """Follow the level; the best level moves with what is not flagged, and where a flagged level has come to rest."""
+        state["settled"].fill(False)
+        state["above"], state["below"] = self._sums(values, state)
+        ready = self._follow(values, state, anomalous)
+        seen = np.isfinite(values) & (state["count"] > FIRST_POINTS)
+        young = seen & ~ready
+        state["best"][young] = state["level"][young]
+        calm = ready & ~anomalous
+        state["run"][calm] = 0
+        if self.sides == "up":
+            state["best"][calm] = np.minimum(state["best"][calm], state["level"][calm])
+        else:
+            state["best"][calm] += (state["level"][calm] - state["best"][calm]) / (16.0 * self.memory)
+        if self.settle_after:
+            self._settle(state, ready & anomalous)
+
+    def _settle(self, state: State, flagged: np.ndarray) -> None:
+        run = state["run"]
+        run[flagged] += 1
+        half = flagged & (run == (self.settle_after + 1) // 2)
+        state["mark"][half] = state["level"][half]
+        due = flagged & (run >= self.settle_after)
+        if not due.any():
+            return
+        # Level to within a third of the slack over half the time: not climbing any more.
+        flat = np.abs(state["level"] - state["mark"]) <= np.maximum(math.log1p(self.slack) / 3.0, 0.5 * state["noise"])
+        rested = due & flat
+        state["best"][rested] = state["level"][rested]
+        for name in ("above", "below"):
+            state[name][rested] = 0.0
+        state["settled"][rested] = True
+        run[due] = 0
+
+    def rearm(self, state: State) -> None:
+        """Begin anew with the next point, all series: after a resume what came before is no measure any more."""
+        self._begin_anew(state)
+        for name in ("above", "below", "run"):
+            state[name].fill(0)
+
+
+class Plateau(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A level that has not fallen for the longer part of its life: training that leads nowhere, or is done."""
+
+    summary: ClassVar[str] = "a loss that has stopped to fall for half of the run"
+    phrase: ClassVar[str] = "has not improved for long"
+
+    share: float = 0.5
+    """Share of all points seen that pass without improvement before it is said. A power law of exponent 0.05, as slow as
+    language models get, still falls by 3.4 % in the second half of any run."""
+    patience: int = 2000
+    """And at least so many points."""
+    improvement: float = 0.005
+    """Relative fall of the level that is an improvement."""
+
+    def __post_init__(self) -> None:
+        self._check()
+        if not 0.0 < self.share < 1.0:
+            raise ConfigError(f"share must be in (0, 1), got {self.share}")
+        if self.patience < 1:
+            raise ConfigError(f"patience must be at least 1, got {self.patience}")
+        if not self.improvement > 0:
+            raise ConfigError(f"improvement must be above 0, got {self.improvement}")
+
+    def state(self, num_series: int) -> State:
+        """Return 56 bytes a series."""
+        return self._new(num_series) | {
+            "best": np.zeros(num_series),
+            "best_at": np.zeros(num_series, dtype=np.int64),
+        }
+
+    def score(self, values: np.ndarray, state: State) -> Scores:
+        """Score the points since the last improvement / what is patient; 0.0 in the warm-up and for what is not finite."""
+        waited = state["count"] + 1 - state["best_at"]
+        patient = np.maximum(self.share * (state["count"] + 1.0), float(self.patience))
+        ready = (state["count"] >= self.warmup) & np.isfinite(values)
+        score = np.where(ready, waited / patient, 0.0)
+
+        def explain() -> Explanation:
+            with np.errstate(over="ignore"):
+                best = np.where(state["count"] > FIRST_POINTS, state["unit"] * np.sinh(state["best"]), np.nan)
+            return best, {"direction": np.zeros(len(values), dtype=np.int8), "corroborated": score >= 1.0}
+
+        return Scores(score, explain)
+
+    def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
+        """Follow the level, and remember where it last improved."""
+        ready = self._follow(values, state, np.zeros(len(values), dtype=bool))
+        seen = np.isfinite(values) & (state["count"] > FIRST_POINTS)
+        better = seen & (~ready | (state["level"] < state["best"] - math.log1p(self.improvement)))
+        state["best"][better] = state["level"][better]
+        state["best_at"][better] = state["count"][better]
+
+    def rearm(self, state: State) -> None:
+        """Begin anew with the next point, all series."""
+        self._begin_anew(state)
+        np.minimum(state["best_at"], state["count"], out=state["best_at"])
