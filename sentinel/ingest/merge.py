@@ -304,6 +304,10 @@ class RankStep(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds by the rank's monotonic clock at which it ended the step: compares within its life."""
 
 
+def _mean(values: list[float]) -> float:
+    return float(np.mean(values)) if len(values) > 1 else float(values[0])
+
+
 class StepView:
     """All that a judge may know of one closed step."""
 
@@ -457,7 +461,7 @@ class StepView:
             if part.end_step is not None:
                 for name, value in part.end_step.scalars.items():
                     found.setdefault(name, {})[part.rank] = value
-        return {name: Scalar(float(np.mean(list(by.values()))), by) for name, by in sorted(found.items())}
+        return {name: Scalar(_mean(list(by.values())), by) for name, by in sorted(found.items())}
 
     def checksums(self) -> list[tuple[Replicas, dict[int, int]]]:
         """Return, for each set of copies of which several came with a checksum, rank -> checksum; equal when all is well."""

@@ -115,7 +115,7 @@ def _rows_of(record: Record, descriptor: Descriptor) -> npt.NDArray[np.void]:
         found: npt.NDArray[np.void] = np.frombuffer(record.frame.payload, theirs)
     except (WireError, ValueError):
         return np.empty(0, ROW_DTYPE)
-    if theirs == ROW_DTYPE:
+    if theirs is ROW_DTYPE:
         return found
     rows = np.zeros(len(found), ROW_DTYPE)
     for name in set(theirs.names or ()) & set(ROW_DTYPE.names or ()):

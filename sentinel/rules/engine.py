@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -107,18 +107,15 @@ class Engine:
             if plan.programme is not None:
                 found.extend(self._judge_forms(view, plan.programme, rows))
             columns = _Columns(view)
-            for watch, its in plan.others:
-                if isinstance(watch, TensorWatch):
-                    if its is not None and len(its.index):
-                        column = columns.raw(watch.statistic) if watch.raw else columns.clean(watch.statistic)
-                        found.extend(watch.judge(view, its, column, columns.present, rows))
-                elif isinstance(watch, RowWatch | OwnRowWatch):
-                    assert its is not None
-                    found.extend(watch.judge(view, its))
-                elif isinstance(watch, ScalarWatch | ReplicaWatch | RankWatch | SkewWatch | AggregateWatch):
-                    found.extend(watch.judge(view))
-                elif isinstance(watch, LivenessWatch):
-                    watch.learn(view)
+            for watch, its in plan.tensors:
+                column = columns.raw(watch.statistic) if watch.raw else columns.clean(watch.statistic)
+                found.extend(watch.judge(view, its, column, view.present, rows))
+            for row_watch, its in plan.rows:
+                found.extend(row_watch.judge(view, its))
+            for judge in plan.whole:
+                found.extend(judge(view))
+            for learn in plan.learn:
+                learn(view)
         self.num_steps += 1
         self.num_rows_judged += view.num_rows
         self.settled = tuple(one for watch in self._watches for one in watch.settled)
@@ -217,29 +214,38 @@ class Engine:
                 return known
         selection = Selection(layout, self._series)
         forms: list[tuple[TensorWatch, Plan]] = []
-        others: list[tuple[Watch, Plan | None]] = []
+        plan = _LayoutPlan(layout)
         for watch in self._watches:
-            its = watch.plan(selection) if isinstance(watch, TensorWatch | RowWatch | OwnRowWatch) else None
-            if native.judge_forms is not None and isinstance(watch, TensorWatch) and watch.form is not None:
-                assert its is not None
+            if isinstance(watch, TensorWatch):
+                its = watch.plan(selection)
+                is_formed = watch.form is not None and native.judge_forms is not None
                 if len(its.index):
-                    forms.append((watch, its))
-            else:
-                others.append((watch, its))
-        programme = Programme([watch for watch, _ in forms], [its for _, its in forms]) if forms else None
-        plan = _LayoutPlan(layout, programme, others)
+                    (forms if is_formed else plan.tensors).append((watch, its))
+            elif isinstance(watch, RowWatch):
+                plan.rows.append((watch, watch.plan(selection)))
+            elif isinstance(watch, LivenessWatch):
+                plan.learn.append(watch.learn)
+            elif isinstance(watch, ScalarWatch | ReplicaWatch | RankWatch | SkewWatch | AggregateWatch):
+                plan.whole.append(watch.judge)
+        if forms:
+            plan.programme = Programme([watch for watch, _ in forms], [its for _, its in forms])
         self._plans = [*self._plans[-(MAX_LAYOUTS - 1) :], plan]
         return plan
 
 
-class _LayoutPlan(msgspec.Struct, frozen=True):
+class _LayoutPlan(msgspec.Struct):
     """What each watch looks at in one layout."""
 
     layout: Layout
-    programme: Programme | None
+    programme: Programme | None = None
     """The watches that are forms; None: there is no such watch, or no C library."""
-    others: list[tuple[Watch, Plan | None]]
-    """All other watches; those of tensors and rows with their plan."""
+    tensors: list[tuple[TensorWatch, Plan]] = []
+    """The other watches of tensors."""
+    rows: list[tuple[RowWatch, Plan]] = []
+    whole: list[Callable[[StepView], list[Anomaly]]] = []
+    """What judges of watches that look at the whole step."""
+    learn: list[Callable[[StepView], None]] = []
+    """What learns from a step and judges at other times."""
 
 
 def _watches_of(rule: Rule, detector: SeriesDetector | GroupDetector | LivenessDetector) -> list[Watch]:
@@ -294,11 +300,6 @@ class _Columns:
         self._clean: dict[str, np.ndarray] = {}
         self._raw: dict[str, np.ndarray] = {}
         self._bad: np.ndarray | None = None
-
-    @property
-    def present(self) -> np.ndarray:
-        """[tensors] whether the step has the tensor."""
-        return self._view.present
 
     def clean(self, statistic: str) -> np.ndarray:
         """Return the statistic, NaN for tensors with any non-finite element: what is left of them is no sample."""

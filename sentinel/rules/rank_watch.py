@@ -47,6 +47,10 @@ class RankWatch(Watch):
         # Plain logs, and trainers that tell no times: of every step there would be nothing to compare.
         if not any(end.step_time_s > 0 or end.wait_s >= 0 for end in ends):
             return self.quiet(view) if len(self.episodes) else []
+        if len(view.places) == 1:
+            # A group of one accuses nobody, and learns nothing that a larger world would go by.
+            self.num_points += len(parts)
+            return self.quiet(view) if len(self.episodes) else []
         keys = [(part.rank, part.descriptor.place.world_size) for part in parts]
         slots = np.array([self._slot_of.setdefault(key, len(self._slot_of)) for key in keys], dtype=np.int64)
         self._grow(len(self._slot_of))

@@ -16,6 +16,7 @@ skip, and name, a frame of a version it does not know.
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import struct
 import zlib
@@ -27,6 +28,8 @@ import numpy as np
 
 from sentinel.errors import WireError
 from sentinel.messages import Ack, Bye, Descriptor, EndStep, Health, Heartbeat, Vectors
+from sentinel.native import crc32
+from sentinel.record import ROW_DTYPE
 
 PROTOCOL = 1
 MAGIC = b"SNTL"
@@ -35,6 +38,9 @@ NO_ATTEMPT = 0xFFFFFFFF
 NO_STEP = -1
 MAX_FRAME_BYTES = 256 * 2**20
 """No writer makes a longer frame (chosen); a length above it is a flipped bit."""
+
+LARGE_BYTES = 4096
+"""From so many bytes on a payload is worth the library's crc32, whose call costs more than zlib's (chosen)."""
 
 _PREFIX = struct.Struct("<4sHBBIIII")
 _BODY = struct.Struct("<16sQIIqQIIqq")
@@ -154,7 +160,8 @@ def encode_frame(header: Header, payload: Buffer, *, protocol: int = PROTOCOL) -
         header.placement_epoch, header.layout_id, header.wall_ns, header.mono_ns,
     )  # fmt: skip
     blank = _PREFIX.pack(MAGIC, protocol, header.type, words, frame_bytes, check, 0, header.row_count)
-    crc = zlib.crc32(payload, zlib.crc32(body, zlib.crc32(blank)))
+    crc = zlib.crc32(body, zlib.crc32(blank))
+    crc = crc32(payload, crc) if payload_bytes >= LARGE_BYTES else zlib.crc32(payload, crc)
     return blank[:_CRC_OFFSET] + crc.to_bytes(4, "little") + blank[_CRC_OFFSET + 4 :] + body, payload
 
 
@@ -175,8 +182,8 @@ def scan(buffer: Buffer, offset: int = 0) -> Frame | Incomplete | Corrupt | Fore
     if available < frame_bytes:
         return Incomplete(frame_bytes)
     end = offset + frame_bytes
-    computed = zlib.crc32(view[offset : offset + _CRC_OFFSET])
-    computed = zlib.crc32(view[offset + _CRC_OFFSET + 4 : end], zlib.crc32(_ZERO_CRC, computed))
+    computed = zlib.crc32(_ZERO_CRC, zlib.crc32(view[offset : offset + _CRC_OFFSET]))
+    computed = crc32(buffer, computed, offset + _CRC_OFFSET + 4, end)
     if computed != crc:
         return _corrupt(buffer, offset)
     if protocol != PROTOCOL:
@@ -230,20 +237,24 @@ def decode_message(frame: Frame) -> Message | None:
 
 
 def row_dtype(descriptor: Descriptor) -> np.dtype[np.void]:
-    """Return the dtype of the rows of a life, as its own descriptor lays them out.
+    """Return the dtype of the rows of a life, as its own descriptor lays them out; ROW_DTYPE itself where it is that.
 
     WireError when the layout contradicts itself.
     """
-    names, formats, offsets = zip(*descriptor.row_fields, strict=True) if descriptor.row_fields else ((), (), ())
     try:
-        for name, form in zip(names, formats, strict=True):
-            if np.dtype(form).kind not in "iuf":
-                raise ValueError(f'{name}: expected a number, got "{form[:40]}"')
-        return np.dtype(
-            {"names": list(names), "formats": list(formats), "offsets": list(offsets), "itemsize": descriptor.row_bytes}
-        )
+        return _row_dtype(descriptor.row_fields, descriptor.row_bytes)
     except (TypeError, ValueError) as error:
         raise WireError(f"descriptor of rank {descriptor.place.rank}: row layout: {error}") from error
+
+
+@functools.lru_cache(maxsize=64)
+def _row_dtype(fields: tuple[tuple[str, str, int], ...], row_bytes: int) -> np.dtype[np.void]:
+    names, formats, offsets = zip(*fields, strict=True) if fields else ((), (), ())
+    for name, form in zip(names, formats, strict=True):
+        if np.dtype(form).kind not in "iuf":
+            raise ValueError(f'{name}: expected a number, got "{form[:40]}"')
+    found = np.dtype({"names": list(names), "formats": list(formats), "offsets": list(offsets), "itemsize": row_bytes})
+    return ROW_DTYPE if found == ROW_DTYPE else found
 
 
 def row_fields(dtype: np.dtype[np.void]) -> tuple[tuple[str, str, int], ...]:
