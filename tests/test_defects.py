@@ -60,7 +60,7 @@ DEFECTS: dict[int, tuple[str, str, str]] = {
     30: ("an alert sent twice after kill -9", "daemon/test_served_liveness.py", "test_kill_9_tells_nothing_twice"),
     31: (
         "the anomaly file rewritten each step", "report/test_files.py",
-        "test_lines_are_appended_and_files_cut_at_a_size_between_lines",
+        "test_what_is_on_disk_is_never_written_again",
     ),
 }  # fmt: skip
 """Number, as the list of defects has it; what went wrong; file and test. 29, expressions from the network, is below."""

@@ -65,6 +65,23 @@ def test_lines_are_appended_and_files_cut_at_a_size_between_lines(tmp_path):
     assert log.position.num_lines == 50
 
 
+def test_what_is_on_disk_is_never_written_again(tmp_path):
+    """Defect 31: a mark made in the file from outside is still there; who rewrites the file wipes it out."""
+    log = AppendLog(tmp_path / "anomalies", file_bytes=10_000)
+    lines = numbered(50)
+    log.append(lines[:25])
+    (file,) = (tmp_path / "anomalies").iterdir()
+    with file.open("r+b") as stream:
+        stream.write(b"#")
+    inode = file.stat().st_ino
+
+    for line in lines[25:]:
+        log.append([line])
+
+    assert file.stat().st_ino == inode
+    assert file.read_bytes() == b"#" + b"".join(line + b"\n" for line in lines)[1:]
+
+
 def test_a_line_longer_than_a_file_gets_a_file_of_its_own(tmp_path):
     log = AppendLog(tmp_path / "anomalies", file_bytes=10)
 
