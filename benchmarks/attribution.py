@@ -2,9 +2,9 @@
 
     python benchmarks/attribution.py [--layouts 2,2,1 1,4,1] [--faults "lr x100"] [--seeds 3] [--write]
 
-Layouts are pp,dp,tp. A run is healthy for 60 steps, then one fault strikes. The verdict is that of the gravest incident that
-the fault opened, in its last revision; `ever` is each verdict that any of its incidents ever had. `right` are the verdicts that
-the layout can show at best; a `hardware` that is not among them is wrong whenever it is said, for a step or for good.
+Layouts are pp,dp,tp. A run is healthy for 60 steps, then one fault strikes. The verdict is that of the gravest incident
+that the fault opened, in its last revision; `ever` is each verdict that any of its incidents ever had. `right` are the
+verdicts that the layout can show at best; a `hardware` that is not among them is wrong whenever it is said.
 `strict` counts only the cause itself.
 """
 
@@ -125,8 +125,9 @@ def main() -> None:
                 ever = {revision.verdict for revision in revisions}
                 verdict = one.verdict if one is not None else "nothing"
                 results.append((layout, plant, verdict, ever, plant.right(rig.run), one))
-                if options.verbose or verdict not in plant.right(rig.run):
-                    print(f"{layout} seed {seed}: {plant.name}: {verdict} (right: {sorted(plant.right(rig.run))}; ever {sorted(ever)})")
+                right = plant.right(rig.run)
+                if options.verbose or verdict not in right:
+                    print(f"{layout} seed {seed}: {plant.name}: {verdict} (right: {sorted(right)}; ever {sorted(ever)})")
                     for line in one.evidence if one is not None else ():
                         print(f"      {line}")
     lines = report(results, time.process_time() - began)
@@ -140,21 +141,21 @@ def report(results: list[tuple[str, Plant, str, set[str], set[str], Incident | N
     """Return the tables."""
     words = ["batch", "model", "precision", "hardware", "unknown", "nothing"]
     lines = ["fault (rows) x verdict (columns), all layouts and seeds", ""]
-    lines.append(f"{'cause':10} {'fault':46}" + "".join(f"{word:>10}" for word in words) + "   right")
+    lines.append(f"{'cause':10} {'fault':50}" + "".join(f"{word:>10}" for word in words) + "   right")
     names = list(dict.fromkeys(plant.name for _, plant, *_ in results))
     for name in names:
         own = [one for one in results if one[1].name == name]
         count = Counter(one[2] for one in own)
         good = sum(one[2] in one[4] for one in own)
-        lines.append(
-            f"{own[0][1].cause:10} {name:46}" + "".join(f"{count[word] or '.':>10}" for word in words) + f"   {good}/{len(own)}"
-        )
+        cells = "".join(f"{count[word] or '.':>10}" for word in words)
+        lines.append(f"{own[0][1].cause:10} {name:50}{cells}   {good}/{len(own)}")
     lines += ["", f"{'cause':10}" + "".join(f"{word:>10}" for word in words)]
     for cause in ("batch", "model", "precision", "hardware", "program"):
         count = Counter(verdict for _, plant, verdict, *_ in results if plant.cause == cause)
         lines.append(f"{cause:10}" + "".join(f"{count[word] or '.':>10}" for word in words))
     good = sum(verdict in right for _, _, verdict, _, right, _ in results)
-    strict = sum(verdict == plant.cause or (plant.cause == "program" and verdict == "unknown") for _, plant, verdict, *_ in results)
+    causes = {"program": "unknown"}
+    strict = sum(verdict == causes.get(plant.cause, plant.cause) for _, plant, verdict, *_ in results)
     wrong = [(layout, plant.name) for layout, plant, _, ever, right, _ in results if "hardware" in ever - right]
     total = max(len(results), 1)
     lines += [

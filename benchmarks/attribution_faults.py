@@ -134,7 +134,9 @@ def has_majority(run: SyntheticRun) -> bool:
     return run.dp > 2
 
 
-def batch_of(loss: float, activations: float, gradients: float, *, steps: int = 1, one: bool = False) -> Callable[[Said], None]:
+def batch_of(
+    loss: float, activations: float, gradients: float, *, steps: int = 1, one: bool = False
+) -> Callable[[Said], None]:
     """A batch that moves the loss, the activations and the gradients by factors; of one replica or of all."""
 
     def change(said: Said) -> None:
@@ -213,7 +215,7 @@ def zeroed(said: Said) -> None:
 
 
 def overflow(forward: bool) -> Callable[[Said], None]:
-    """Half precision: an infinity, in the gradients under a loss scale or in the forward of one replica; the step is skipped."""
+    """Half precision: an infinity, in the gradients under a loss scale or in the forward of one replica; it is skipped."""
 
     def change(said: Said) -> None:
         said.log(to_loss_scale=65536.0 if said.since == 0 else 32768.0)
@@ -323,7 +325,9 @@ def straggler(said: Said) -> None:
     said.end = msgspec.structs.replace(said.end, step_time_s=0.15, wait_s=0.0 if slow else 0.05)
 
 
-def nan(module: str, phase: str = "forward", value: str = "nan", *, skipped: bool = True) -> Callable[..., list[Nan | BitFlip]]:
+def nan(
+    module: str, phase: str = "forward", value: str = "nan", *, skipped: bool = True
+) -> Callable[..., list[Nan | BitFlip]]:
     """A non-finite value on one rank of one replica, once."""
     return lambda run, step: [
         Nan(step=step, module=module, rank=struck_rank(run, module), phase=phase, value=value, is_skipped=skipped)
@@ -351,13 +355,14 @@ PLANTS = [
     Plant("batch of one replica", "batch", always("batch"), batch_of(3.0, 1.8, 6.0, one=True), needs=has_replicas),
     Plant("labels, all replicas: loss 0/0", "batch", always("batch"), bad_labels(one=False)),
     Plant("labels of one replica: loss 0/0", "batch", always("batch"), bad_labels(one=True), needs=has_replicas),
-    Plant("data: NaN in the first block of one replica", "batch", always("batch", "unknown"), a_row, faults=nan("layers.0.attn"),
-          needs=has_replicas),
+    Plant("data: NaN in the first block of one replica", "batch", always("batch", "unknown"), a_row,
+          faults=nan("layers.0.attn"), needs=has_replicas),
     Plant("data: a token NaN in a late block of one replica", "batch", always("batch", "unknown"), a_row,
           faults=nan("layers.2.attn"), needs=has_replicas),
     Plant("data: NaN on all replicas, once", "batch", lambda run: {"batch"} if run.dp > 1 else {"unknown"},
           faults=everywhere("layers.1.attn", 1)),
-    Plant("bad data of one replica, ten steps", "batch", always("unknown", "batch"), poor_shard, needs=has_replicas, steps=24),
+    Plant("bad data of one replica, ten steps", "batch", always("unknown", "batch"), poor_shard, steps=24,
+          needs=has_replicas),
     Plant("lr x100, logged", "model", always("model"), rising(100.0, logged=True)),
     Plant("lr x100, not logged", "model", always("model"), rising(100.0, logged=False)),
     Plant("slow divergence", "model", always("model"), rising(1.0, logged=True, steps=40, first=1.05), steps=40),
@@ -379,10 +384,11 @@ PLANTS = [
     Plant("NaN on one rank, inside, not skipped", "hardware", where_compared("unknown", "model"),
           faults=nan("layers.2.mlp", skipped=False)),
     Plant("inf on one rank, inside", "hardware", where_compared("unknown"), faults=nan("layers.2.attn", value="inf")),
-    Plant("NaN on one rank, backward", "hardware", always("unknown", "hardware"), faults=nan("layers.2.mlp", "backward")),
+    Plant("NaN on one rank, backward", "hardware", always("unknown", "hardware"),
+          faults=nan("layers.2.mlp", "backward")),
     Plant("NaN in a weight gradient", "hardware", always("unknown"), faults=nan("layers.2.mlp", "wgrad")),
-    Plant("NaN on one rank, again and again", "hardware", lambda run: {"hardware"} if run.dp > 2 else {"hardware", "unknown"},
-          needs=has_replicas, steps=60,
+    Plant("NaN on one rank, again and again", "hardware",
+          lambda run: {"hardware"} if run.dp > 2 else {"hardware", "unknown"}, needs=has_replicas, steps=60,
           faults=again([(0, "layers.2.mlp", 1), (9, LAST, 1), (17, "layers.1.mlp", 1), (30, "layers.3.attn", 1),
                         (41, "layers.2.attn", 1)])),
     Plant("one product lost, finite", "hardware", always("unknown", "hardware"), lost_product, needs=has_replicas),

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from sentinel.collect import attach
     from sentinel.collect.moe_tracker import MoETracker
     from sentinel.collect.monitor import Monitor
+    from sentinel.order.skip_list import skip_list
 
-__all__ = ["MoETracker", "Monitor", "__version__", "attach"]
+__all__ = ["MoETracker", "Monitor", "__version__", "attach", "skip_list"]
 
 ADAPTERS = {
     "HuggingFaceCallback": "huggingface",
@@ -34,6 +35,10 @@ def __getattr__(name: str) -> Any:
         from sentinel.collect import attach
 
         return attach
+    if name == "skip_list":
+        from sentinel.order.skip_list import skip_list
+
+        return skip_list
     if name == "Monitor":
         from sentinel.collect.monitor import Monitor
 

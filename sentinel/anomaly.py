@@ -130,7 +130,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     """Of a `batch` verdict: the steps whose batches are suspected, oldest first."""
     skip_ranks: tuple[int, ...] = ()
     """The ranks whose part of those batches it was; empty: all."""
-    skip_samples: tuple[str, ...] = ()
+    skip_samples: tuple[int | str, ...] = ()
     """The ids of the samples of those steps, where the trainer logged them."""
     segment: str = ""
     module: str = ""

@@ -118,7 +118,7 @@ class EndStep(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of step_time_s in which the host waited for other ranks in collectives; below 0: not known."""
     activities: tuple[str, ...] = ()
     """Activities other than train that the trainer told of since the last end_step: its times say little then."""
-    samples: tuple[str, ...] = ()
+    samples: tuple[int | str, ...] = ()
     """Ids of the samples that this rank trained on in the step, where the trainer logs them."""
     num_samples_cut: int = 0
     """Ids that were left out for want of room."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 PARQUET, TENSORBOARD, MSPROBE_CSV, MSPROBE, MEGATRON = "parquet", "tensorboard", "msprobe-csv", "msprobe", "megatron-stats"
 TABLES = (*FORMATS, PARQUET)
 TENSORS = "tensors"
+SKIP_LIST = "skip-list"
 DIRECTORIES = (TENSORBOARD, MSPROBE_CSV, MSPROBE, MEGATRON, TENSORS)
 """Formats of several files: -o names a directory."""
 MEGATRON_FOLDER = "training_stats"
@@ -94,7 +95,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     help=f"{MSPROBE_CSV}: steps in one file, as its step_count_per_record.",
 )
 @click.option(
-    "--format", "form", type=click.Choice([*TABLES, *DIRECTORIES]),
+    "--format", "form", type=click.Choice([*TABLES, *DIRECTORIES, SKIP_LIST]),
     help="Default: by the name of FILE, else csv. docs/exports.md tells what stands where in each.",
 )
 @click.option(
@@ -146,7 +147,7 @@ def export(
         form = by_name.get(Path(output or "").suffix, usual)
     elif as_json and form == "csv" and output is None:
         raise click.UsageError("--json prints JSON lines and --format csv a table; give one of them")
-    if output is None and form not in FORMATS:
+    if output is None and form not in (*FORMATS, SKIP_LIST):
         raise click.UsageError(f"--format {form} does not go to stdout; give -o {'FILE' if form == PARQUET else 'DIR'}")
     if None not in (start_time, end_time) and (start_time or 0) > (end_time or 0):
         raise click.UsageError("--start-time: expected a time before --end-time")
@@ -172,6 +173,12 @@ def export(
             raise click.UsageError("--vectors: as jsonl, parquet or tensorboard; --name, --kind and --steps choose them")
         query = _query(options, (), names, kinds, None, steps)
         written = export_vectors(paths, query, form, output, attempt, options.times)
+    elif form == SKIP_LIST:
+        from sentinel.cli.export_skip_list import export_skip_list
+
+        if aggregates or kinds or statistics or names or timed:
+            raise click.UsageError(f"--format {SKIP_LIST} lists suspected batches: --steps and --attempt choose them")
+        written = export_skip_list(paths.run_dir, output, steps, attempt)
     elif form == MSPROBE:
         from sentinel.cli.export_anomalies import export_anomalies
 

@@ -104,6 +104,7 @@ class RunningStep:
         if scale is not None:
             self._scalars.note_default("loss_scale", scale)
         scalars = self._scalars.take()
+        samples, num_samples_cut = self._scalars.samples.take()
         end = EndStep(
             step=step,
             num_rows=rows.num_rows,
@@ -116,6 +117,8 @@ class RunningStep:
             due=self.due,
             wait_s=self._waits.take(),
             activities=tuple(self._activities),
+            samples=samples,
+            num_samples_cut=num_samples_cut,
         )
         self.is_begun, self.due, self._activities = False, {}, []
         full, vectors = recording.swap(), recording.take_vectors()

@@ -11,6 +11,10 @@ from typing import Any
 import torch
 
 from sentinel.collect.buffer import StepRows
+from sentinel.collect.samples import Samples
+
+SAMPLE_IDS = "sample_ids"
+"""The name under which no number is logged, but which samples the step was trained on."""
 
 MAX_GROUPS = 8
 """Groups of an optimizer whose learning rates are looked at (chosen)."""
@@ -20,6 +24,7 @@ class Scalars:
     """What was logged since the step began."""
 
     def __init__(self) -> None:
+        self.samples = Samples()
         self._values: dict[str, Any] = {}
         self._defaults: dict[str, Any] = {}
         self._rates: dict[str, Any] = {}
@@ -36,6 +41,9 @@ class Scalars:
 
         ValueError, with the name, for what is no number; a number beyond all floats is an infinity.
         """
+        if name == SAMPLE_IDS:
+            self.samples.note(value)
+            return
         if isinstance(value, torch.Tensor):
             self._values[name] = on_its_way(name, value.detach())
         elif value is not None:

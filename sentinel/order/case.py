@@ -152,7 +152,7 @@ class Case(msgspec.Struct, kw_only=True):
     """Newest step before it opened in which another incident was graver than info; -1: none."""
     num_before: int = 0
     """Steps of the attempt that were judged before it opened."""
-    samples: dict[int, dict[int, tuple[str, ...]]] = {}
+    samples: dict[int, dict[int, tuple[int | str, ...]]] = {}
     """Step -> rank -> ids."""
     num_samples_cut: int = 0
     lane_of: dict[int, int] = {}
@@ -320,7 +320,7 @@ class Case(msgspec.Struct, kw_only=True):
         wanted = set(lanes)
         return tuple(sorted(rank for rank, lane in self.lane_of.items() if lane in wanted))
 
-    def samples_of(self, steps: Iterable[int], lanes: Iterable[int]) -> tuple[str, ...]:
+    def samples_of(self, steps: Iterable[int], lanes: Iterable[int]) -> tuple[int | str, ...]:
         """Return the ids of the samples of steps, of some replicas or of all (none given), each once."""
         wanted = set(lanes)
         found = dict.fromkeys(

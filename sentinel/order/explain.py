@@ -171,7 +171,7 @@ def _suspicion(story: Story) -> list[str]:
         of = f", the part of {_named('rank', one.skip_ranks)}" if one.skip_ranks else ""
         lines.append(f"  batches to skip: {_named('step', one.skip_steps)}{of}")
     if one.skip_samples:
-        shown = ", ".join(one.skip_samples[:8]) + (", ..." if len(one.skip_samples) > 8 else "")
+        shown = ", ".join(map(str, one.skip_samples[:8])) + (", ..." if len(one.skip_samples) > 8 else "")
         lines.append(f"  samples to skip: {shown}")
     return lines
 

@@ -63,7 +63,7 @@ class OpenIncident(msgspec.Struct, kw_only=True):
             reasons = told  # Figures that grow from step to step are no news.
         if found.verdict != now.verdict and now.verdict != "unknown":
             self.facts = (*self.facts, f"{now.verdict} was suspected until step {max(self.case.seen, now.last_step)}")
-        samples: tuple[str, ...] = ()
+        samples: tuple[int | str, ...] = ()
         if found.skip_steps:
             samples = self.case.samples_of(found.skip_steps, found.skip_lanes)
         self.incident = msgspec.structs.replace(

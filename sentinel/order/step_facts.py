@@ -80,7 +80,7 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     has_narrow: bool = False
     """Some tensor is of a type that overflows in healthy training: float16, or one of eight bits."""
     is_skipped: bool = False
-    samples: dict[int, tuple[str, ...]] = {}
+    samples: dict[int, tuple[int | str, ...]] = {}
     """Rank -> ids of the samples that it trained on, where the trainer logs them."""
     num_samples_cut: int = 0
     """Ids that the ranks left out for want of room."""

@@ -22,11 +22,13 @@ reasons; the first that holds decides.
    In one replica alone it may be that replica's part of the batch, or its machine. The data is acquitted when it had
    passed at least one whole block well, measured tensor by tensor and like the other replicas', and the value was born
    behind that, inside the network (not in the loss, where labels come in; not in experts, which see few tokens); when one
-   element alone went bad, for data fails by rows: a token, a sample; when the type is wide; when the weights are bit-identical on all replicas, so that they are not to blame; when nothing
-   was amiss in the steps before; and when it did not come again in the same place, nor in another replica, for five steps
-   (or is in the weights by now). Then it is `hardware` (one replica, one rank, one moment). A gradient that is born bad with all of the forward well stays `unknown`: roots and
-   norms of zero do that to good data. Recurrence counts where chance does not explain it: n births that all fall on one rank
-   of R replicas, in several modules, are chance in 1 of R**(n-1); less than 1 in 100 is `hardware`.
+   element alone went bad, for data fails by rows: a token, a sample; when the type is wide; when the weights are
+   bit-identical on all replicas, so that they are not to blame; when nothing was amiss in the steps before; and when it did
+   not come again in the same place, nor in another replica, for five steps (or is in the weights by now). Then it is
+   `hardware` (one replica, one rank, one moment). A gradient that is born bad with all of the forward well stays
+   `unknown`: roots and norms of zero do that to good data. Recurrence counts where chance does not explain it: n births
+   that all fall on one rank of R replicas, in several modules, are chance in 1 of R**(n-1); less than 1 in 100 is
+   `hardware`.
 6. Finite values. A learning rate that jumped just before: `model`. Weights or optimizer state that moved first, series
    of states (dead, collapsed, drifting), or an excursion of 3 steps in a row: `model`, unless one replica alone keeps
    moving, which its data and its machine explain alike: `unknown`. An excursion of at most two steps after which two whole
