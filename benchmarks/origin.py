@@ -7,6 +7,7 @@ assembler and Judge with the default pack make anomaly files of them, and `topk 
     python benchmarks/origin.py [--num 500] [--seed 0] [--write]     prints a table, and every plant that is not found
     python benchmarks/origin.py --num 20                             the small mode that a test runs
     python benchmarks/origin.py --real 40                            plants in examples/gpt over gloo, as origin_sweep.py
+    python benchmarks/origin.py --real-finite 24             blow-ups there
 
 What counts. NaN: the first line of topk names module, rank and micro-batch; where monitoring is off the segment instead of
 the module (that is the black box's promise); a fault of a parameter's gradient alone the parameter, without rank where it
@@ -380,6 +381,45 @@ def real(num: int, seed: int) -> dict[str, object]:
     return {"num": num, "right": right, "wrong": wrong, "seconds": round(time.perf_counter() - began, 1)}
 
 
+def real_finite(num: int, seed: int) -> dict[str, object]:
+    """Plant `num` blow-ups in the example's trainer: a module's work is 30 to 1000 times what it should be, for one step."""
+    import origin_sweep as sweep
+
+    rng = random.Random(seed)
+    runs = [(layout, monitored) for layout in sweep.LAYOUTS.values() for monitored in (True, False)]
+    began, places, wrong = time.perf_counter(), Counter[int](), []
+    for at, (layout, is_monitored) in enumerate(runs):
+        some = rng.sample(sweep.cells(layout, 1), num // len(runs) + (at < num % len(runs)))
+        if not some:
+            continue
+        planted = [dataclasses.replace(cell, step=WARM_UP + APART * number) for number, cell in enumerate(some)]
+        factors = [10.0 ** rng.uniform(1.5, 3.0) for _ in planted]
+        with tempfile.TemporaryDirectory(prefix="origin-real-") as scratch:
+            run_dir = sweep.train(
+                layout, planted, Path(scratch), is_monitored=is_monitored, is_sudden=False, extra=[], factors=factors
+            )
+            for cell, factor in zip(planted, factors, strict=True):
+                entries = [entry.anomaly for entry in topk(run_dir, 8, steps={cell.step}).entries]
+                born = [origin(anomaly, entries) for anomaly in entries]
+                place = next((n for n, one in enumerate(born, 1) if _names_cell(one, cell, layout, is_monitored)), 0)
+                places[place] += 1
+                if not 0 < place <= 3:
+                    said = [f"{one.kind} of {one.name} ({one.segment or '?'})" for one in born[:3]]
+                    on = "on" if is_monitored else "off"
+                    told = {"layout": layout.name, "monitoring": on, **dataclasses.asdict(cell), "factor": factor}
+                    wrong.append({**told, "place": place, "said": said})
+    right = sum(places[place] for place in (1, 2, 3))
+    figures = {"num": num, "right": right, "places": dict(sorted(places.items())), "wrong": wrong}
+    return {**figures, "seconds": round(time.perf_counter() - began, 1)}
+
+
+def _names_cell(born: Origin, cell: object, layout: object, is_monitored: bool) -> bool:
+    module, segment = cell.module, cell.segment(layout)
+    if module in (born.module, *born.candidates):
+        return True
+    return segment == born.segment if not is_monitored else False
+
+
 def show(figures: dict[str, object]) -> None:
     """Print the figures as a table."""
     print(f"{'':24} {'NaN first':>14} {'finite in three':>16}")
@@ -412,13 +452,14 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true", help="write the results into benchmarks/results")
     parser.add_argument("--keep", type=Path, help="leave the runs in this folder")
-    parser.add_argument("--real", type=int, metavar="NUM", help="plant NUM in the real trainer instead")
+    parser.add_argument("--real", type=int, metavar="NUM", help="plant NUM NaNs in the real trainer instead")
+    parser.add_argument("--real-finite", type=int, metavar="NUM", help="the same with NUM blow-ups")
     options = parser.parse_args()
-    if options.real:
-        figures = real(options.real, options.seed)
+    if options.real or options.real_finite:
+        figures = real(options.real, options.seed) if options.real else real_finite(options.real_finite, options.seed)
         print(json.dumps(figures, indent=1))
         if options.write:
-            write(figures, "origin-real")
+            write(figures, "origin-real" if options.real else "origin-real-finite")
         return 0 if figures["right"] == figures["num"] else 1
     with tempfile.TemporaryDirectory(prefix="origin-") as scratch:
         figures = measure(options.num, options.seed, options.keep or Path(scratch))

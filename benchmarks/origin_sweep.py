@@ -31,6 +31,7 @@ import torch
 from sentinel.anomaly import Anomaly
 from sentinel.order.causes import leading_causes
 from sentinel.order.origin import origin
+from sentinel.rules.loader import load_pack
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "gpt"
@@ -117,9 +118,16 @@ def cells(layout: Layout, every: int) -> list[Cell]:
 
 
 def train(
-    layout: Layout, planted: list[Cell], folder: Path, *, is_monitored: bool, is_sudden: bool, extra: list[str]
+    layout: Layout,
+    planted: list[Cell],
+    folder: Path,
+    *,
+    is_monitored: bool,
+    is_sudden: bool,
+    extra: list[str],
+    factors: list[float] | None = None,
 ) -> Path:
-    """Run the trainer with a daemon beside it; return the run's directory."""
+    """Run the trainer with a daemon beside it; return the run's directory. factors: no NaN, but so many times as large."""
     faults = [
         {
             "module": cell.module, "phase": cell.phase, "micro_step": cell.micro_step, "steps": [cell.step],
@@ -127,11 +135,15 @@ def train(
         }
         for cell in planted
     ]  # fmt: skip
+    for fault, factor in zip(faults, factors or (), strict=False):
+        fault.update(type="scale", factor=factor)
     (folder / "faults.json").write_text(json.dumps(faults))
     # Escalation would switch monitoring on by itself: here the two promises are looked at one at a time.
     config = {"kinds": ALL_KINDS if is_monitored else ALL_KINDS[:2], "allow_commands": []}
     (folder / "monitor.yaml").write_text(json.dumps(config))
-    (folder / "pack.yaml").write_text("rules:\n  - {name: non-finite, episode_quiet_steps: 0}\n")
+    # Each plant is an episode of its own, however soon it follows another.
+    names = [rule.name for rule in load_pack([]).rules] if factors else ["non-finite"]
+    (folder / "pack.yaml").write_text("rules:\n" + "".join(f"  - {{name: {n}, episode_quiet_steps: 0}}\n" for n in names))
     command = [
         sys.executable, "-m", "sentinel.cli", "run", "--dir", str(folder), "--name", "run", "--quiet",
         "--rules", str(folder / "pack.yaml"), "--drain-s", "120", "--",

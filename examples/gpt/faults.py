@@ -29,13 +29,14 @@ class Fault:
     steps: tuple[int, ...]
     """Steps at which it strikes."""
     type: str = "nan"
-    """`nan`: into one module; `batch`: the data are corrupted; `flip`: an exponent bit of one element of the module's
-    weight; `sleep`: the module's forward takes `seconds` longer."""
+    """`nan`: into one module; `scale`: one module's work is `factor` times what it should be; `batch`: the data are
+    corrupted; `flip`: an exponent bit of one element of the module's weight; `sleep`: the module's forward takes `seconds`
+    longer."""
     module: str = ""
     """For all but `batch`: global name of the module."""
     phase: str = "forward"
-    """For `nan`: `forward` hits the module's output, `backward` the gradient of its input (where the input has none, as
-    an embedding's tokens: the gradient of its weight)."""
+    """For `nan` and `scale`: `forward` hits the module's output, `backward` the gradient of its input (where the input has
+    none, as an embedding's tokens: the gradient of its weight)."""
     dp_rank: int | None = None
     """The replica that it strikes; None: all."""
     tp_rank: int | None = None
@@ -43,13 +44,17 @@ class Fault:
     micro_step: int | None = None
     """The micro-batch that it strikes; None: all of the step."""
     is_sudden: bool = False
-    """For `nan`: the broken code runs only when it strikes; else it is always there, as a bug is, and mostly harmless."""
+    """For `nan` and `scale`: the broken code runs only when it strikes; else it is always there, as a bug is, and mostly
+    harmless."""
+
+    factor: float = 100.0
+    """For `scale`."""
 
     seconds: float = 0.0
     """For `sleep`."""
 
     def __post_init__(self) -> None:
-        if self.type not in ("nan", "batch", "flip", "sleep") or self.phase not in ("forward", "backward"):
+        if self.type not in ("nan", "scale", "batch", "flip", "sleep") or self.phase not in ("forward", "backward"):
             raise ValueError(f"no such fault: type {self.type!r}, phase {self.phase!r}")
 
 
@@ -71,7 +76,7 @@ class Faults:
         self._sleepers = {fault.module for fault in faults if fault.type == "sleep"}
         self._modules: dict[str, nn.Module] = {}
         for fault in faults:
-            if fault.type == "nan":
+            if fault.type in ("nan", "scale"):
                 # On every rank alike: the replicas of a broken module are broken too.
                 self._planted_phases[fault.module].add(fault.phase)
                 if not fault.is_sudden:
@@ -117,9 +122,12 @@ class Faults:
     def _planted(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         phases = self._planted_phases[name]
 
-        def strikes(phase: str, micro_step: int) -> bool:
-            faults = self._nans.get((self._step, name), ())
-            return any(fault.phase == phase and fault.micro_step in (None, micro_step) for fault in faults)
+        def strikes(phase: str, micro_step: int) -> float:
+            """What the work is multiplied by: 1 when nothing strikes, NaN: one element is lost."""
+            for fault in self._nans.get((self._step, name), ()):
+                if fault.phase == phase and fault.micro_step in (None, micro_step):
+                    return math.nan if fault.type == "nan" else fault.factor
+            return 1.0
 
         def run(*args: Any, **kwargs: Any) -> Any:
             micro_step = self._num_forwards[name]
@@ -127,31 +135,31 @@ class Faults:
             for fault in self._sleeps.get((self._step, name), ()):
                 if fault.micro_step in (None, micro_step):
                     time.sleep(fault.seconds)
-            is_bad = {phase: strikes(phase, micro_step) for phase in phases}
-            runs = {phase for phase in phases if is_bad[phase] or (name, phase) in self._always}
+            times = {phase: strikes(phase, micro_step) for phase in phases}
+            runs = {phase for phase in phases if times[phase] != 1.0 or (name, phase) in self._always}
             if "backward" not in runs:
                 output = forward(*args, **kwargs)
             elif args[0].requires_grad:
-                output = forward(BadGradient.apply(args[0], is_bad["backward"]), *args[1:], **kwargs)
+                output = forward(BadGradient.apply(args[0], times["backward"]), *args[1:], **kwargs)
             else:
                 assert isinstance(module, nn.Embedding)
-                output = F.embedding(args[0], BadGradient.apply(module.weight, is_bad["backward"]))
-            return spoil(output, is_bad["forward"]) if "forward" in runs else output
+                output = F.embedding(args[0], BadGradient.apply(module.weight, times["backward"]))
+            return spoil(output, times["forward"]) if "forward" in runs else output
 
         return run
 
 
 class BadGradient(torch.autograd.Function):
-    """The identity, whose backward is broken at times: then one element of the gradient it returns is NaN."""
+    """The identity, whose backward is broken at times: then the gradient it returns is spoilt."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, is_bad: bool) -> torch.Tensor:
-        ctx.is_bad = is_bad
+    def forward(ctx: Any, tensor: torch.Tensor, times: float) -> torch.Tensor:
+        ctx.times = times
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return spoil(gradient, ctx.is_bad), None
+        return spoil(gradient, ctx.times), None
 
 
 def flip_bit(weight: torch.Tensor) -> None:
@@ -160,11 +168,12 @@ def flip_bit(weight: torch.Tensor) -> None:
     local.data.view(torch.int32).view(-1)[local.numel() // 2] ^= 1 << 24
 
 
-def spoil(tensor: torch.Tensor, is_bad: bool) -> torch.Tensor:
-    """Return a copy of `tensor` whose middle element is NaN if `is_bad`; of a DTensor, that of the local shard."""
+def spoil(tensor: torch.Tensor, times: float) -> torch.Tensor:
+    """Return a copy of `tensor`, so many times as large; NaN: its middle element is. Of a DTensor the local shard."""
     if isinstance(tensor, DTensor):
-        local = spoil(tensor.to_local(), is_bad)
+        local = spoil(tensor.to_local(), times)
         return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False)
     mask = torch.zeros(tensor.numel(), dtype=torch.bool, device=tensor.device)
-    mask[tensor.numel() // 2] = is_bad
-    return tensor.masked_fill(mask.view(tensor.shape), math.nan)
+    mask[tensor.numel() // 2] = math.isnan(times)
+    spoilt = tensor.masked_fill(mask.view(tensor.shape), math.nan)
+    return spoilt if times == 1.0 or math.isnan(times) else spoilt * times
