@@ -339,6 +339,9 @@ class SpoolReader:
 
     def __init__(self, directory: Path, *, file_index: int = 0, offset: int = 0) -> None:
         self.directory = Path(directory)
+        self._folder = str(self.directory)
+        self._wanted = 0
+        """Bytes of the frame that the last window ended within."""
         self.file_index = file_index
         self.offset = offset
         self.num_corrupt = 0
@@ -367,7 +370,7 @@ class SpoolReader:
         self.is_caught_up = True
         while not frames:
             # Looked for before reading: a writer begins a new file only when it has done with the last.
-            has_newer = (self.directory / file_name(self.file_index + 1)).exists()
+            has_newer = os.path.exists(f"{self._folder}/{file_name(self.file_index + 1)}")  # noqa: PTH110 -- each poll
             data = self._read(max_bytes)
             if data is None:
                 later = [index for index in list_files(self.directory) if index > self.file_index]
@@ -382,7 +385,7 @@ class SpoolReader:
             if data:
                 consumed = self._parse(data, frames, is_over=is_over, is_whole=is_whole)
                 if consumed == 0 and not frames and not is_whole:
-                    max_bytes *= 2  # one frame longer than the window
+                    max_bytes = max(2 * max_bytes, self._wanted)  # one frame longer than the window
                     continue
             if is_over and has_newer and not frames:
                 self.file_index, self.offset = self.file_index + 1, 0
@@ -396,7 +399,7 @@ class SpoolReader:
         # A pipe or a link has no business here: neither wait for its other end nor follow it.
         try:
             flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(self.directory / file_name(self.file_index), flags)
+            fd = os.open(f"{self._folder}/{file_name(self.file_index)}", flags)
         except OSError:
             return None
         try:
@@ -413,7 +416,7 @@ class SpoolReader:
     def _parse(self, data: bytes, frames: list[Frame], *, is_over: bool, is_whole: bool) -> int:
         """Take the frames out of `data`, which begins at the offset; returns the bytes that are done with."""
         base, at, bad_from = self.offset, 0, -1
-        done = 0
+        done = self._wanted = 0
         while at < len(data):
             found = scan(data, at)
             if isinstance(found, (Frame, Foreign)):
@@ -435,6 +438,7 @@ class SpoolReader:
                 bad_from = at if bad_from < 0 else bad_from
                 at = _next_magic(data, at)
             else:
+                self._wanted = at + found.num_bytes
                 break
         if is_over and done < len(data):
             self.num_torn += 1
