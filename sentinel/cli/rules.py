@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 import msgspec
 
@@ -72,7 +74,7 @@ def _names_in(run: str) -> dict[str, set[str]]:
 @rules.command("list")
 @click.argument("paths", nargs=-1, metavar="[PATH]...")
 @click.option("--no-builtin", is_flag=True, help="Leave the built-in default pack out.")
-@click.option("--detectors", is_flag=True, help="List detectors with their arguments and defaults instead.")
+@click.option("--detectors", is_flag=True, help="Say what detectors do, their arguments and defaults; PATHs are names.")
 @allow_code_option()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 def list_(paths: tuple[str, ...], no_builtin: bool, detectors: bool, as_json: bool) -> int:
@@ -81,12 +83,11 @@ def list_(paths: tuple[str, ...], no_builtin: bool, detectors: bool, as_json: bo
     from sentinel.rules.loader import load_pack
 
     if detectors:
-        for one in list_detectors():
+        for one in _wanted(list_detectors(), paths):
             if as_json:
                 click.echo(msgspec.json.encode(one).decode())
             else:
-                args = ", ".join(f"{key}={_show(value)}" for key, value in one["args"].items())
-                click.echo(f"{one['name']}: {one['summary']}\n    {args or 'no arguments'}")
+                _show_detector(one)
         return CLEAN
     for line in list_rules(load_pack(paths, builtin=not no_builtin)):
         if as_json:
@@ -97,6 +98,28 @@ def list_(paths: tuple[str, ...], no_builtin: bool, detectors: bool, as_json: bo
             click.echo(f"{line.name}: {line.detector}, {line.severity}, {'+'.join(line.actions) or 'no action'}: {watched}")
             click.echo(f"    {line.description} ({line.source})")
     return CLEAN
+
+
+def _wanted(known: list[dict[str, Any]], names: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return the detectors of these names; without names all."""
+    from sentinel.rules.loader import nearest
+
+    every = [one["name"] for one in known]
+    for name in names:
+        if name not in every:
+            raise click.UsageError(f'unknown detector "{name}"{nearest(name, every)}')
+    return [one for one in known if not names or one["name"] in names]
+
+
+def _show_detector(one: dict[str, Any]) -> None:
+    watched = f" ({', '.join(one['statistics'])})" if one["statistics"] else ""
+    click.echo(f"{one['name']}: {one['summary']}{watched}")
+    for key, value in one["args"].items():
+        default = "needed" if key in one["needed"] else _show(value)
+        meaning = one["args_doc"][key]
+        click.echo(f"    {key}: {default}" + (f"   {meaning}" if meaning else ""))
+    if not one["args"]:
+        click.echo("    no arguments")
 
 
 def _show(value: object) -> str:

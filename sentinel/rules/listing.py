@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import re
+import ast
+import inspect
+import itertools
+import textwrap
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from sentinel.aggregate import matches, nearest_names
-from sentinel.anomaly import Severity
 from sentinel.detect import known_detectors
-from sentinel.rules.loader import PACKS, Problem, detector_arguments, read_pack
-from sentinel.rules.schema import RULE_KINDS, Pack, Rule
-
-_PLAIN_PREFIX = re.compile(r"[^*?\[\]]*\.\d+")
-
-
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing to say about a pack."""
-
-    file: str
-    line: int
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.message}"
+from sentinel.rules.lint import Finding, lint_rule, lint_together
+from sentinel.rules.loader import Problem, detector_arguments, read_pack
+from sentinel.rules.schema import RULE_KINDS, Pack
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,8 +65,11 @@ def check_packs(
     """
     pack, problems = read_pack(paths, builtin=builtin)
     errors = tuple(_finding(problem) for problem in problems)
-    lint = tuple(finding for rule in pack.rules for finding in _lint(rule, names))
-    return CheckResult(errors=errors, lint=lint, num_rules=len(pack.rules), pack_hash="" if errors else pack.pack_hash)
+    lint = [finding for rule in pack.rules for finding in lint_rule(rule, names)]
+    lint += lint_together(pack, read_pack((), builtin=True)[0] if builtin else Pack(rules=()))
+    lint.sort(key=lambda finding: (finding.file, finding.line))
+    pack_hash = "" if errors else pack.pack_hash
+    return CheckResult(errors=errors, lint=tuple(lint), num_rules=len(pack.rules), pack_hash=pack_hash)
 
 
 def list_rules(pack: Pack) -> list[RuleLine]:
@@ -106,36 +98,44 @@ def list_rules(pack: Pack) -> list[RuleLine]:
 
 
 def list_detectors() -> list[dict[str, Any]]:
-    """Return name, summary and default arguments of every detector, other packages' included."""
-    return [
-        {
-            "name": name,
-            "summary": str(getattr(cls, "summary", "")),
-            "args": {key: None if value is ... else value for key, value in detector_arguments(cls).items()},
-        }
-        for name, cls in known_detectors().items()
-    ]
+    """Return what there is to know of every detector, other packages' included.
+
+    Each: name, summary, doc, statistics that it watches by default, args with their defaults (null: none, or to be given),
+    args_doc with what each argument means, needed: arguments without a default.
+    """
+    found = []
+    for name, cls in known_detectors().items():
+        args = detector_arguments(cls)
+        documented = argument_docs(cls)
+        found.append(
+            {
+                "name": name,
+                "summary": str(getattr(cls, "summary", "")),
+                "doc": inspect.getdoc(cls) or "",
+                "statistics": list(getattr(cls, "statistics", ())),
+                "args": {key: None if value is ... else value for key, value in args.items()},
+                "args_doc": {key: documented.get(key, "") for key in args},
+                "needed": [key for key, value in args.items() if value is ...],
+            }
+        )
+    return found
+
+
+def argument_docs(cls: type[Any]) -> dict[str, str]:
+    """Return argument -> the text that stands under its field; nothing where there is no source to read."""
+    found: dict[str, str] = {}
+    for one in reversed(cls.__mro__[:-1]):
+        try:
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        except (OSError, TypeError, SyntaxError, ValueError):
+            continue
+        body = tree.body if isinstance(tree, ast.ClassDef) else []
+        for field, text in itertools.pairwise(body):
+            said = text.value.value if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) else None
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(said, str):
+                found[field.target.id] = " ".join(said.split())
+    return found
 
 
 def _finding(problem: Problem) -> Finding:
     return Finding(file=problem.file, line=problem.line, message=problem.message)
-
-
-def _lint(rule: Rule, names: Mapping[str, Collection[str]] | None) -> list[Finding]:
-    notes = []
-    if rule.severity is Severity.CRITICAL and "notify" not in rule.actions:
-        notes.append('is critical, yet its actions tell nobody; add "notify"')
-    named = [("name", glob) for glob in rule.match.name]
-    named += [("aggregate", glob) for one in rule.match.aggregate for glob in one.globs]
-    for key, glob in named if rule.match.kind != ("scalar",) else ():
-        if _PLAIN_PREFIX.fullmatch(glob):
-            notes.append(f'match.{key} "{glob}" takes that one name only; "{glob}.*" takes what is inside it')
-    file, _, line = rule.source.rpartition(":")
-    if names is not None and Path(file).parent != PACKS:
-        known = {name for kind in rule.match.kind for name in names.get(kind, ())}
-        for key, glob in named:
-            if not any(matches(glob, name) for name in known):
-                kinds = "any kind" if rule.match.kind == RULE_KINDS else "/".join(rule.match.kind)
-                near = f"; nearest: {', '.join(nearest_names([glob], known, 3))}" if known else ", which it has none of"
-                notes.append(f'match.{key} "{glob}" matches no name of {kinds} in that run{near}')
-    return [Finding(file=file, line=int(line), message=f'rule "{rule.name}": {note}') for note in notes]

@@ -60,6 +60,8 @@ class _Reading:
 
     detectors: Mapping[str, type[Any]]
     problems: list[Problem] = field(default_factory=list)
+    complete: list[str] = field(default_factory=list)
+    """Names of rules that have a detector."""
 
     def complain(self, file: str, line: int, message: str) -> None:
         self.problems.append(Problem(file, line, message))
@@ -105,6 +107,7 @@ def read_pack(
     for layer in layers:
         for draft in layer:
             merged[draft.name] = _merge(merged.get(draft.name), draft)
+    reading.complete = [name for name, (given, _, _) in merged.items() if "detector" in given]
     rules = [_build(given, files, draft, reading) for given, files, draft in merged.values()]
     reading.problems.sort(key=lambda problem: (problem.file, problem.line))
     return Pack(rules=tuple(rule for rule in rules if rule is not None and rule.enabled)), reading.problems
@@ -301,7 +304,10 @@ class _Fields:
                 self._reading.complain(draft.file, draft.line, what)
                 return ""
             known = ", ".join(self._reading.detectors)
-            self._reading.complain(draft.file, draft.line, f'rule "{self._name}": needs a "detector"; known: {known}')
+            # Without one it was probably to change a rule that is there.
+            near = difflib.get_close_matches(self._name, self._reading.complete, 1, 0.6)
+            hint = f'there is no such rule to change; did you mean "{near[0]}"? A rule of your own ' if near else ""
+            self._reading.complain(draft.file, draft.line, f'rule "{self._name}": {hint}needs a "detector"; known: {known}')
             return ""
         if not isinstance(item.value, str):
             self._complain("detector", item.where, f'"detector" must be a name, got {_show(item.value)}')

@@ -31,6 +31,8 @@ def expand(text: str) -> list[float | None]:
         if match is None:
             raise BadNotation(f'expected "1", "1x5", "1+0.5x10", "1*1.1x10", "_" or "nan", got "{part}"')
         times = int(match["times"]) if match["times"] else 0
+        if len(found) + times >= MAX_VALUES:
+            raise BadNotation(f"expected at most {MAX_VALUES} values, got more")
         if match["by"] and not match["times"]:
             raise BadNotation(f'"{part}": how often? "{part}x10" is ten times more')
         if match["start"] == "_":
@@ -40,8 +42,6 @@ def expand(text: str) -> list[float | None]:
         else:
             start, change = float(match["start"]), float(match["change"] or 0.0)
             found += [_value(start, match["by"], change, at) for at in range(times + 1)]
-        if len(found) > MAX_VALUES:
-            raise BadNotation(f"expected at most {MAX_VALUES} values, got more")
     return found
 
 

@@ -43,3 +43,61 @@ def test_list_is_one_object_a_line(capsys):
 
     assert run_cli(["rules", "list", "--detectors", "--json"]) == 0
     assert "KurtosisSpike" in capsys.readouterr().out
+
+
+def limit(statistic, args, detector="Threshold"):
+    return f"{{name: a, detector: {detector}, match: {{kind: wgrad, statistic: {statistic}}}, args: {{{args}}}}}"
+
+
+LINT = {
+    "a share above one": (limit("zeros", "above: 1.0"), "never fires"),
+    "a norm below zero": (limit("norm", "below: 0"), "never fires"),
+    "a norm above -1": (limit("norm", "above: -1"), "at every point"),
+    "a NaN limit": (limit("zeros", "threshold: 2", "AnomalyNan"), "never fires"),
+    "another's work": (
+        '{name: a, detector: AnomalyNan, match: {kind: "*"}, severity: critical, actions: [notify, escalate]}',
+        'does what rule "non-finite"',
+    ),
+    "in another's place": (
+        "{name: loss-spike, detector: Threshold, match: {kind: scalar, name: loss}, args: {above: 9}}",
+        "replaces the rule of that name of the default pack, whose detector is LossSpike",
+    ),
+    "a blank": ('{name: a, detector: AnomalyNan, match: {kind: wgrad, name: "head "}}', "begins or ends with a blank"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LINT)
+def test_what_is_probably_not_meant_is_lint_with_file_and_line(case, tmp_path, capsys):
+    rule, words = LINT[case]
+    pack = tmp_path / "mine.yaml"
+    pack.write_text(f"rules:\n  - {rule}\n")
+
+    assert run_cli(["rules", "check", str(pack)]) == 3
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{pack}:2: rule ") and words in line and line.endswith("(lint)")
+
+
+def test_a_limit_that_can_be_passed_is_no_lint(tmp_path, capsys):
+    pack = tmp_path / "mine.yaml"
+    pack.write_text("rules: [{name: a, detector: Threshold, match: {kind: wgrad, statistic: zeros}, args: {above: 0.9}}]")
+
+    assert run_cli(["rules", "check", str(pack)]) == 0
+
+
+def test_a_rule_to_change_that_is_not_there_is_guessed(tmp_path, capsys):
+    pack = tmp_path / "mine.yaml"
+    pack.write_text("rules: [{name: los-spike, args: {k: 3}}]")
+
+    assert run_cli(["rules", "check", str(pack)]) == 1
+    assert 'there is no such rule to change; did you mean "loss-spike"?' in capsys.readouterr().out
+
+
+def test_detectors_are_told_with_what_their_arguments_mean(capsys):
+    assert run_cli(["rules", "list", "--detectors", "LossSpike"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("LossSpike: ") and "settle_after: 20   Consecutive flagged points" in out
+
+    assert run_cli(["rules", "list", "--detectors", "--json"]) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(told) > 20 and all(one["args_doc"][key] for one in told for key in one["args"])
+    assert run_cli(["rules", "list", "--detectors", "LosSpike"]) == 2
