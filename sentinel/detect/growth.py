@@ -33,8 +33,8 @@ class VanishingGradient(Formed, frozen=True, kw_only=True, forbid_unknown_fields
     phrase: ClassVar[str] = "this layer hardly learns any more: dead or saturated units behind it, or its path is cut"
     statistics: ClassVar[tuple[str, ...]] = ("norm",)
 
-    threshold: float = 30.0
-    """How often over a gradient may shrink against the others, less one; chosen: healthy tiny runs stay below 5."""
+    threshold: float = 50.0
+    """How often over a gradient may shrink against the others, less one; chosen: healthy tiny runs stay below 12."""
     k: float = 10.0
     """Mean absolute log residuals that are still normal; as AnomalyTurbulence's."""
     memory: float = MEMORY
