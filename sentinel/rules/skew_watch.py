@@ -123,6 +123,8 @@ class SkewWatch(Watch):
     def _of_rows(self, view: StepView) -> list[tuple[int, np.ndarray, np.ndarray]]:
         """Return (tensor, ranks, statistic of each rank's own rows), NaN where they hold what is not finite."""
         watched = self._watched(view.layout)
+        if not watched.any():
+            return []
         rows = np.flatnonzero((view.row_logical >= 0) & watched[view.row_logical])
         if not rows.size:
             return []
