@@ -221,12 +221,14 @@ class Engine:
                 is_formed = watch.form is not None and native.judge_forms is not None
                 if len(its.index):
                     (forms if is_formed else plan.tensors).append((watch, its))
-            elif isinstance(watch, RowWatch):
+            elif isinstance(watch, RowWatch | OwnRowWatch):
                 plan.rows.append((watch, watch.plan(selection)))
             elif isinstance(watch, LivenessWatch):
                 plan.learn.append(watch.learn)
             elif isinstance(watch, ScalarWatch | ReplicaWatch | RankWatch | SkewWatch | AggregateWatch):
                 plan.whole.append(watch.judge)
+            else:
+                raise AssertionError(f"{type(watch).__name__} of rule {watch.rule.name} is judged nowhere")
         if forms:
             plan.programme = Programme([watch for watch, _ in forms], [its for _, its in forms])
         self._plans = [*self._plans[-(MAX_LAYOUTS - 1) :], plan]
@@ -241,7 +243,7 @@ class _LayoutPlan(msgspec.Struct):
     """The watches that are forms; None: there is no such watch, or no C library."""
     tensors: list[tuple[TensorWatch, Plan]] = []
     """The other watches of tensors."""
-    rows: list[tuple[RowWatch, Plan]] = []
+    rows: list[tuple[RowWatch | OwnRowWatch, Plan]] = []
     whole: list[Callable[[StepView], list[Anomaly]]] = []
     """What judges of watches that look at the whole step."""
     learn: list[Callable[[StepView], None]] = []
