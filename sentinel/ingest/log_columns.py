@@ -29,7 +29,8 @@ STEP = (
     "train_global_step", "global_step", "trainer_global_step", "step", "steps", "train_step", "global_steps",
     "optimizer_step", "opt_step", "training_step", "iteration", "iterations", "iter", "iters", "train_iter",
     "train_iteration", "it", "num_updates", "update", "updates", "train_num_updates", "current_steps", "current_step",
-    "n_iter", "num_steps", "step_num", "wandb_step", "s", "batch", "batch_idx", "batches", "i", "idx", "index",
+    "n_iter", "global_step_max_steps", "num_steps", "step_num", "wandb_step", "s", "batch", "batch_idx", "batches", "i",
+    "idx", "index",
 )  # fmt: skip
 EPOCH = ("epoch", "epochs", "train_epoch", "trainer_epoch", "current_epoch", "ep")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ MISSING = frozenset({"", "none", "null", "na", "n/a", "-", "--", "<na>", "nil", 
 _MSVC = {"1.#qnan": "nan", "-1.#qnan": "nan", "1.#ind": "nan", "-1.#ind": "nan", "-nan(ind)": "nan", "nan(ind)": "nan",
          "1.#inf": "inf", "-1.#inf": "-inf", "1.#snan": "nan"}  # fmt: skip
 CANONICAL = ("loss", "grad_norm", "lr")
+_OF_ALL = re.compile(r"\s*(\d+)\s*/\s*\d+\s*")
 _PLAINEST = 6
 """Spellings of a role that can mean nothing else (chosen)."""
 MAX_BACK_SHARE = 0.05
@@ -108,6 +110,10 @@ class Rows:
         try:
             value = number(text)
         except ValueError:
+            of_all = _OF_ALL.fullmatch(text)
+            if of_all is not None and (role := named_role(name)) is not None and role[0] == "step":
+                self.put(name, float(of_all[1]))  # 10/100: step 10 of them
+                return
             self._garbage.setdefault(name, (line, text.strip()[:60]))
             return
         if value is not None:

@@ -64,6 +64,9 @@ FORMS = {
     "wandb": table(header='"Step"{d}"run 7 - train/loss"{d}"run 7 - train/grad_norm"'),
     "jsonl": "\n".join(map(json.dumps, records())) + "\n",
     "jsonl, strict": "\n".join(map(json.dumps, records())).replace("NaN", '"nan"').replace("Infinity", '"inf"') + "\n\n",
+    "jsonl, steps of all": "\n".join(
+        json.dumps({"global_step/max_steps": f"{r.pop('step')}/100", **r, "elapsed_time": "3s"}) for r in records()
+    ),
     "jsonl, nested": "\n".join(json.dumps({"step": r.pop("step"), "train": r}) for r in records()),
     "json array": json.dumps(records()),
     "json columns": json.dumps({name: [r[name] for r in records()] for name in records()[0]}),
