@@ -204,5 +204,6 @@ def ending(onset: Anomaly, lasted: int, settled: bool, goes_on_as: str = "") -> 
     if settled:
         return f"{what} settled at a new level, which is the new normal, after {count(lasted, 'step')}"
     if goes_on_as:
-        return f"{what} was anomalous in {count(lasted, 'step')} and is no more alone; goes on as {goes_on_as}"
+        how = "lasts, grew worse or is no more alone"
+        return f"{what} was anomalous in {count(lasted, 'step')} and {how}; goes on as {goes_on_as}"
     return f"{what} is back to normal; it was anomalous in {count(lasted, 'step')}"
