@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import io
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ _BINARY = {
     b"\x89HDF": "HDF5", b":W&B": "W&B's own file; export its history as CSV", b"\x80\x02": "a pickle",
     b"\x80\x04": "a pickle", b"\xfd7zXZ": "xz; unpack it", b"BZh": "bzip2; unpack it", b"(\xb5/\xfd": "zstd; unpack it",
 }  # fmt: skip
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _LOG_NAMES = ("trainer_state.json", "metrics.csv", "trainer_log.jsonl", "progress.csv", "metrics.jsonl", "log.csv")
 
 
@@ -71,6 +73,10 @@ def find_logs(path: Path) -> list[Path]:
         return [path]
     files = [one for one in path.iterdir() if one.is_file() and not one.name.startswith(".") and _ends_like_log(one.name)]
     runs = [one for one in path.iterdir() if one.is_dir() and is_log_directory(one)]
+    saved = [(int(found[1]), one) for one in runs if (found := _CHECKPOINT.fullmatch(one.name))]
+    if saved:
+        # Each checkpoint's trainer_state holds the whole log so far: the newest is all of them.
+        runs = [one for one in runs if not _CHECKPOINT.fullmatch(one.name)] + [max(saved)[1]]
     return sorted([*files, *runs])
 
 
@@ -91,6 +97,8 @@ def _read_directory(path: Path, columns: Mapping[str, str] | None, header: Seque
     named = [path / name for name in _LOG_NAMES if (path / name).is_file()]
     if not named:
         inside = find_logs(path)
+        if len(inside) == 1:
+            return read_log(inside[0], columns=columns, header=header)
         found = f"found {', '.join(one.name for one in inside[:6])}; name one of them" if inside else "found none"
         raise LogError(f"{path}: expected a log, or a directory with event files of TensorBoard, {found}")
     return read_log(named[0], columns=columns, header=header)

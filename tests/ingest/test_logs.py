@@ -372,5 +372,11 @@ def test_directories_mean_their_logs(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "trainer_state.json").write_text(trainer_state())
 
+    for step in (90, 100):
+        (tmp_path / "out" / f"checkpoint-{step}").mkdir(parents=True)
+        (tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json").write_text(trainer_state())
+
     assert [path.name for path in find_logs(tmp_path)] == ["a.csv", "b.jsonl", "run"]
+    assert [path.name for path in find_logs(tmp_path / "out")] == ["checkpoint-100"]
+    assert read_log(tmp_path / "out").steps.tolist() == STEPS
     assert find_logs(tmp_path / "run") == [tmp_path / "run"]
