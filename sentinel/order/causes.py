@@ -39,7 +39,34 @@ def leading_causes(anomalies: Sequence[Anomaly]) -> list[int]:
     worst = max(badness)
     least = min(worst, (Severity.WARNING.level, False)) if not worst[1] else worst
     pool = [i for i, bad in enumerate(badness) if bad[1] == worst[1] and bad >= least]
-    return [pool[i] for i in _minimal([anomalies[i] for i in pool], possibly=True)]
+    of_pool = [anomalies[i] for i in pool]
+    return [pool[i] for i in _without_what_came_by_wire(of_pool, _minimal(of_pool, possibly=True))]
+
+
+def _without_what_came_by_wire(anomalies: Sequence[Anomaly], causes: list[int]) -> list[int]:
+    """Return of the causes those that no collective of their own rank brought, all that are left being collectives else.
+
+    A collective whose result is bad, and what this rank gave it was not, brought what is bad on its rank after it: from
+    another rank, on which a cause is left, or from the wire itself.
+    """
+    calls = [i for i in causes if anomalies[i].kind == "comm"]
+    others = [i for i in causes if anomalies[i].kind != "comm"]
+    if not calls or not others:
+        return causes
+    brought: dict[int, int] = {}
+    born = []
+    for i in calls:
+        # Had it been given what is bad, that row would come before this one, and this one would be no cause.
+        one = anomalies[i]
+        if one.rank is not None and one.call_id is not None and one.tag_name.rpartition(":")[2].startswith("out"):
+            brought[one.rank] = min(one.call_id, brought.get(one.rank, one.call_id))
+            born.append(i)
+
+    def is_brought(one: Anomaly) -> bool:
+        return one.rank in brought and one.call_id is not None and brought[one.rank] < one.call_id
+
+    left = [i for i in others if not is_brought(anomalies[i])]
+    return left or sorted(born, key=lambda i: sort_key(anomalies[i]))
 
 
 def _minimal(anomalies: Sequence[Anomaly], *, possibly: bool) -> list[int]:
