@@ -153,6 +153,16 @@ def batch_of(
     return change
 
 
+def with_aftermath(said: Said) -> None:
+    """A batch that moved the weights: what comes after it is worse than before, and heals."""
+    left = (1.0, 0.35, 0.2, 0.1, 0.05)
+    if said.since < len(left):
+        share = left[said.since]
+        said.scale(said.is_forward(), 1.0 + 0.6 * share)
+        said.scale(said.is_backward() | said.is_wgrad(), 1.0 + 4.0 * share)
+        said.log(loss=1.0 + 1.5 * share, grad_norm=1.0 + 4.0 * share)
+
+
 def bad_labels(one: bool) -> Callable[[Said], None]:
     """No label counts in a micro-batch: the loss is 0/0, the forward is finite."""
 
@@ -352,6 +362,7 @@ PLANTS = [
     Plant("batch, all replicas, mild", "batch", always("batch"), batch_of(1.3, 1.0, 2.2)),
     Plant("batch, gradients alone", "batch", always("batch"), batch_of(1.0, 1.0, 4.0)),
     Plant("batch, two in a row", "batch", always("batch"), batch_of(2.0, 1.5, 2.5, steps=2)),
+    Plant("batch, and its aftermath", "batch", always("batch"), with_aftermath),
     Plant("batch of one replica", "batch", always("batch"), batch_of(3.0, 1.8, 6.0, one=True), needs=has_replicas),
     Plant("labels, all replicas: loss 0/0", "batch", always("batch"), bad_labels(one=False)),
     Plant("labels of one replica: loss 0/0", "batch", always("batch"), bad_labels(one=True), needs=has_replicas),

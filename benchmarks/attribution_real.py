@@ -2,7 +2,7 @@
 
     python benchmarks/attribution_real.py [--layouts 2,2,1 1,4,1 2,1,2 1,1,1] [--faults batch lr] [--keep DIR] [--write]
 
-A run is healthy for 60 steps, then one fault strikes; 14 steps more. Each run is recorded by Sentinel in the trainer, then
+A run is healthy for 110 steps, then one fault strikes; 15 steps more. Each run is recorded by Sentinel in the trainer, then
 judged as `sentinel replay --recompute` does. `--keep DIR` keeps the recordings, and judges those that are there already.
 """
 
@@ -27,7 +27,7 @@ from sentinel.rules.loader import load_pack
 from sentinel.store.whereabouts import RunPaths
 
 ROOT = Path(__file__).parents[1]
-AT, STEPS = 60, 75
+AT, STEPS = 110, 126
 NAN = {"type": "nan", "steps": [AT], "is_sudden": True, "micro_step": 0}
 COMPARED, DATA = {"hardware"}, {"batch"}
 # name: (cause, faults of the example, fault of attribution_trainer.py, right where dp > 1, right where dp == 1)
@@ -66,7 +66,8 @@ def train(folder: Path, layout: tuple[int, int, int], faults: list[dict[str, obj
     command = [
         sys.executable, str(ROOT / "examples/gpt/launch.py"), "-n", str(pp * dp * tp), "--",
         str(ROOT / "benchmarks/attribution_trainer.py"), "--steps", str(STEPS), "--pp", str(pp), "--tp", str(tp),
-        "--width", "32", "--sequence", "32", "--micro-batches", "2", "--faults", str(plan), "--print-every", "1000",
+        "--width", "32", "--sequence", "32", "--micro-batches", "2", "--micro-batch", "8", "--faults", str(plan),
+        "--print-every", "1000",
     ]  # fmt: skip
     told = {"SENTINEL_DIR": str(folder), "ATTRIBUTION_FAULT": kind, "ATTRIBUTION_STEP": str(AT)}
     done = subprocess.run(command, env={**os.environ, **told}, capture_output=True, text=True, timeout=400, check=False)

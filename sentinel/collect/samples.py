@@ -12,6 +12,8 @@ MAX_IDS = 4096
 """Most ids of one step and rank that are shipped; more are counted (chosen)."""
 MAX_CHARS = 64 * 1024
 """Most characters of all of them together."""
+_INTEGER_CHARS = 9
+"""What an integer counts for: it is shipped in as many bytes at most."""
 MAX_ID_CHARS = 256
 """Characters of the longest id that is taken: a cut one would name another sample, or none."""
 
@@ -53,7 +55,7 @@ class Samples:
             self._num_cut += 1
             return
         known = _as_id(one)
-        num_chars = len(known) if isinstance(known, str) else 20
+        num_chars = len(known) if isinstance(known, str) else _INTEGER_CHARS
         if self._num_chars + num_chars > MAX_CHARS:
             self._num_cut += 1
             return

@@ -13,6 +13,7 @@ from sentinel.anomaly import Anomaly
 from sentinel.ingest.merge import Layout, StepView
 from sentinel.ingest.replicas import NAN_CHECKSUM, Differing
 from sentinel.order.causal import is_nonfinite
+from sentinel.order.phase import Phase, scalar_phase
 from sentinel.order.step_facts import Divergence, FirstBad, StepFacts, Upstream
 from sentinel.order.suspicion import is_narrow
 from sentinel.record import Flag, Kind
@@ -23,6 +24,8 @@ MAX_BIRTHS = 8
 """Non-finite values of a step whose past is looked at (chosen)."""
 UNLIKE = 8.0
 """Times that a tensor of one replica is larger or smaller than in the others, when it is not like them (chosen)."""
+ODD_SPREADS, ODD_SHARE = 8.0, 0.2
+"""Spreads, and share of the median, by which one replica's loss is above the others' when it stands apart (chosen)."""
 ABSURD = 16.0
 """Times that a single element is beyond all others of its tensor (chosen)."""
 
@@ -69,6 +72,12 @@ class FactReader:
             divergences=tuple(_divergence(view, one) for one in _first(view, differing)),
             upstream=self._upstream(anomalies, first_bad),
             first_bad=first_bad,
+            results={
+                name: one.mean
+                for name, one in scalars.items()
+                if scalar_phase(name) in (Phase.LOSS, Phase.NORM) and math.isfinite(one.mean)
+            },
+            odd_lanes=self._odd_lanes(view),
             rates={name: one.mean for name, one in scalars.items() if _RATE.search(name) and math.isfinite(one.mean)},
             loss_scale=scales[0] if scales and math.isfinite(scales[0]) else None,
             has_narrow=self._has_narrow,
@@ -76,6 +85,18 @@ class FactReader:
             samples={part.rank: part.end_step.samples for part in view.parts if part.end_step and part.end_step.samples},
             num_samples_cut=sum(end.num_samples_cut for end in ends),
         )
+
+    def _odd_lanes(self, view: StepView) -> tuple[int, ...]:
+        found: set[int] = set()
+        for name, one in view.scalars.items():
+            if len(one.by_rank) > 2 and scalar_phase(name) is Phase.LOSS:
+                ranks, values = list(one.by_rank), np.array(list(one.by_rank.values()))
+                middle = float(np.median(values))
+                spread = 1.4826 * float(np.median(np.abs(values - middle)))
+                if math.isfinite(middle):
+                    odd = values - middle > max(ODD_SPREADS * spread, ODD_SHARE * abs(middle))
+                    found |= {self._lanes.get(ranks[at], 0) for at in np.flatnonzero(odd).tolist()}
+        return tuple(sorted(found))
 
     def _learn(self, layout: Layout) -> None:
         if self._layout is not None and self._layout() is layout:
@@ -98,9 +119,10 @@ class FactReader:
 
     def _first_bad(self, view: StepView) -> dict[int, int]:
         """Return, for each replica whose forward was not finite, the place of its first bad row; masks of -inf are meant."""
-        rows, bad = view.rows, view.bad_rows
+        bad = view.bad_rows
         if not len(bad):
             return {}
+        rows = view.rows
         some = rows[bad]
         meant = (some["num_nan"] == 0) & (some["num_pos_inf"] == 0)
         bad = bad[np.isin(some["kind"], _FORWARD) & ~meant & (view.row_logical[bad] >= 0)]

@@ -124,6 +124,8 @@ class Case(msgspec.Struct, kw_only=True):
     num_lanes: int = 1
     signs: dict[str, Sign] = {}
     notes: list[Note] = []
+    results: dict[str, list[tuple[int, float]]] = {}
+    """Of each loss or gradient norm among the signs: (step, value), from its onset on; at most `MAX_NOTES`."""
     births: list[Birth] = []
     num_births: int = 0
     divergences: list[Divergence] = []
@@ -253,10 +255,17 @@ class Case(msgspec.Struct, kw_only=True):
                 sign.last_step, sign.num_steps = step, sign.num_steps + 1
                 self._mark(self._note(step), sign)
         is_moving = any(sign.is_bad or sign.phase in FLOW for sign in active if sign.statistic != "checksum")
+        for sign in self.signs.values():
+            if sign.kind == "scalar" and not sign.is_bad and sign.name in facts.results:
+                told = self.results.setdefault(sign.name, [])
+                if len(told) < MAX_NOTES and (not told or told[-1][0] < step):
+                    told.append((step, facts.results[sign.name]))
         self._bear_again(step, facts)
         if is_moving:
             self.num_quiet = 0
-            self._note(step).is_skipped |= facts.is_skipped
+            note = self._note(step)
+            note.is_skipped |= facts.is_skipped
+            note.lanes = tuple(sorted({*note.lanes, *facts.odd_lanes}))
             if facts.samples and len(self.samples) < MAX_NOTES:
                 self.samples[step] = facts.samples
             self.num_samples_cut += facts.num_samples_cut

@@ -74,6 +74,10 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Id of a non-finite anomaly -> what its replica had measured before it."""
     first_bad: tuple[FirstBad, ...] = ()
     """Of each replica whose forward was not finite."""
+    results: dict[str, float] = {}
+    """Finite losses and gradient norms: what a step comes to."""
+    odd_lanes: tuple[int, ...] = ()
+    """Data-parallel replicas whose own loss stands far above the others'."""
     rates: dict[str, float] = {}
     """Learning rates."""
     loss_scale: float | None = None

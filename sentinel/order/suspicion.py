@@ -17,6 +17,12 @@ WELL_STEPS = 5
 """Whole steps that must be well before a lone non-finite value accuses a machine (chosen): broken code strikes again."""
 ABSURD = 100.0
 """Times by which no part of a batch moves a layer (chosen)."""
+HALF = 0.5
+"""Share of its height below which a jump of the loss or gradient norm is over; what is left is its aftermath (chosen)."""
+PEAK = 0.75
+"""Share of its height from which a step is one of the jump's own, rather than its aftermath (chosen)."""
+AFTERMATH_STEPS = 6
+"""Steps in a row that a tensor may stay out of its range behind a bad batch, which leaves its mark on weights (chosen)."""
 FEW_TENSORS = 2
 """Tensors that one fault of a machine changes in one step, or 1 of 50 of those compared (chosen); a program changes more."""
 ALIKE_STEPS = 1

@@ -32,9 +32,11 @@ reasons; the first that holds decides.
 6. Finite values. A learning rate that jumped just before: `model`. Weights or optimizer state that moved first, series
    of states (dead, collapsed, drifting), or an excursion of 3 steps in a row: `model`, unless one replica alone keeps
    moving, which its data and its machine explain alike: `unknown`. An excursion of at most two steps after which two whole
-   steps were well: `batch`: what is wrong with weights does not go away. That holds for one replica too: its part of
-   the batch, or one lost computation that did no harm; the data is the likelier by far. A lone excursion of one tensor
-   says nothing: `unknown`.
+   steps were well: `batch`: what is wrong with weights does not go away. A bad batch
+   leaves its mark, though: a jump of the loss or gradient norm that is highest at once, and falls below half of its height
+   within two steps or is gone within six, is `batch` too, and what is left its aftermath; what the model brings grows, or
+   stays. That holds for one replica too: its part of the batch, or one lost computation that did no harm; the data is the
+   likelier by far. A lone excursion of one tensor says nothing: `unknown`.
 
 What each layout can show. With one data-parallel replica, or with every weight sharded, there is no second copy of
 anything: rules 2 and the last two of 5 cannot hold, and `hardware` is never said. With two copies that differ, either may

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from sentinel.order.case import Case, Note, Sign
 from sentinel.order.phase import Phase
 from sentinel.order.suspicion import (
     ABSURD,
+    AFTERMATH_STEPS,
+    HALF,
     LASTING_STEPS,
+    PEAK,
     QUIET_STEPS,
     STATES,
     SURE_STATES,
@@ -27,22 +32,36 @@ def finite(case: Case, acquitted: str) -> Suspicion:
     notes = [note for note in case.notes if note.num_flow]
     if case.jump is not None and notes and is_after_jump(case, notes[0].step):
         return by_jump(case)
+    first = min(sign.first_step for sign in signs)
+    run = _longest_run(notes)
+    strong = [note for note in notes if note.has_result or note.num_flow >= 3]
+    lasting = [sign for sign in signs if sign.streak >= LASTING_STEPS or sign.num_steps >= 2 * LASTING_STEPS]
+    jump = _jump(case)
+    is_batch_like = jump is not None and jump.since <= first and not acquitted and not any(map(_outlives, signs))
+    if jump is not None and is_batch_like and (jump.is_over or case.num_quiet >= QUIET_STEPS):
+        peak = [note for note in strong if note.step in jump.peak]
+        if peak and run <= AFTERMATH_STEPS:
+            return _passed(case, signs, peak, f"{jump.left:.0%} of the jump was left {jump.num_after} steps after it")
     states = [
         sign
         for sign in signs
         if sign.detector in STATES and (sign.detector in SURE_STATES or sign.streak >= LASTING_STEPS)
     ]
+    began_so = any(sign.first_step <= first for sign in states)
+    if is_batch_like and not began_so and run <= AFTERMATH_STEPS and case.num_quiet < QUIET_STEPS:
+        return Suspicion(
+            reasons=(f"it was at its highest at step {first}; whether it goes as the mark of a batch does is to be seen",)
+        )
+    lanes = {lane for note in notes for lane in note.lanes}
+    if case.num_lanes > 1 and len(lanes) == 1 and sum(bool(note.lanes) for note in notes) >= QUIET_STEPS and not began_so:
+        states = []  # What one replica brought on all of them.
     if states:
         one = min(states, key=lambda sign: (sign.first_step, sign.phase, sign.name))
         lasted = f", for {one.num_steps} steps" if one.num_steps > 1 else ""
         return Suspicion(
             verdict="model", reasons=(f"{one.detector}: {figures(one)} from step {one.first_step} on{lasted}",)
         )
-    first = min(sign.first_step for sign in signs)
     moved_first = [sign for sign in signs if sign.first_step == first and sign.phase in (Phase.PARAM, Phase.OPTIMIZER)]
-    run = _longest_run(notes)
-    strong = [note for note in notes if note.has_result or note.num_flow >= 3]
-    lasting = [sign for sign in signs if sign.streak >= LASTING_STEPS or sign.num_steps >= 2 * LASTING_STEPS]
     state_lasts = [sign for sign in lasting if sign.phase in (Phase.PARAM, Phase.OPTIMIZER)]
     if moved_first and (state_lasts or run >= LASTING_STEPS):
         one = min(moved_first, key=lambda sign: (sign.phase, sign.name))
@@ -62,15 +81,61 @@ def finite(case: Case, acquitted: str) -> Suspicion:
         return Suspicion(reasons=(f"it moved at step {at}; whether the next {QUIET_STEPS} steps are well is to be seen",))
     if acquitted:
         return Suspicion(reasons=(f"it moved at step {strong[0].step} and passed",))
-    return _passed(case, signs, strong)
+    return _passed(case, signs, strong, f"the {case.num_quiet} whole steps after it were well: weights do not heal")
 
 
-def _passed(case: Case, signs: list[Sign], strong: list[Note]) -> Suspicion:
+class _Jump(msgspec.Struct, frozen=True):
+    """A jump of the loss or the gradient norm that was at its highest at once."""
+
+    peak: frozenset[int]
+    """Its first steps that were about as high as its highest."""
+    is_over: bool
+    """It fell below half of its height within two steps, and has stayed there for two."""
+    left: float
+    """The share of its height that is left."""
+    num_after: int
+    """Steps since its peak."""
+    since: int
+    """Step at which it began."""
+
+
+def _outlives(sign: Sign) -> bool:
+    """Tell whether a tensor stays out of its range for longer than what a bad batch leaves behind; its optimizer may."""
+    return sign.phase is not Phase.OPTIMIZER and sign.kind != "scalar" and sign.streak >= AFTERMATH_STEPS
+
+
+def _jump(case: Case) -> _Jump | None:
+    """Return how the results of steps jumped and came down; None: none did, or one went on to grow."""
+    high: set[int] = set()
+    peak: set[int] = set()
+    left, last, since = 0.0, -1, 1 << 62
+    for sign in case.signs.values():
+        told = case.results.get(sign.name, [])
+        if sign.kind != "scalar" or sign.is_bad or sign.baseline is None:
+            continue
+        side = 1.0 if (sign.value or 0.0) >= sign.baseline else -1.0
+        excess = [(step, side * (value - sign.baseline)) for step, value in told if step >= sign.first_step]
+        if not excess:
+            continue
+        top_step, top = max(excess, key=lambda one: one[1])
+        if top <= 0.0 or top_step > sign.first_step + 1:
+            return None
+        high.update(step for step, one in excess if one > HALF * top)
+        peak.update(step for step, one in excess if one > PEAK * top and step <= sign.first_step + 1)
+        last, since = max(last, excess[-1][0]), min(since, sign.first_step)
+        left = max(left, excess[-1][1] / top)
+    if not peak:
+        return None
+    is_over = len(high) <= QUIET_STEPS and last - max(high) >= QUIET_STEPS and left <= HALF
+    return _Jump(frozenset(peak), is_over, max(left, 0.0), last - max(peak), since)
+
+
+def _passed(case: Case, signs: list[Sign], strong: list[Note], after: str) -> Suspicion:
     steps = tuple(note.step for note in strong)
     at = [sign for sign in signs if sign.first_step in steps and sign.phase is not Phase.OPTIMIZER]
     one = max(at or signs, key=lambda sign: (sign.phase is Phase.LOSS, sign.phase is Phase.NORM, sign.score or 0.0))
     when = f"step {steps[0]}" if len(steps) == 1 else f"steps {listed(steps)}"
-    reasons = [f"{figures(one)} at {when} alone; the {case.num_quiet} whole steps after it were well: weights do not heal"]
+    reasons = [f"{figures(one)} at {when} alone; {after}"]
     lanes = sorted({lane for note in strong for lane in note.lanes})
     skip_lanes: tuple[int, ...] = ()
     if case.num_lanes > 1 and lanes:

@@ -1,0 +1,79 @@
+"""The skip list: what trainers read of `batch` verdicts, without torch and without a daemon."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import sentinel
+from sentinel.anomaly import Incident, Severity
+from sentinel.errors import ConfigError
+
+
+def incident(number: int, revision: int, **fields: object) -> Incident:
+    known: dict[str, object] = {
+        "id": f"i{number}", "revision": revision, "run": "r", "attempt": 0, "state": "open", "opened_step": 3,
+        "last_step": 3, "severity": Severity.CRITICAL, "title": "", "root": None,
+    } | fields  # fmt: skip
+    return Incident(**known)  # type: ignore[arg-type]
+
+
+def write(folder: Path, *revisions: Incident, tail: bytes = b"") -> Path:
+    (folder / "incidents.jsonl").write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in revisions) + tail)
+    return folder
+
+
+BATCH = {
+    "verdict": "batch", "skip_steps": (41, 42), "skip_ranks": (3,), "skip_samples": (7, "shard-2:19"),
+    "evidence": ("suspected batch: loss 9 against 1", "first bad: loss"),
+}  # fmt: skip
+
+
+def test_newest_revision_of_each_incident_counts(tmp_path: Path) -> None:
+    run = write(
+        tmp_path,
+        incident(1, 1), incident(1, 2, **BATCH), incident(2, 1, verdict="batch", skip_steps=(50,)),
+        incident(2, 2, verdict="model"), incident(3, 1, **(BATCH | {"skip_steps": (60,), "state": "merged"})),
+        incident(4, 1, verdict="hardware"), tail=b'{"id": "torn',
+    )  # fmt: skip
+
+    skips = sentinel.skip_list(run)
+
+    assert (sorted(skips.steps), skips.samples) == ([41, 42], {7, "shard-2:19"})
+    assert 41 in skips and 50 not in skips and 60 not in skips
+    (first, _) = skips
+    assert (first.ranks, first.incident, first.reason) == ((3,), "i1", "loss 9 against 1")
+    assert sentinel.skip_list(run / "incidents.jsonl").steps == skips.steps
+    assert not sentinel.skip_list(run, attempt=1)
+
+
+def test_run_in_which_nothing_happened_has_an_empty_list(tmp_path: Path) -> None:
+    assert len(sentinel.skip_list(tmp_path)) == 0
+    with pytest.raises(ConfigError, match="expected a run's directory"):
+        sentinel.skip_list(tmp_path / "nowhere")
+
+
+def test_reading_it_needs_no_torch(tmp_path: Path) -> None:
+    run = write(tmp_path, incident(1, 1, **BATCH))
+    code = f"import sentinel, sys; print(sorted(sentinel.skip_list({str(run)!r}).steps), 'torch' in sys.modules)"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split("\n")[0] == "[41, 42] False"
+
+
+def test_export_writes_it_for_others(tmp_path: Path) -> None:
+    run = write(tmp_path, incident(1, 1, **BATCH))
+    (run / "spool").mkdir()
+
+    command = [sys.executable, "-m", "sentinel.cli", "export", str(run), "--format", "skip-list", "--steps", "42:"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    (line,) = done.stdout.splitlines()
+    assert msgspec.json.decode(line) == {
+        "attempt": 0, "step": 42, "ranks": [3], "samples": [7, "shard-2:19"], "incident": "i1", "reason": "loss 9 against 1",
+    }  # fmt: skip

@@ -1,0 +1,448 @@
+"""Verdicts: what is suspected, of what, and what is never suspected."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from sentinel.anomaly import Anomaly, Incident, Severity, anomaly_id
+from sentinel.order.incidents import IncidentTracker
+from sentinel.order.step_facts import Divergence, FirstBad, StepFacts, Upstream
+
+DP = 4
+LANES = {rank: rank for rank in range(DP)}
+WELL = Upstream(num_measured=12, num_blocks=2)
+
+
+def anomaly(kind: str, name: str, step: int, **fields: object) -> Anomaly:
+    """A finite excursion that all replicas share, unless said."""
+    known: dict[str, object] = {
+        "run": "r", "attempt": 0, "rank": None, "ranks": tuple(range(DP)), "micro_step": None, "pp_stage": 0,
+        "vpp_stage": 0, "call_id": None, "statistic": "norm", "rule": "turbulence", "detector": "AnomalyTurbulence",
+        "severity": Severity.WARNING, "value": 9.0, "baseline": 1.0, "score": 2.0, "dp_size": DP, "time": float(step),
+    } | fields  # fmt: skip
+    identity = ("r", 0, step, known["micro_step"], known["rank"], f"{name}/{kind}/{known['statistic']}")
+    return Anomaly(id=anomaly_id(*identity, known["rule"]), tag_name=name, kind=kind, step=step, **known)  # type: ignore[arg-type]
+
+
+def loss(step: int, **fields: object) -> Anomaly:
+    return anomaly(
+        "scalar", "loss", step,
+        **({"rule": "loss-spike", "detector": "LossSpike", "statistic": "value", "severity": Severity.CRITICAL} | fields),
+    )  # fmt: skip
+
+
+def nan(name: str, step: int, lane: int = 1, **fields: object) -> Anomaly:
+    """One NaN in the output of a module of one replica."""
+    known: dict[str, object] = {
+        "rank": lane, "place": {"dp": lane}, "statistic": "nans", "value": 1.0, "baseline": None, "score": None,
+        "rule": "non-finite", "detector": "AnomalyNan", "severity": Severity.CRITICAL, "micro_step": 0, "call_id": 5,
+        "segment": name.rpartition(".")[0], "dtype": "float32", "site_pos": 9,
+    } | fields  # fmt: skip
+    return anomaly("activation", name, step, **known)
+
+
+def diverged(step: int, **fields: object) -> Anomaly:
+    return anomaly(
+        "param", "layers.1.mlp.weight", step,
+        **(
+            {"statistic": "checksum", "rule": "replica-divergence", "detector": "ReplicaDivergence", "rank": 2, "value": 1.0,
+             "baseline": 4.0, "severity": Severity.CRITICAL, "message": "copies differ"} | fields
+        ),
+    )  # fmt: skip
+
+
+def differing(**fields: object) -> Divergence:
+    known: dict[str, object] = {
+        "kind": "param", "name": "layers.1.mlp.weight", "accused": (2,), "num_copies": 4, "is_sure": True,
+    } | fields  # fmt: skip
+    return Divergence(**known)  # type: ignore[arg-type]
+
+
+class Run:
+    """A tracker fed step by step; episodes go on as said."""
+
+    def __init__(self, *, dp: int = DP, healthy: int = 30, **facts: object) -> None:
+        self.tracker = IncidentTracker()
+        self.usual: dict[str, object] = {
+            "lanes": {rank: rank for rank in range(dp)} if dp > 1 else {0: 0}, "num_lanes": dp,
+            "num_compared": 40 if dp > 1 else 0, "num_weights": 40, "rates": {"lr": 1e-3},
+        } | facts  # fmt: skip
+        self.step = 0
+        self.revisions: list[Incident] = []
+        for _ in range(healthy):
+            self.take()
+        assert not self.revisions, "healthy steps brought an incident"
+
+    def take(self, *anomalies: Anomaly, going: tuple[Anomaly, ...] = (), **facts: object) -> Incident | None:
+        """Close a step; returns the newest revision so far."""
+        of_step = [msgspec.structs.replace(one, step=self.step) for one in anomalies]
+        told = {**self.usual, "ongoing": frozenset(one.id for one in (*of_step, *going)), **facts}
+        skipped = bool(facts.get("is_skipped"))
+        self.revisions += self.tracker.update(
+            self.step, of_step, time=float(self.step), is_skipped=skipped, facts=StepFacts(**told)  # type: ignore[arg-type]
+        )
+        self.step += 1
+        return self.revisions[-1] if self.revisions else None
+
+    def well(self, num_steps: int = 3, **facts: object) -> Incident:
+        """Close steps in which nothing is amiss; returns the newest revision."""
+        for _ in range(num_steps):
+            self.take(**facts)
+        return self.revisions[-1]
+
+    @property
+    def ever(self) -> set[str]:
+        """All verdicts that were given."""
+        return {one.verdict for one in self.revisions}
+
+
+def said(incident: Incident) -> str:
+    return " ".join(incident.evidence)
+
+
+def test_one_step_that_passes_is_the_batch_and_is_listed() -> None:
+    run = Run()
+    run.take(loss(30, moved_ranks=(0, 1, 2, 3)), samples={0: (7, 8), 1: ("a",)})
+    assert run.revisions[-1].verdict == "unknown"
+
+    found = run.well()
+
+    assert (found.verdict, found.skip_steps, found.skip_ranks) == ("batch", (30,), ())
+    assert found.skip_samples == (7, 8, "a")
+    assert "all 4 data-parallel replicas moved alike" in said(found)
+    assert "9 against 1" in said(found)
+
+
+def test_one_replicas_part_of_a_batch_is_no_hardware() -> None:
+    run = Run()
+    run.take(loss(30, moved_ranks=(2,)), samples={rank: (f"s{rank}",) for rank in range(4)})
+
+    found = run.well()
+
+    assert (found.verdict, found.skip_ranks, found.skip_samples) == ("batch", (2,), ("s2",))
+    assert "hardware" not in run.ever
+
+
+def test_what_does_not_pass_is_the_model() -> None:
+    run = Run()
+    spike = loss(30, moved_ranks=(0, 1, 2, 3))
+    run.take(spike)
+    for _ in range(4):
+        run.take(going=(spike,))
+
+    assert run.revisions[-1].verdict == "model"
+    assert run.well(5).verdict == "model", "that it ended later makes no batch of it"
+
+
+@pytest.mark.parametrize(
+    ("norms", "verdict", "skipped"),
+    [
+        ((9.0, 3.0, 2.0, 1.5, 1.2, 1.1), "batch", (30,)),  # the mark that a bad batch leaves
+        ((9.0, 8.5, 3.0, 2.0, 1.5, 1.2), "batch", (30, 31)),
+        ((9.0, 5.5, 5.6, 1.0, 1.0, 1.0), "batch", (30,)),
+        ((9.0, 12.0, 17.0, 25.0, 40.0, 60.0), "model", ()),
+        ((9.0, 8.5, 9.1, 8.7, 8.9, 9.0), "model", ()),
+    ],
+)
+def test_aftermath_of_a_batch_fades_and_what_the_model_does_stays(
+    norms: tuple[float, ...], verdict: str, skipped: tuple[int, ...]
+) -> None:
+    run = Run()
+    spike = anomaly(
+        "scalar", "grad_norm", 30, rule="grad-norm-spike", detector="GradNormSpike", statistic="value", value=norms[0]
+    )
+    for at, norm in enumerate(norms * 2 if verdict == "model" else norms):
+        going = (spike,) if norm > 1.4 and at else ()
+        run.take(*((spike,) if not at else ()), going=going, results={"grad_norm": norm})
+    found = run.well(results={"grad_norm": 1.0}) if verdict == "batch" else run.revisions[-1]
+
+    assert (found.verdict, found.skip_steps) == (verdict, skipped)
+    assert ({"batch", "model"} - {verdict}).isdisjoint(run.ever), "nothing else was said before"
+
+
+def test_one_replica_that_keeps_moving_is_not_known() -> None:
+    run = Run()
+    spike = loss(30, moved_ranks=(1,))
+    run.take(spike)
+    for _ in range(6):
+        run.take(going=(spike,))
+
+    assert run.ever == {"unknown"}
+    assert "its part of the data or its machine" in said(run.revisions[-1])
+
+
+def test_a_jump_of_the_learning_rate_explains_what_follows() -> None:
+    run = Run()
+    run.take(rates={"lr": 0.1})
+
+    found = run.take(loss(31), rates={"lr": 0.1})
+
+    assert found is not None
+    assert found.verdict == "model"
+    assert "lr rose from 0.001 to 0.1 (100 times) at step 30" in said(found)
+
+
+def test_warm_up_is_no_jump() -> None:
+    run = Run(healthy=0)
+    for step in range(30):
+        run.take(rates={"lr": 1e-4 * (step + 1)})
+    run.take(loss(30), rates={"lr": 3e-3})
+
+    assert run.well().verdict == "batch"
+
+
+@pytest.mark.parametrize(("score", "verdict"), [(1.4, "batch"), (0.2, "unknown"), (None, "batch")])
+def test_sister_runs_convict_or_acquit_the_batch(score: float | None, verdict: str) -> None:
+    run = Run()
+    run.take(loss(30, reference_score=score))
+    at_once = run.revisions[-1]
+
+    found = run.well()
+
+    assert found.verdict == verdict
+    assert at_once.verdict == ("batch" if score == 1.4 else "unknown")
+    assert ("not the batch" in said(found)) is (score == 0.2)
+
+
+def test_growth_then_nan_is_the_model() -> None:
+    run = Run()
+    run.take(loss(30))
+    run.take(loss(31, value=30.0))
+    found = run.take(*(nan("layers.2.mlp", 32, lane) for lane in range(4)), is_skipped=True)
+
+    assert found is not None
+    assert found.verdict == "model"
+
+
+def test_copy_that_differs_from_all_others_is_hardware() -> None:
+    run = Run()
+    found = run.take(diverged(30), num_differing=1, divergences=(differing(),))
+
+    assert found is not None
+    assert found.verdict == "hardware"
+    assert "bit-identical on all 4 copies until step 29" in said(found)
+    assert "rank 2 alone differs" in said(found)
+
+
+@pytest.mark.parametrize(
+    ("case", "facts"),
+    [
+        ("many tensors at once", {"num_differing": 30, "divergences": tuple(differing(name=f"w{i}") for i in range(30))}),
+        ("nobody has a majority", {"num_differing": 1, "divergences": (differing(is_sure=False, accused=(0, 1, 2, 3)),)}),
+        ("reduced gradients alone", {"num_differing": 1, "divergences": (differing(kind="wgrad"),)}),
+    ],
+)
+def test_copies_that_a_program_may_have_changed_are_not_hardware(case: str, facts: dict[str, object]) -> None:
+    run = Run()
+    kind = "wgrad" if "gradients" in case else "param"
+    run.take(msgspec.structs.replace(diverged(30), kind=kind), **facts)
+    run.well()
+
+    assert run.ever == {"unknown"}, case
+    assert len(said(run.revisions[-1])) > 40
+
+
+def test_copies_that_never_were_alike_are_not_hardware() -> None:
+    run = Run(healthy=0)
+    run.take(diverged(0), num_differing=1, divergences=(differing(),))
+
+    assert run.ever == {"unknown"}
+
+
+def test_one_bit_between_two_copies_is_hardware_of_either() -> None:
+    two = differing(is_sure=False, accused=(0, 1), num_copies=2, change="bit", change_words="differ by one bit, 2**24")
+    run = Run(dp=2)
+
+    found = run.take(diverged(30), num_differing=1, divergences=(two,))
+
+    assert found is not None
+    assert found.verdict == "hardware"
+    assert "one of ranks 0, 1" in said(found)
+
+
+def birth(run: Run, upstream: Upstream | None = WELL, **fields: object) -> None:
+    one = nan("layers.2.mlp", run.step, **fields)
+    one = msgspec.structs.replace(one, step=run.step)
+    run.take(one, is_skipped=True, upstream={one.id: upstream} if upstream is not None else {})
+
+
+def test_nan_inside_one_replica_from_clean_inputs_is_hardware_once_it_stayed_alone() -> None:
+    run = Run()
+    birth(run)
+    assert run.revisions[-1].verdict == "unknown"
+
+    found = run.well(6)
+
+    assert found.verdict == "hardware"
+    assert "one element alone" in said(found)
+    assert "2 blocks" in said(found)
+
+
+@pytest.mark.parametrize(
+    ("why", "make", "past", "facts"),
+    [
+        ("there is one data-parallel replica", {"dp_size": 1, "place": {}}, WELL, {"dp": 1}),
+        ("experts see few tokens", {"tag_name": "layers.2.moe.experts.1"}, WELL, {}),
+        ("overflows on good machines", {"dtype": "float16"}, WELL, {}),
+        ("data fails by rows", {"value": 64.0}, WELL, {}),
+        ("not passed a whole block", {}, Upstream(num_measured=3, num_blocks=0), {}),
+        ("was 90 against 3", {}, Upstream(num_measured=3, num_blocks=1, unlike="rms was 90 against 3"), {}),
+        ("was not measured", {}, None, {}),
+        ("no second copy", {}, WELL, {"num_compared": 0}),
+        ("steps old", {}, WELL, {"healthy": 4}),
+        ("roots and norms of zero", {"kind": "dgrad"}, WELL, {}),
+        ("labels or masks", {"kind": "scalar", "tag_name": "loss"}, WELL, {}),
+    ],
+)  # fmt: skip
+def test_nan_of_one_replica_is_not_hardware_where_there_is_doubt(
+    why: str, make: dict[str, object], past: Upstream | None, facts: dict[str, object]
+) -> None:
+    run = Run(**facts)  # type: ignore[arg-type]
+    one = msgspec.structs.replace(nan("layers.2.mlp", run.step), **make)
+    run.take(one, is_skipped=True, upstream={one.id: past} if past is not None else {})
+    run.well(8)
+
+    assert "hardware" not in run.ever
+    assert any(why in said(revision) for revision in run.revisions), said(run.revisions[-1])
+
+
+def again(name: str, lane: int) -> FirstBad:
+    return FirstBad(
+        lane=lane, rank=lane, kind="activation", name=name, segment=name, border="", depth=0, dtype="float32", num_bad=1,
+        is_inf=False, upstream=WELL,
+    )  # fmt: skip
+
+
+def test_nan_that_comes_again_in_the_same_place_is_no_machine() -> None:
+    run = Run()
+    birth(run)
+    root = nan("layers.2.mlp", 30)
+    run.take()
+    run.take(going=(root,), is_skipped=True, first_bad=(again("layers.2.mlp", 1),))
+    run.well(12)
+
+    assert run.ever == {"unknown"}
+    assert any("came again in the same place" in said(one) for one in run.revisions)
+
+
+def test_nan_of_several_replicas_at_several_steps_is_the_model() -> None:
+    run = Run()
+    birth(run)
+    for lane in (2, 3):
+        run.take()
+        birth(run, lane=lane)
+
+    assert run.well(8).verdict == "model"
+    assert "hardware" not in run.ever
+
+
+def test_nan_on_every_replica_that_passes_is_the_batch() -> None:
+    run = Run()
+    run.take(*(nan("layers.2.mlp", 30, lane) for lane in range(4)), is_skipped=True)
+
+    found = run.well()
+
+    assert (found.verdict, found.skip_steps) == ("batch", (30,))
+
+
+def test_infinities_of_half_precision_are_precision() -> None:
+    run = Run(loss_scale=65536.0)
+    found = run.take(
+        nan("layers.2.mlp", 30, statistic="infs", dtype="float16"), is_skipped=True, upstream={}, has_narrow=True
+    )
+
+    assert found is not None
+    assert found.verdict == "precision"
+    assert "before anything held a NaN" in said(found)
+
+
+def test_infinities_of_bfloat16_are_not() -> None:
+    run = Run()
+    run.take(nan("layers.2.mlp", 30, statistic="infs", dtype="bfloat16"), is_skipped=True)
+    run.well()
+
+    assert "precision" not in run.ever
+
+
+def test_loss_scale_that_keeps_falling_is_precision() -> None:
+    run = Run(loss_scale=65536.0)
+    spike = anomaly("wgrad", "layers.0.weight", 30)
+    run.take(spike, loss_scale=32768.0)
+    for scale in (16384.0, 8192.0):
+        run.take(going=(spike,), loss_scale=scale)
+
+    assert run.revisions[-1].verdict == "precision"
+
+
+def test_share_of_overflow_says_nothing_where_nobody_trains_in_that_format() -> None:
+    for has_narrow, verdict in ((True, "precision"), (False, "model")):
+        run = Run(has_narrow=has_narrow)
+        share = anomaly("precision", "fc1.fp16_overflow", 30, detector="PrecisionLoss", severity=Severity.INFO)
+        spike = loss(30)
+        run.take(share, spike)
+        for _ in range(4):
+            run.take(going=(spike,))
+
+        assert run.revisions[-1].verdict == verdict
+
+
+def test_slow_rank_is_never_called_hardware() -> None:
+    run = Run()
+    run.take(anomaly("health", "step", 30, rank=3, detector="SlowRank", rule="slow-rank", message="rank 3 is slow"))
+    run.well(30)
+
+    assert run.ever == {"unknown"}
+    assert "rank 3" in said(run.revisions[0])
+
+
+def test_a_verdict_is_revised_by_evidence_and_says_so() -> None:
+    run = Run()
+    spike = loss(30)
+    run.take(spike)
+    run.well(2)
+    assert run.revisions[-1].verdict == "batch"
+    again = msgspec.structs.replace(loss(33), id="again")
+    run.take(again)
+    for _ in range(4):
+        run.take(going=(again,))
+
+    found = run.revisions[-1]
+    assert (found.verdict, found.skip_steps) == ("model", ())
+    assert "batch was suspected until step" in said(found)
+
+
+def test_nothing_is_said_anew_while_nothing_changes() -> None:
+    run = Run()
+    spike = loss(30)
+    run.take(spike)
+    for _ in range(10):
+        run.take(going=(spike,))
+
+    assert len(run.revisions) <= 4
+
+
+def test_verdicts_survive_a_snapshot_and_any_order() -> None:
+    rng = random.Random(5)
+    spread = [anomaly("activation", f"layers.{i}", 30) for i in range(6)]
+    plans: list[list[Anomaly]] = [[loss(30), *spread], [], [], [nan("layers.2.mlp", 33)], []]
+
+    def judged(restart: bool, shuffle: bool) -> list[bytes]:
+        run = Run()
+        for plan in plans:
+            one = list(plan)
+            if shuffle:
+                rng.shuffle(one)
+            if restart:
+                state = run.tracker.snapshot()
+                run.tracker = IncidentTracker()
+                run.tracker.restore(state)
+            run.take(*one)
+        return [msgspec.json.encode(one) for one in run.revisions]
+
+    straight = judged(False, False)
+    assert len(straight) >= 3
+    assert judged(True, False) == straight
+    assert judged(False, True) == straight
