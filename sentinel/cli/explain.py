@@ -22,13 +22,13 @@ from sentinel.store.whereabouts import RunPaths, runs_in
 
 
 @click.command()
-@click.argument("incident")
+@click.argument("incident", default="latest")
 @click.option("-d", "--dir", "directory", help="A run, its name, or a directory of runs. Default: $SENTINEL_DIR.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 def explain(incident: str, directory: str | None, as_json: bool) -> int:
-    """Tell the story of an incident: what came first and where, what was known, what followed, who was told.
+    """Tell the story of an incident: what came first and where, how it spread, what followed, who was told.
 
-    INCIDENT is an id, the beginning of one, or `latest`.
+    INCIDENT is an id, the beginning of one, or `latest`, which is the default.
     """
     run_dir = run_with_incident(incident, directory)
     story: Story = story_of(run_dir, incident, alerts_of(run_dir))

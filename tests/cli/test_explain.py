@@ -45,6 +45,8 @@ def test_explains_an_incident_of_any_run(home, capsys):
     assert json.loads(capsys.readouterr().out)["incident"]["id"] == two.id
     assert run_cli(["explain", "latest", "-d", "one"]) == 0
     assert "step 41" in capsys.readouterr().out
+    assert run_cli(["explain", "-d", "one"]) == 0
+    assert "step 41" in capsys.readouterr().out, "the latest is the default"
 
 
 def test_says_who_was_told(home, capsys):
