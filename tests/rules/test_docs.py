@@ -212,3 +212,12 @@ def test_a_detector_that_fails_silences_its_own_rule_and_says_so(own: Path, capl
     assert any('"step":30' in path.read_text() for path in (own / "out" / "anomalies").glob("*.jsonl"))
     said = 'detector "my_detectors:AboveRecord" of rule "record" is off, because it failed: ZeroDivisionError: mine'
     assert caplog.text.count(said) == 1
+
+
+def test_the_pages_test_of_rules_passes_and_would_fail_without_the_spike(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "tests.yaml"
+    file.write_text(blocks("yaml", "a spike pages"))
+
+    assert run_cli(["rules", "test", str(file)]) == 0
+    file.write_text(file.read_text().replace("2x60 9 2x10", "2x71"))
+    assert run_cli(["rules", "test", str(file)]) == 1
