@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "sentinel"
 NOUNS = {
     "record", "moments", "messages", "place", "anomaly", "command", "errors", "version", "aggregate",
-    "config_file", "document", "monitor_config", "target", "dump", "tensor_file", "structure_file",
+    "config_file", "document", "monitor_config", "target", "dump", "tensor_file", "structure_file", "reference",
 }  # fmt: skip
 STAGES = {
     "native", "collect", "wire", "ingest", "detect", "rules", "order", "report", "control", "store", "daemon", "web", "cli",

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from sentinel.errors import RuleError
+from sentinel.daemon.references import read_references
 from sentinel.rules.loader import PACKS, builtin_packs, load_pack
 from sentinel.rules.schema import Pack
 
@@ -46,7 +47,7 @@ class RulePacks:
     def load(self) -> Pack:
         """Read the files for the first time; RuleError names everything that is wrong."""
         self._signature = self._look()
-        self._use(load_pack(self._paths))
+        self._use(load_pack(self._paths, references=read_references))
         return self.pack
 
     def have_changed(self) -> bool:
@@ -60,7 +61,7 @@ class RulePacks:
         """
         self._signature = self._look()
         try:
-            pack = load_pack(self._paths)
+            pack = load_pack(self._paths, references=read_references)
         except RuleError as error:
             self.problem = str(error)
             self.counts = {**self.counts, "failed": self.counts["failed"] + 1}

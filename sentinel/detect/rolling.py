@@ -85,6 +85,12 @@ def bias(state: State) -> np.ndarray:
     return np.asarray(state["marks"][:, HALF].astype(np.float64))
 
 
+def spread(state: State) -> np.ndarray:
+    """Return the robust deviation of each series' residuals; 0.0 while none are kept."""
+    marks = state["marks"].astype(np.float64)
+    return np.asarray((marks[:, THREE] - marks[:, QUARTER]) * HALF_TO_SIGMA)
+
+
 # -- the reference: plain numpy, in the order of native/rolling.h --------------------------------------------------------
 
 

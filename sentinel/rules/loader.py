@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ import msgspec
 from sentinel.anomaly import Severity
 from sentinel.detect import DETECTORS, known_detectors
 from sentinel.detect.dotted import why_not
+from sentinel.detect.windowed import RollingMedian
 from sentinel.document import BrokenDocument, Located, parse
 from sentinel.errors import RuleError, SentinelError
+from sentinel.reference import Reference
 from sentinel.rules.aggregate_match import read_aggregates
 from sentinel.rules.guard import Guarded
 from sentinel.rules.schema import ACTIONS, RULE_KINDS, RULE_STATISTICS, VALUE, Match, Pack, Rule
@@ -26,10 +28,15 @@ PACKS = Path(__file__).parent / "packs"
 
 PACK_KEYS = ("rules", "builtin")
 RULE_KEYS = (
-    "name", "detector", "match", "args", "severity", "actions", "episode_quiet_steps", "enabled", "description",
+    "name", "detector", "match", "args", "severity", "actions", "episode_quiet_steps", "enabled", "reference",
+    "description",
 )  # fmt: skip
 MATCH_KEYS = ("kind", "name", "statistic", "rank", "aggregate")
 SEVERITIES = tuple(severity.value for severity in Severity)
+
+
+ReadReference = Callable[[Sequence[Path]], Reference]
+"""Reads the logs and runs that `reference:` names. SentinelError where one cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,7 @@ class _Reading:
     """What one load has found so far."""
 
     detectors: Mapping[str, type[Any]]
+    references: ReadReference | None = None
     problems: list[Problem] = field(default_factory=list)
     complete: list[str] = field(default_factory=list)
     """Names of rules that have a detector."""
@@ -73,25 +81,34 @@ def builtin_packs() -> dict[str, Path]:
 
 
 def load_pack(
-    paths: Iterable[str | Path] = (), *, builtin: bool = True, detectors: Mapping[str, type[Any]] | None = None
+    paths: Iterable[str | Path] = (),
+    *,
+    builtin: bool = True,
+    detectors: Mapping[str, type[Any]] | None = None,
+    references: ReadReference | None = None,
 ) -> Pack:
     """Return the rules of `paths`, each merged over those before it, all over the built-in default pack.
 
     paths: files, directories (their *.yaml and *.yml, one level), or names of packs that come with Sentinel (`msprobe`).
     builtin: False leaves the default pack out, as does `builtin: false` in a file.
+    references: reads what `reference:` names; None: that is checked to be there, not read.
     RuleError names everything that is wrong, one `FILE:LINE: what` a line.
     """
-    pack, problems = read_pack(paths, builtin=builtin, detectors=detectors)
+    pack, problems = read_pack(paths, builtin=builtin, detectors=detectors, references=references)
     if problems:
         raise RuleError("\n".join(map(str, problems)))
     return pack
 
 
 def read_pack(
-    paths: Iterable[str | Path] = (), *, builtin: bool = True, detectors: Mapping[str, type[Any]] | None = None
+    paths: Iterable[str | Path] = (),
+    *,
+    builtin: bool = True,
+    detectors: Mapping[str, type[Any]] | None = None,
+    references: ReadReference | None = None,
 ) -> tuple[Pack, list[Problem]]:
     """Return what `load_pack` returns and every problem, without raising for any of them."""
-    reading = _Reading(detectors if detectors is not None else known_detectors())
+    reading = _Reading(detectors if detectors is not None else known_detectors(), references)
     layers: list[list[_Draft]] = []
     for given in paths:
         layer: list[_Draft] = []
@@ -277,6 +294,7 @@ def _build(given: dict[str, Located], files: dict[str, str], draft: _Draft, read
         webhook=reader.webhook,
         episode_quiet_steps=reader.quiet_steps(),
         enabled=reader.flag("enabled", True),
+        reference=reader.reference(),
         description=reader.text("description"),
         source=f"{draft.file}:{draft.line}",
     )
@@ -374,6 +392,31 @@ class _Fields:
                 ranks.append(entry.value)
         return tuple(sorted(set(ranks)))
 
+    def reference(self) -> Reference | None:
+        """Return what the logs and runs under `reference` say; None where there is none, or they are only checked."""
+        item = self._given.get("reference")
+        if item is None or item.value is None or item.value == []:
+            return None
+        entries = item.value if isinstance(item.value, list) else [item]
+        paths = []
+        for entry in entries:
+            if not isinstance(entry.value, str) or not entry.value:
+                what = f"reference: expected a path or a list of paths, got {_show(entry.value)}"
+                self._complain("reference", entry.line, what)
+                continue
+            beside = Path(self._files["reference"]).parent / entry.value
+            paths.append(beside if beside.exists() else Path(entry.value))
+            if not paths[-1].exists():
+                self._complain("reference", entry.line, f'reference: there is no log or run "{entry.value}"')
+                return None
+        if self._reading.references is None or not paths:
+            return None
+        try:
+            return self._reading.references(paths)
+        except SentinelError as error:
+            self._complain("reference", item.where, f"reference: {error}")
+            return None
+
     def args(self) -> dict[str, Any]:
         item = self._given.get("args")
         if item is None or item.value is None:
@@ -407,6 +450,9 @@ class _Fields:
         where = match.where if match is not None else self._given["name"].where
         key = "match" if match is not None else "name"
         tensors = [kind for kind in rule.match.kind if kind != "scalar"]
+        if "reference" in self._given and not (isinstance(cls, type) and issubclass(cls, RollingMedian)):
+            what = f"reference: {rule.detector} judges no scalar beside its sisters; LossSpike and GradNormSpike do"
+            self._complain("reference", self._given["reference"].where, what)
         if rule.match.aggregate and not is_series_detector(cls):
             what = f"match.aggregate: {rule.detector} watches no series of values; leave it out, or take another detector"
             self._complain(key, where, what)

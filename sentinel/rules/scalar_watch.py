@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.detect import Scores, SeriesDetector
+from sentinel.detect.windowed import RollingMedian
+from sentinel.reference import Reference
 from sentinel.rules import wording
 from sentinel.rules.facts import any_place, finite, is_loss_scaling, moved_ranks, skip_note, value_text
 from sentinel.rules.schema import Rule
+from sentinel.rules.sisters import Sisters
 from sentinel.rules.watch import HIGHER, Points, SeriesWatch
 
 if TYPE_CHECKING:
     from sentinel.ingest.merge import StepView
 
 _LOSS = re.compile(r"(^|[._/ -])loss(es)?$", re.IGNORECASE)
+_RATE = re.compile(r"(^|[._/ -])(lr|learning[._ -]?rate)([._/ -]|$)", re.IGNORECASE)
+RESTART = 1.5
+"""A learning rate so many times the one of the step before restarts its schedule (chosen)."""
+SURE_BESIDE = 2.0
+"""One point alone is certain at this score beside the sisters."""
 _GRAD_NORM = re.compile(r"grad(ient)?s?[._ -]?norm|total_norm", re.IGNORECASE)
 
 
@@ -33,6 +42,29 @@ class ScalarWatch(SeriesWatch):
         self._names: list[str] = []
         self._slots = np.zeros(0, dtype=np.int64)
         self._whole = False
+        self._last: tuple[int, int] | None = None
+        self._rate: float | None = None
+        self._sisters = (
+            Sisters(rule.reference, detector) if rule.reference is not None and isinstance(detector, RollingMedian) else None
+        )
+
+    @property
+    def identity(self) -> str:
+        """What must be equal for the state to be kept over a reload: also the sisters."""
+        return identity_beside(super().identity, self.rule.reference)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return everything that changes, for a snapshot."""
+        found = super().to_dict() | {"last": self._last, "rate": self._rate}
+        return found | {"sisters": self._sisters.to_dict()} if self._sisters is not None else found
+
+    def take_dict(self, data: Mapping[str, Any]) -> None:
+        """Take back what `to_dict` gave."""
+        super().take_dict(data)
+        self._last = tuple(data["last"]) if data.get("last") is not None else None
+        self._rate = data.get("rate")
+        if self._sisters is not None and "sisters" in data:
+            self._sisters.take_dict(data["sisters"])
 
     def series_keys(self) -> object:
         """Return the names in order of slots."""
@@ -55,16 +87,43 @@ class ScalarWatch(SeriesWatch):
             self._whole = slots == list(range(self.num_series))
         if not self._names:
             return self.quiet(view)
+        self._notice(view)
         values = np.array([view.scalars[name].mean for name in self._names], dtype=np.float64)
-        scores, anomalous, settled = self._run(values, None if self._whole else self._slots)
+        which = None if self._whole else self._slots
+        moved: np.ndarray | None = None
+        if self._sisters is None:
+            scores, anomalous, settled = self._run(values, which)
+        else:
+            self._sisters.grow(self.num_series)
+            beside, median, moved = self._sisters.judge(view.step, self._names, self._slots, values, self._gather(which))
+            scores, anomalous, settled = self._run(values, which)
+            scores, anomalous = _together(scores, beside, median, moved)
         if settled is None and not anomalous.any() and not len(self.episodes):
             return []
         at = np.flatnonzero(anomalous)
-        points = _ScalarPoints(self, view, self._slots[at], [self._names[i] for i in at], values[at], scores, at)
+        points = _ScalarPoints(self, view, self._slots[at], [self._names[i] for i in at], values[at], scores, at, moved)
         agree = self._certain(scores, at) | ~np.isfinite(values[at])
         rested = self._slots[settled] if settled is not None else self._slots[:0]
         found = self._emit(view, self._slots, points, rested, agree)
         return found + self.quiet(view)
+
+    def _notice(self, view: StepView) -> None:
+        """Tell a detector of slow things when what came before is no measure any more: a resume, a restart of the schedule.
+
+        A learning rate that falls and is suddenly half as high again lifts the loss on purpose (warm restarts).
+        """
+        rearm = getattr(self.detector, "rearm", None)
+        if rearm is None:
+            return
+        here = (view.attempt, view.step)
+        rates = [view.scalars[name].mean for name in view.scalars if _RATE.search(name)]
+        rate = max((one for one in rates if math.isfinite(one)), default=None)
+        is_back = self._last is not None and (here[0] != self._last[0] or here[1] <= self._last[1])
+        restarts = rate is not None and self._rate is not None and 0.0 < RESTART * self._rate <= rate
+        if (is_back or restarts) and self.num_series:
+            rearm(self.state)
+        self._last = here
+        self._rate = rate if rate is not None else self._rate
 
     def _certain(self, scores: Scores, at: np.ndarray) -> np.ndarray:
         """Return which anomalous points are certain alone: those the detector vouches for; the loss if it says nothing."""
@@ -72,6 +131,32 @@ class ScalarWatch(SeriesWatch):
         if vouched is not None:
             return np.asarray(vouched[at], dtype=bool)
         return np.array([bool(_LOSS.search(self._names[i])) for i in at], dtype=bool)
+
+
+def identity_beside(identity: str, reference: Reference | None) -> str:
+    """Return the identity of a watch that judges beside `reference`."""
+    if reference is None:
+        return identity
+    digest = hashlib.blake2b(identity.encode(), digest_size=8)
+    for name, series in sorted(reference.series.items()):
+        digest.update(name.encode() + series.steps + series.medians)
+    return digest.hexdigest()
+
+
+def _together(
+    scores: Scores, beside: np.ndarray, median: np.ndarray, moved: np.ndarray
+) -> tuple[Scores, np.ndarray]:
+    """Return one score for the run's own past and its sisters: the higher where it is anomalous."""
+    own, baseline, evidence = scores.score, scores.baseline, scores.evidence
+    leads = (beside >= 1.0) & ((own < 1.0) | (moved >= 1.0))
+    score = np.where(leads, beside, own)
+    # What sisters do not show, twice over what they allow, needs no third point.
+    sure = evidence["corroborated"] | (leads & (beside >= SURE_BESIDE))
+    direction = np.where(leads, 1, evidence["direction"]).astype(np.int8)
+    found = Scores.of(
+        score, np.where(leads, median, baseline), direction=direction, corroborated=sure, beside=beside >= 1.0
+    )
+    return found, score >= 1.0
 
 
 class _ScalarPoints(Points):
@@ -84,10 +169,12 @@ class _ScalarPoints(Points):
         values: np.ndarray,
         scores: Scores,
         at: np.ndarray,
+        moved: np.ndarray | None = None,
     ) -> None:
         super().__init__(slots)
         self._watch, self._view, self._names = watch, view, names
         self._values, self._scores, self._at = values, scores, at
+        self._moved = moved
 
     def is_higher(self, i: int, onset: Anomaly) -> bool:
         """Whether the point is a spike of its own, higher than what its episode began with."""
@@ -113,6 +200,12 @@ class _ScalarPoints(Points):
             text += skip_note(view)
             if _GRAD_NORM.search(name) and is_loss_scaling(view):
                 severity = min(severity, Severity.WARNING, key=lambda s: s.level)
+        sisters = float(self._moved[at]) if self._moved is not None else math.nan
+        if math.isfinite(sisters) and math.isfinite(value):
+            text += "; " + wording.beside_sisters(sisters, bool(self._scores.evidence["beside"][at]))
+            if sisters >= 1.0 and not self._scores.evidence["beside"][at]:
+                # All runs on this data did the same: the batch, and nobody's fault tonight.
+                severity, full = Severity.INFO, True
         named = bad or holders
         rank = named[0] if len(named) == 1 else None
         place = view.places.get(rank) if rank is not None else None
@@ -139,6 +232,7 @@ class _ScalarPoints(Points):
             baseline=finite(baseline),
             score=finite(score) if math.isfinite(value) else None,
             message=text,
+            reference_score=finite(sisters),
             group_mates=holders,
             moved_ranks=moved_ranks(by_rank, value, baseline),
             time=view.time,

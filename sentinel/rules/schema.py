@@ -13,6 +13,7 @@ import msgspec
 from sentinel.aggregate import Aggregate
 from sentinel.anomaly import Severity
 from sentinel.record import KIND_LABELS, STATISTICS
+from sentinel.reference import Reference
 
 ACTIONS: tuple[str, ...] = ("notify", "escalate", "dump", "webhook")
 """What a rule may ask for: tell people; ask the trainer for more monitoring, or for raw tensors; call the rule's own URL."""
@@ -58,6 +59,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     episode_quiet_steps: int = 20
     """Steps without an anomaly that end an episode; 0: every anomalous step is its own."""
     enabled: bool = True
+    reference: Reference | None = None
+    """Sister runs on the same data, read when the pack was: a scalar is judged beside them too."""
     description: str = ""
     """For people."""
     source: str = ""

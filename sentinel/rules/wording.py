@@ -93,6 +93,13 @@ def skewed(
     return f"{text}, which do the same work; its data, its copy of the model or its hardware is not theirs"
 
 
+def beside_sisters(score: float, is_alone: bool) -> str:
+    """Return what sister runs on the same data did at the same step; score: how far they moved, 1 is anomalous."""
+    if is_alone:
+        return "sister runs on the same data do not show it" if score < 1.0 else "more than in sister runs on the same data"
+    return "sister runs on the same data moved too: the batch" if score >= 1.0 else "sister runs stood still"
+
+
 def nonfinite(
     kind: str, name: str, num_nan: int, num_inf: int, num_elements: int, rank: int, micro_step: int | None, skipped: bool
 ) -> str:

@@ -41,7 +41,7 @@ def test_the_default_pack_is_sound():
     assert by_name["loss-spike"].severity is Severity.CRITICAL
     assert {"notify", "escalate"} <= set(by_name["loss-spike"].actions)
     critical = [rule.name for rule in rules.rules if rule.severity is Severity.CRITICAL]
-    assert critical == ["non-finite", "loss-spike", "replica-divergence", "stale-rank"]
+    assert critical == ["non-finite", "loss-spike", "nan-storm", "replica-divergence", "stale-rank"]
 
 
 def test_every_builtin_pack_is_clean():
@@ -250,7 +250,7 @@ rules:
 def test_lists_show_every_argument_and_detector():
     lines = {line.name: line for line in list_rules(load_pack())}
 
-    assert lines["loss-spike"].args["k"] == 8.0
+    assert lines["loss-spike"].args["k"] == 8.2
     assert lines["loss-spike"].statistic == ("value",)
     assert {one["name"] for one in list_detectors()} >= set(DETECTORS)
     assert all(one["summary"] for one in list_detectors())

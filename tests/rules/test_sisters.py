@@ -1,0 +1,155 @@
+"""Scalars beside sister runs: what the batch did to all is told apart from what this run has for itself."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from sentinel.anomaly import Severity
+from sentinel.daemon.judge import Judge
+from sentinel.daemon.references import read_references, with_reference
+from sentinel.errors import RuleError
+from sentinel.ingest.log_views import log_views
+from sentinel.ingest.logs import read_log
+from sentinel.reference import combine
+from sentinel.rules.loader import load_pack, read_pack
+from sentinel.rules.schema import Pack
+
+POINTS = 400
+BATCH, OWN = 260, 340
+
+
+def make_runs(rng, num, noise=0.0015):
+    """Return [num, POINTS]: runs that share their batches (2.7 %), one of which (BATCH) doubles all of them."""
+    shared = 2.0 * (1.0 + 2.0 * np.exp(-np.arange(POINTS) / 80.0)) * np.exp(0.027 * rng.standard_normal(POINTS))
+    shared[BATCH] *= 2.0
+    return shared * np.exp(noise * rng.standard_normal((num, POINTS)))
+
+
+def write_log(path, loss, steps=None):
+    steps = np.arange(len(loss)) if steps is None else steps
+    path.write_text("step,loss\n" + "".join(f"{s},{x}\n" for s, x in zip(steps, loss, strict=True)))
+    return path
+
+
+def loss_rule(reference=None) -> Pack:
+    pack = Pack(rules=(load_pack().rule("loss-spike"),))
+    return pack if reference is None else with_reference(pack, reference)
+
+
+def judge(pack, path):
+    """Return the onsets and the number of rows judged."""
+    court, found, rows = Judge(pack), [], 0
+    for view in log_views(read_log(path), run="own"):
+        found += [a for a in court.judge(None, view).anomalies if a.event == "onset"]
+        rows += 1
+    return found, rows
+
+
+@pytest.mark.parametrize("num", [1, 2, 5])
+def test_two_percent_shows_beside_sisters_and_a_bad_batch_is_no_fault(num, rng, tmp_path):
+    loss = make_runs(rng, num + 1)
+    loss[0, OWN] *= 1.025
+    sisters = [write_log(tmp_path / f"{i}.csv", one) for i, one in enumerate(loss[1:])]
+    own = write_log(tmp_path / "own.csv", loss[0])
+
+    alone, rows = judge(loss_rule(), own)
+    found, rows_beside = judge(loss_rule(read_references(sisters)), own)
+
+    assert rows == rows_beside == POINTS
+    assert [(a.step, a.severity) for a in alone if a.step == BATCH] == [(BATCH, Severity.CRITICAL)]
+    assert OWN not in [a.step for a in alone]
+    by_step = {a.step: a for a in found}
+    assert sorted(by_step) == [BATCH, OWN]
+    assert by_step[BATCH].severity is Severity.INFO and by_step[BATCH].reference_score >= 1.0
+    assert by_step[OWN].severity is not Severity.INFO and by_step[OWN].reference_score < 1.0
+    assert by_step[OWN].baseline == pytest.approx(loss[0, OWN] / 1.025, rel=0.01)
+
+
+def test_sisters_that_lack_steps_log_seldom_or_hold_nan_do_no_harm(rng, tmp_path):
+    loss = make_runs(rng, 5)
+    loss[0, OWN] *= 1.03
+    loss[2, 200:210] = np.nan
+    loss[4, OWN - 20] *= 0.2
+    logs = [
+        write_log(tmp_path / "seldom.csv", loss[1, ::10], np.arange(0, POINTS, 10)),
+        write_log(tmp_path / "nan.csv", loss[2]),
+        write_log(tmp_path / "short.csv", loss[3, :240]),
+        write_log(tmp_path / "dropped.csv", loss[4]),
+    ]
+    own = write_log(tmp_path / "own.csv", loss[0])
+
+    found, rows = judge(loss_rule(read_references(logs)), own)
+
+    assert rows == POINTS
+    assert [a.step for a in found] == [BATCH, OWN]
+
+
+def test_sisters_on_other_data_say_nothing(rng, tmp_path):
+    own = write_log(tmp_path / "own.csv", make_runs(rng, 1)[0])
+    strangers = [write_log(tmp_path / f"{i}.csv", make_runs(np.random.default_rng(i), 1)[0]) for i in range(3)]
+
+    alone, _ = judge(loss_rule(), own)
+    found, rows = judge(loss_rule(read_references(strangers)), own)
+
+    assert rows == POINTS and len(alone) == 1
+    assert [a.step for a in found] == [a.step for a in alone]
+
+
+def test_a_rule_names_its_sisters_and_the_pack_holds_them(rng, tmp_path):
+    loss = make_runs(rng, 3)
+    write_log(tmp_path / "a.csv", loss[1])
+    write_log(tmp_path / "b.csv", loss[2])
+    rules = tmp_path / "mine.yaml"
+    rules.write_text("rules:\n  - name: loss-spike\n    reference: [a.csv, b.csv]\n")
+
+    pack = load_pack([rules], references=read_references)
+    checked = load_pack([rules])
+    again = msgspec.json.decode(msgspec.json.encode(pack), type=Pack)
+    write_log(tmp_path / "b.csv", loss[0])
+    changed = load_pack([rules], references=read_references)
+
+    series = pack.rule("loss-spike").reference.series["loss"]
+    steps, medians, _ = series.arrays()
+    assert (steps == np.arange(POINTS)).all() and series.num_runs == 2
+    assert medians == pytest.approx(np.maximum(loss[1], loss[2]))
+    assert checked.rule("loss-spike").reference is None
+    assert again.pack_hash == pack.pack_hash != changed.pack_hash
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        ("  - name: loss-spike\n    reference: gone.csv\n", 3, 'there is no log or run "gone.csv"'),
+        ("  - name: loss-spike\n    reference: 5\n", 3, "expected a path"),
+        ("  - name: loss-drift\n    reference: []\n", 3, "LossSpike and GradNormSpike do"),
+    ],
+)
+def test_what_is_wrong_with_a_reference_is_said_with_its_line(text, line, says, tmp_path):
+    rules = tmp_path / "mine.yaml"
+    rules.write_text("rules:\n" + text)
+
+    _, problems = read_pack([rules], references=read_references)
+
+    assert [(one.line, says in one.message) for one in problems] == [(line, True)]
+    with pytest.raises(RuleError):
+        load_pack([rules])
+
+
+def test_a_snapshot_goes_on_beside_the_sisters(rng, tmp_path):
+    loss = make_runs(rng, 4)
+    loss[0, OWN] *= 1.03
+    reference = combine([{"loss": (np.arange(POINTS), one)} for one in loss[1:]])
+    views = list(log_views(read_log(write_log(tmp_path / "own.csv", loss[0])), run="own"))
+    whole, first, second = (Judge(loss_rule(reference)) for _ in range(3))
+
+    straight = [a for view in views for a in whole.judge(None, view).anomalies]
+    before = [a for view in views[:300] for a in first.judge(None, view).anomalies]
+    second.restore(first.snapshot())
+    after = [a for view in views[300:] for a in second.judge(None, view).anomalies]
+
+    assert [a.step for a in straight if a.event == "onset"] == [BATCH, OWN]
+    assert [(a.id, a.score) for a in before + after if a.event == "onset"] == [
+        (a.id, a.score) for a in straight if a.event == "onset"
+    ]
