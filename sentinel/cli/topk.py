@@ -14,7 +14,6 @@ import click
 import msgspec
 
 from sentinel.anomaly import Anomaly, Severity
-from sentinel.cli.explain import run_with_incident
 from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, say
 from sentinel.cli.places import RUN_NAME, find_run, runs_directory
 from sentinel.order.causes import leading_causes
@@ -96,6 +95,9 @@ def topk(
 
 def place_of(directory: str | None, incident: str | None) -> str:
     """Return the path that is meant: a run by its name, the newest one, or the one in `directory` that has the incident."""
+    if incident is not None:
+        # It brings all that stories need, which the plain case should not wait for.
+        from sentinel.cli.explain import run_with_incident
     if directory is None:
         return str(find_run(None) if incident is None else run_with_incident(incident, None))
     path = Path(directory)
