@@ -126,6 +126,10 @@ class Case(msgspec.Struct, kw_only=True):
     notes: list[Note] = []
     results: dict[str, list[tuple[int, float]]] = {}
     """Of each loss or gradient norm among the signs: (step, value), from its onset on; at most `MAX_NOTES`."""
+    losses: dict[str, tuple[float, float]] = {}
+    """Of each loss: its median and spread in the steps before."""
+    risen: dict[int, float] = {}
+    """Step -> spreads by which a loss stood above its usual value in it; the first `MAX_NOTES` steps that were noted."""
     births: list[Birth] = []
     num_births: int = 0
     divergences: list[Divergence] = []
@@ -263,6 +267,10 @@ class Case(msgspec.Struct, kw_only=True):
         self._bear_again(step, facts)
         if is_moving:
             self.num_quiet = 0
+            now = facts.results
+            rises = [(now[name] - one) / spread for name, (one, spread) in self.losses.items() if name in now]
+            if rises and len(self.risen) < MAX_NOTES:
+                self.risen[step] = max(rises)
             note = self._note(step)
             note.is_skipped |= facts.is_skipped
             note.lanes = tuple(sorted({*note.lanes, *facts.odd_lanes}))

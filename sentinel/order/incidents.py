@@ -35,12 +35,16 @@ from sentinel.order.open_incident import (
     series_of,
 )
 from sentinel.order.origin import origin
+from sentinel.order.phase import Phase, scalar_phase
 from sentinel.order.step_facts import StepFacts
-from sentinel.order.suspicion import CALM_STEPS, JUMP_STEPS, rose
+from sentinel.order.suspicion import CALM_STEPS, JUMP_STEPS, rose, usual
 from sentinel.order.wording import born_words, is_liveness, place_words, root_words, title_words
 
 MAX_SERIES = 4096
 """Most series that an incident remembers, to know its own again (chosen); past it the newest are not remembered."""
+
+RECENT_LOSSES, MIN_LOSSES = 16, 8
+"""Values of a loss that say what is usual when an incident opens (chosen)."""
 
 MAX_FIRST_CAUSES = 64
 """Most first causes that an incident lists (chosen); a NaN on each of a thousand replicas needs no thousand names."""
@@ -85,6 +89,8 @@ class Background(msgspec.Struct, kw_only=True):
     """The newest rise of a learning rate that no schedule explains."""
     loss_scale: float | None = None
     """Of the step before."""
+    losses: dict[str, list[float]] = {}
+    """The newest values of each loss, of steps without an anomaly in it."""
 
     def see(self, step: int, anomalies: Iterable[Anomaly], facts: StepFacts) -> None:
         """Take a closed step."""
@@ -94,6 +100,10 @@ class Background(msgspec.Struct, kw_only=True):
         if any(a.event == "onset" and a.severity is not Severity.INFO for a in anomalies):
             self.trouble_step = step
         self.loss_scale = facts.loss_scale
+        moved = {a.tag_name for a in anomalies if a.kind == "scalar"}
+        for name, value in facts.results.items():
+            if name not in moved and scalar_phase(name) is Phase.LOSS:
+                self.losses[name] = [*self.losses.get(name, [])[-RECENT_LOSSES + 1 :], value]
 
     def see_rates(self, step: int, facts: StepFacts) -> None:
         """Take the learning rates of a closed step."""
@@ -384,6 +394,7 @@ class IncidentTracker:
             scale_before=before.loss_scale,
             trouble_step=before.trouble_step,
             num_before=before.num_steps,
+            losses={name: usual(values) for name, values in sorted(before.losses.items()) if len(values) >= MIN_LOSSES},
         )
 
     def _join(self, one: OpenIncident, group: Iterable[Anomaly]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -15,6 +16,10 @@ QUIET_STEPS = 2
 """Whole steps that must be well before an excursion counts as gone (chosen)."""
 WELL_STEPS = 5
 """Whole steps that must be well before a lone non-finite value accuses a machine (chosen): broken code strikes again."""
+LOSS_SPREADS = 5.0
+"""Spreads of its newest values from which a loss moved with the rest, alarm or not (chosen)."""
+WIDE = 5
+"""Series of one step, the gradient norm among them, that a batch moves without the loss (chosen)."""
 ABSURD = 100.0
 """Times by which no part of a batch moves a layer (chosen)."""
 HALF = 0.5
@@ -64,6 +69,13 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 UNKNOWN = Suspicion()
+
+
+def usual(values: Sequence[float]) -> tuple[float, float]:
+    """Return the median and a robust spread, at least a thousandth of the median."""
+    middle = statistics.median(values)
+    spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    return middle, max(spread, 1e-3 * abs(middle))
 
 
 def rose(before: float, after: float, highest: float) -> bool:

@@ -11,11 +11,13 @@ from sentinel.order.suspicion import (
     AFTERMATH_STEPS,
     HALF,
     LASTING_STEPS,
+    LOSS_SPREADS,
     PEAK,
     QUIET_STEPS,
     STATES,
     SURE_STATES,
     UNKNOWN,
+    WIDE,
     Suspicion,
     by_jump,
     figures,
@@ -135,6 +137,10 @@ def _passed(case: Case, signs: list[Sign], strong: list[Note], after: str) -> Su
     at = [sign for sign in signs if sign.first_step in steps and sign.phase is not Phase.OPTIMIZER]
     one = max(at or signs, key=lambda sign: (sign.phase is Phase.LOSS, sign.phase is Phase.NORM, sign.score or 0.0))
     when = f"step {steps[0]}" if len(steps) == 1 else f"steps {listed(steps)}"
+    if case.losses and not any(sign.phase is Phase.LOSS for sign in at):
+        rise = max((case.risen.get(step, 0.0) for step in steps), default=0.0)
+        if rise < LOSS_SPREADS and max(note.num_flow for note in strong) < WIDE:
+            return Suspicion(reasons=(f"{figures(one)} at {when} alone, while the loss stayed: hardly its batch",))
     reasons = [f"{figures(one)} at {when} alone; {after}"]
     lanes = sorted({lane for note in strong for lane in note.lanes})
     skip_lanes: tuple[int, ...] = ()

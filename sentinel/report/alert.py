@@ -175,12 +175,22 @@ def facts(incident: Incident) -> list[tuple[str, str]]:
         ("ranks", ranks),
         ("suspected", incident.verdict if incident.verdict != "unknown" else ""),
         ("evidence", "; ".join(incident.evidence[:5])),
+        ("batches to skip", _skipped(incident)),
         ("steps", f"{incident.opened_step} to {incident.last_step}"),
         ("anomalies", str(incident.num_members) if incident.num_members else ""),
         ("detectors", ", ".join(incident.detectors[:8])),
         ("merged into", incident.merged_into or ""),
     ]
     return [(name, text) for name, text in pairs if text]
+
+
+def _skipped(incident: Incident) -> str:
+    if not incident.skip_steps:
+        return ""
+    words = f"step{'s' if len(incident.skip_steps) > 1 else ''} {', '.join(map(str, incident.skip_steps[:16]))}"
+    if incident.skip_ranks:
+        words += f", the part of rank {', '.join(map(str, incident.skip_ranks[:16]))}"
+    return words + (f"; {len(incident.skip_samples)} samples" if incident.skip_samples else "")
 
 
 def worst_first(alerts: Sequence[Alert]) -> list[Alert]:
