@@ -75,12 +75,15 @@ def backtest(
     Exit codes: 0 no alarm, 1 alarms (with --against: the two packs differ), 2 something could not be read.
     """
     from sentinel.cli.backtest_jobs import judged
-    from sentinel.daemon.backtest import Settings
+    from sentinel.daemon.backtest import Settings, read_sister
     from sentinel.daemon.config import load_config
 
     with tempfile.TemporaryDirectory(prefix="sentinel-backtest-") as scratch:
         found = find_subjects(subjects, state_dir, Path(scratch))
-        sides = [_pack(packs, reference)] + ([_pack(_named(against), reference)] if against else [])
+        sides = [_pack(packs)] + ([_pack(_named(against))] if against else [])
+        sisters = tuple(dict.fromkeys(str(path) for one in reference for path, _ in _subjects_at(one)))
+        for path in sisters:
+            read_sister(path)
         settings = [
             Settings(
                 pack=pack,
@@ -88,6 +91,7 @@ def backtest(
                 columns=_columns(columns),
                 header=tuple(name.strip() for name in header.split(",")) if header else (),
                 recompute=recompute,
+                reference=sisters,
                 output=output or "" if at == 0 else "",
             )
             for at, pack in enumerate(sides)
@@ -216,7 +220,7 @@ def _named(against: Sequence[str]) -> tuple[str, ...]:
     return tuple(one for one in against if one != "default")
 
 
-def _pack(paths: Sequence[str], reference: Sequence[str]) -> Pack:
+def _pack(paths: Sequence[str]) -> Pack:
     from sentinel.daemon.packs import RulePacks
 
     return RulePacks(paths).load()

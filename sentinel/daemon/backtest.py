@@ -10,12 +10,14 @@ import msgspec
 from sentinel.anomaly import Anomaly, Incident, Severity
 from sentinel.daemon.config import JudgingConfig
 from sentinel.daemon.judge import Judge, Verdict
+from sentinel.daemon.references import Scalars, sisters_at, with_reference
 from sentinel.daemon.replay import judged_again
 from sentinel.errors import StoreError
 from sentinel.ingest.decision import Tick
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.log_views import log_views
 from sentinel.ingest.logs import read_log
+from sentinel.reference import combine
 from sentinel.report.files import AppendLog, anomaly_line, json_line
 from sentinel.rules.schema import Pack
 from sentinel.store.journal import Journal
@@ -48,6 +50,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     header: tuple[str, ...] = ()
     recompute: bool = False
     """Decide anew which rows make a step of a recorded run."""
+    reference: tuple[str, ...] = ()
+    """Logs and runs on the same data, each by itself; a subject is never its own sister."""
     output: str = ""
     """Directory for each subject's `anomalies/` and `incidents.jsonl`; empty: nowhere."""
 
@@ -142,7 +146,7 @@ def _of_log(
     log = read_log(subject.path, columns=settings.columns, header=settings.header)
     outcome.form, outcome.num_rows, outcome.channels = log.form, log.num_rows, dict(log.sources)
     outcome.notes.extend(log.notes)
-    judge = Judge(settings.pack, max_anomalies=settings.judging.max_anomalies_per_step)
+    judge = Judge(_beside_sisters(subject, settings, outcome), max_anomalies=settings.judging.max_anomalies_per_step)
     for row, view in enumerate(log_views(log, subject.run or subject.name)):
         yield row, judge.judge(None, view)
         if row % PROGRESS_STEPS == 0:
@@ -160,8 +164,9 @@ def _of_run(
     try:
         if journal is None:
             outcome.notes.append("no daemon judged this run: which ranks were late or stale is not known")
+        pack = _beside_sisters(subject, settings, outcome)
         judged = judged_again(
-            paths, journal, pack=settings.pack, recompute=settings.recompute, judging=settings.judging, follower=follower
+            paths, journal, pack=pack, recompute=settings.recompute, judging=settings.judging, follower=follower
         )
         for one, verdict in judged:
             if not isinstance(one, Tick):
@@ -174,6 +179,27 @@ def _of_run(
     finally:
         if journal is not None:
             journal.close()
+
+
+def read_sister(path: str) -> tuple[Scalars, ...]:
+    """Return what a log or run logged, read once: processes that are forked later have it too."""
+    if path not in _sisters:
+        _sisters[path] = tuple(sisters_at([path]))
+    return _sisters[path]
+
+
+_sisters: dict[str, tuple[Scalars, ...]] = {}
+
+
+def _beside_sisters(subject: Subject, settings: Settings, outcome: Outcome) -> Pack:
+    own = Path(subject.path).resolve()
+    others = [path for path in settings.reference if Path(path).resolve() != own]
+    if not settings.reference:
+        return settings.pack
+    if not others:
+        outcome.notes.append("no sister but itself: judged by its own past alone")
+        return settings.pack
+    return with_reference(settings.pack, combine((run for path in others for run in read_sister(path)), others))
 
 
 def _alarm(file: str, row: int, anomaly: Anomaly, incident: Incident | None) -> Alarm:

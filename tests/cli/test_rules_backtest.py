@@ -278,3 +278,40 @@ def test_two_packs_are_compared_over_logs_and_runs(
     same = ["rules", "backtest", str(log), "--rules", str(pack), "--against", str(pack)]
     assert run_cli(same) == 0
     assert "0 new, 0 lost alarms" in capsys.readouterr().err
+
+
+def sisters(directory: Path, num: int, num_rows: int = 300) -> list[Path]:
+    """Write logs of runs that saw the same batches: 3 % of common noise, 0.1 % of their own."""
+    directory.mkdir()
+    common = np.random.default_rng(1).normal(0.0, 0.03, num_rows)
+    common[200] += 1.0
+    own = np.random.default_rng(2)
+    every = [3.0 * np.exp(common + own.normal(0.0, 0.001, num_rows)) for _ in range(num)]
+    every[0][250] *= 1.03
+    return [write_csv(directory / f"{at}.csv", values) for at, values in enumerate(every)]
+
+
+def test_beside_its_sisters_a_small_corruption_shows_and_a_common_spike_is_the_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, *others = sisters(tmp_path / "logs", 5)
+
+    alone = alarms(capsys, first)
+    beside = alarms(capsys, first, *(argument for path in others for argument in ("--reference", path)))
+
+    assert [one["i"] for one in alone] == [200]
+    assert 250 in {one["i"] for one in beside}
+    (common,) = [one for one in beside if one["i"] == 200] or [{"verdict": "not told"}]
+    assert common["verdict"] in ("batch", "unknown", "not told")
+
+
+def test_a_run_is_not_its_own_sister(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = sisters(tmp_path / "logs", 5)
+
+    # The directory holds the run itself: were it one of its own sisters, what it has for itself would be halved.
+    named = alarms(capsys, paths[0], *(argument for path in paths[1:] for argument in ("--reference", path)))
+    of_all = alarms(capsys, paths[0], "--reference", tmp_path / "logs")
+
+    assert named == of_all and 250 in {one["i"] for one in of_all}
+    assert run_cli(["rules", "backtest", str(paths[0]), "--reference", str(paths[0])]) == 1
+    assert "no sister but itself" in capsys.readouterr().err
