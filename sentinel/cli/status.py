@@ -52,8 +52,10 @@ def status(where: str | None, as_json: bool) -> int:
         if state["config"] and state["config"]["problem"]:
             click.echo(f"  config: the newest edit is not in force: {printable(state['config']['problem'])}")
         for one in open_incidents:
+            suspected = f"; suspected: {one['verdict']}" if one["verdict"] != "unknown" else ""
             click.echo(
-                f"  {one['severity']:8} {one['title']} ({one['id']}), first cause: {one['root_name'] or 'unknown'}"
+                f"  {one['severity']:8} {one['title']} ({one['id']}), "
+                f"first cause: {one['root_name'] or 'unknown'}{suspected}"
             )
     return CLEAN if is_clean else FOUND
 

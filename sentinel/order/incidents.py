@@ -146,8 +146,11 @@ class IncidentTracker:
         return msgspec.msgpack.encode(self._state)
 
     def restore(self, snapshot: bytes) -> None:
-        """Go on where `snapshot` was taken."""
+        """Go on where `snapshot` was taken, by an older version too: its incidents keep the verdict that they have."""
         self._state = msgspec.msgpack.decode(snapshot, type=_State)
+        for one in self._state.open:
+            if one.case.opened < 0:
+                one.facts = one.facts or one.incident.evidence
 
     def update(
         self,
@@ -226,7 +229,8 @@ class IncidentTracker:
             jump = self._state.background.jump
             if jump is not None and one.case.jump is None and jump.step >= one.case.opened - JUMP_STEPS:
                 one.case.jump = jump
-        one.suspect()
+        if one.case.opened >= 0:
+            one.suspect()
 
     def _quiet_of(self, one: OpenIncident) -> int:
         """An incident all of whose series came to rest at a new level is over at once."""

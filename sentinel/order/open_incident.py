@@ -39,7 +39,7 @@ class OpenIncident(msgspec.Struct, kw_only=True):
     has_settled: bool = False
     num_unnamed: int = 0
     """First causes that the cap left out."""
-    case: Case
+    case: Case = msgspec.field(default_factory=lambda: Case(opened=-1))
     """What it has shown, for the verdict."""
     facts: tuple[str, ...] = ()
     """Evidence that stays whatever is suspected."""
