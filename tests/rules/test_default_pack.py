@@ -77,7 +77,7 @@ def test_each_rule_finds_its_own_fault_and_nothing_else(said, rule):
     assert {(one.kind, one.tag_name) for one in onsets} - others == {(kind, name)}
     assert own[0].step < HEALTHY_STEPS + within
     # Alone it is `info` until it lasts three points.
-    assert own[-1].severity is (Severity.INFO if rule == "precision-overflow" else Severity.WARNING)
+    assert own[-1].severity is (Severity.INFO if rule in ("precision-overflow", "frozen-weight") else Severity.WARNING)
 
 
 def test_what_a_message_says(said):
