@@ -121,7 +121,7 @@ def _tell(results: Iterator[list[Outcome | str]], least: int, as_json: bool) -> 
             for alarm in told:
                 click.echo(msgspec.json.encode(alarm).decode())
     if not as_json:
-        show_alarms([alarm for one in outcomes for alarm in one.alarms if alarm.severity.level >= least])
+        show_alarms([(one, alarm) for one in outcomes for alarm in one.alarms if alarm.severity.level >= least])
     _sum_up(outcomes, least, num_failed)
     return BAD_USAGE if num_failed else FOUND if num_alarms else CLEAN
 

@@ -22,18 +22,22 @@ MAX_LISTED = 10
 _COLOURS = {"critical": "bold red", "warning": "yellow"}
 
 
-def show_alarms(alarms: Sequence[Alarm]) -> None:
-    """Print alarms as a table: aligned text into a pipe, with colours on a terminal."""
+def show_alarms(alarms: Sequence[tuple[Outcome, Alarm]]) -> None:
+    """Print alarms as a table: aligned text into a pipe, with colours on a terminal.
+
+    Its verdict is the incident's last: at the onset of a spike nobody knows yet how it goes on.
+    """
     if alarms:
-        show_table(ALARM_COLUMNS, [_alarm_cells(alarm) for alarm in alarms], right=(1, 2, 4, 5, 6))
+        rows = [_alarm_cells(alarm, outcome.last_verdict(alarm)) for outcome, alarm in alarms]
+        show_table(ALARM_COLUMNS, rows, right=(1, 2, 4, 5, 6))
 
 
-def _alarm_cells(alarm: Alarm) -> tuple[str, ...]:
+def _alarm_cells(alarm: Alarm, verdict: str) -> tuple[str, ...]:
     channel = alarm.channel if alarm.kind == "scalar" else f"{alarm.kind} {alarm.channel} {alarm.statistic}"
     where = f"{alarm.step}" if alarm.attempt == 0 else f"{alarm.step}, attempt {alarm.attempt}"
     channel += f" rank {alarm.rank}" if alarm.rank is not None and alarm.kind != "scalar" else ""
     numbers = (alarm.value_text or _number(alarm.value), _number(alarm.baseline), _number(alarm.score))
-    return (alarm.file, str(alarm.i), where, channel, *numbers, alarm.rule, alarm.verdict, alarm.severity.value)
+    return (alarm.file, str(alarm.i), where, channel, *numbers, alarm.rule, verdict, alarm.severity.value)
 
 
 def _number(value: float | None) -> str:
@@ -84,13 +88,13 @@ def show_difference(
     olds = [[alarm for alarm in old.alarms if alarm.severity.level >= least] for _, old in pairs]
     rules = list(dict.fromkeys(rule.name for pack in packs for rule in pack.rules))
     total = compare([alarm for one in news for alarm in one], [alarm for one in olds for alarm in one], rules)
-    lost = [alarm for new, old in zip(news, olds, strict=True) for alarm in new_alarms(old, new)]
-    gained = [alarm for new, old in zip(news, olds, strict=True) for alarm in new_alarms(new, old)]
-    by_subject = [
-        (new_side, compare(new, old, ())[-1]) for (new_side, _), new, old in zip(pairs, news, olds, strict=True)
-    ]
+    beside = list(zip(pairs, news, olds, strict=True))
+    gained = [(side, alarm) for (side, _), new, old in beside for alarm in new_alarms(new, old)]
+    lost = [(side, alarm) for (_, side), new, old in beside for alarm in new_alarms(old, new)]
+    by_subject = [(side, compare(new, old, ())[-1]) for (side, _), new, old in beside]
     if as_json:
-        click.echo(msgspec.json.encode(_as_data(packs, total, by_subject, gained, lost)).decode())
+        bare = [[alarm for _, alarm in alarms] for alarms in (gained, lost)]
+        click.echo(msgspec.json.encode(_as_data(packs, total, by_subject, *bare)).decode())
     else:
         show_table(
             ("rule", "onsets", "was", "pages", "was", "incidents", "was", "first row", "was", "new", "lost"),

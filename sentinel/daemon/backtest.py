@@ -104,6 +104,15 @@ class Outcome(msgspec.Struct, kw_only=True):
     """Id -> its last revision; without its members."""
     notes: list[str] = []
 
+    def last_verdict(self, alarm: Alarm) -> str:
+        """Return the verdict on an alarm's incident when all rows had been judged; of a merged one its heir's."""
+        incident = self.incidents.get(alarm.incident)
+        for _ in range(len(self.incidents)):
+            if incident is None or incident.merged_into is None:
+                break
+            incident = self.incidents.get(incident.merged_into, incident)
+        return incident.verdict if incident is not None else alarm.verdict
+
 
 def judge_subject(subject: Subject, settings: Settings, tell: Callable[[float], None] | None = None) -> Outcome:
     """Judge one log or run from its beginning, with nothing known of any other.

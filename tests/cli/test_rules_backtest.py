@@ -160,6 +160,18 @@ def test_bad_usage_is_2(arguments: list[str], words: str, tmp_path: Path, capsys
     assert words in captured.err and captured.out == ""
 
 
+def test_the_table_has_the_last_verdict_of_each_incident(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_csv(tmp_path / "a.csv", losses(), every=1)
+
+    assert run_cli(["rules", "backtest", str(path), "-o", str(tmp_path / "out")]) == 1
+    head, line = capsys.readouterr().out.splitlines()
+    revisions = [json.loads(one) for one in (tmp_path / "out" / "a.csv" / "incidents.jsonl").read_text().splitlines()]
+
+    shown = dict(zip(head.split(), line.split(), strict=True))
+    assert shown["verdict"] == revisions[-1]["verdict"] and len(revisions) > 1
+    assert (shown["row"], shown["rule"], shown["severity"]) == (str(SPIKE), "loss-spike", "critical")
+
+
 def test_severity_decides_what_an_alarm_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = losses(spikes=())
     values[150] *= 1.3
