@@ -16,7 +16,7 @@ from healthy import SHORT, SHORT_STEPS, WITHIN_STEPS, found_after, judged
 def test_healthy_runs_page_nobody_and_their_last_fault_is_found(tmp_path):
     # In a process of its own: it sets torch's threads, and takes the global generator.
     command = [sys.executable, str(ROOT / "benchmarks" / "healthy.py"), "--short", "--only-record", "--keep", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
 
     files = sorted(tmp_path.glob("*.json"))
