@@ -150,3 +150,4 @@ EXPORT int64_t sentinel_measure_one(uint64_t pointer, int64_t numel, int32_t dty
 #include "digest.h"
 #include "crc.h"
 #include "rolling.h"
+#include "quick.h"

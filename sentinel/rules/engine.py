@@ -21,6 +21,7 @@ from sentinel.rules.liveness_watch import LivenessWatch
 from sentinel.rules.loader import build_detector
 from sentinel.rules.own_row_watch import OwnRowWatch
 from sentinel.rules.programme import Programme
+from sentinel.rules.quick import quick_of
 from sentinel.rules.rank_watch import RankWatch
 from sentinel.rules.replica_watch import ReplicaWatch
 from sentinel.rules.row_watch import RowWatch, raw_statistic
@@ -282,7 +283,10 @@ def _watches_of(rule: Rule, detector: SeriesDetector | GroupDetector | LivenessD
                     watches.append(TensorWatch(rule, fitted, statistic, kinds, _form_of(fitted, statistic)))
     if "scalar" in rule.match.kind and (rule.match.kind == ("scalar",) or getattr(detector, "raw_values", False)):
         fitted = detector.for_statistic("value") if hasattr(detector, "for_statistic") else detector
-        watches.append(ScalarWatch(rule, fitted))
+        scalars = ScalarWatch(rule, fitted)
+        if getattr(rule, "reference", None) is None:
+            scalars.quick = quick_of(fitted)
+        watches.append(scalars)
     return watches
 
 

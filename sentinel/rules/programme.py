@@ -72,6 +72,11 @@ def describe(row: Any, form: Form, statistic: str, state: State, index: np.ndarr
     """
     row["statistic"] = STATISTICS.index(statistic)
     row["num_entries"], row["index"], row["slots"] = len(index), index.ctypes.data, 0 if slots is None else slots.ctypes.data
+    describe_form(row, form, state)
+
+
+def describe_form(row: Any, form: Form, state: State) -> None:
+    """Fill what a row of FORM says of the form and its state."""
     for name, array in state.items():
         row[name] = array.ctypes.data
     if isinstance(form, BaselineForm):

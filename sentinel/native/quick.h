@@ -1,0 +1,176 @@
+/* Points of a few series at a time that are well, as nearly all are: each function below takes all of them in and returns 1,
+ * or, where any would be anomalous, changes nothing and returns 0; the numpy of sentinel/detect then has the word. The
+ * arithmetic is the numpy's, operation by operation. arrays: those of the state, in the order of sentinel/rules/quick.py. */
+
+#define FIRST_POINTS 32
+#define MEAN_TO_SIGMA 1.2533141373155001
+
+typedef struct {
+    double threshold, log_slack, slack_sigmas, share, patience, log_improvement;
+    int64_t memory, warmup, is_both;
+} LevelParameters;
+
+typedef struct {
+    double *unit, *level, *noise, *size;
+    int64_t *count;
+} Level;
+
+static inline double smaller(double a, double b) { return a < b ? a : b; }
+
+static inline double clipped(double x, double most) { return x < -most ? -most : x > most ? most : x; }
+
+/* detect/drift.py, _Level._follow for a finite point that is not anomalous; returns whether the series is judged from now. */
+static int follow_level(const LevelParameters *p, const Level *s, int64_t i, double x)
+{
+    const int64_t count = s->count[i]++;
+    if (count < FIRST_POINTS) {
+        s->size[i] = s->size[i] + (smaller(fabs(x), 1e300) - s->size[i]) / ((double)count + 1.0);
+        if (count == FIRST_POINTS - 1) {
+            s->unit[i] = larger(0.02 * s->size[i], 1e-300);
+            s->level[i] = rolling_asinh(x, s->unit[i]);
+        }
+        return 0;
+    }
+    const double residual = rolling_asinh(x, s->unit[i]) - s->level[i], noise = s->noise[i], age = (double)(count - FIRST_POINTS);
+    const int is_young = count - FIRST_POINTS < p->memory;
+    const double least = larger(noise, 1e-12), memory = (double)p->memory;
+    const double near = is_young ? residual : clipped(residual, 3.0 * least);
+    double far = is_young ? fabs(residual) : smaller(fabs(residual), 4.0 * least);
+    far = larger(far, smaller(fabs(residual), 1e-9));
+    s->level[i] += 1.0 / smaller(age + 2.0, memory) * near;
+    s->noise[i] += 1.0 / smaller(age + 1.0, 4.0 * memory) * (MEAN_TO_SIGMA * far - noise);
+    return count + 1 > p->warmup;
+}
+
+static inline double drift_sum(const LevelParameters *p, double total, double toward, double slack, double noise)
+{
+    const double moved = total + clipped((toward - slack) / noise, 2.0), most = 2.0 * p->threshold;
+    return moved < 0.0 ? 0.0 : moved > most ? most : moved;
+}
+
+static void drift_sums(const LevelParameters *p, void **arrays, int64_t i, double x, double *up, double *down)
+{
+    const double *unit = arrays[0], *noises = arrays[2], *best = arrays[5], *above = arrays[6], *below = arrays[7];
+    const int64_t *count = arrays[4];
+    *up = above[i];
+    *down = below[i];
+    if (!(fabs(x) < INFINITY) || count[i] < p->warmup) return;
+    const double z = count[i] >= FIRST_POINTS ? rolling_asinh(x, unit[i]) : 0.0, excess = z - best[i];
+    const double noise = larger(noises[i], 1e-9), slack = larger(p->log_slack, p->slack_sigmas * noise);
+    *up = drift_sum(p, above[i], excess, slack, noise);
+    if (p->is_both) *down = drift_sum(p, below[i], -excess, slack, noise);
+}
+
+/* Drift: unit, level, noise, size, count, best, above, below, run, settled. */
+EXPORT int32_t sentinel_quick_drift(const LevelParameters *p, void **arrays, int64_t num, const double *values)
+{
+    const Level s = {arrays[0], arrays[1], arrays[2], arrays[3], arrays[4]};
+    double *best = arrays[5], *above = arrays[6], *below = arrays[7], up, down;
+    int64_t *run = arrays[8];
+    uint8_t *settled = arrays[9];
+    for (int64_t i = 0; i < num; i++) {
+        drift_sums(p, arrays, i, values[i], &up, &down);
+        if (fabs(values[i]) < INFINITY && larger(up, down) / p->threshold >= 1.0) return 0;
+    }
+    for (int64_t i = 0; i < num; i++) {
+        drift_sums(p, arrays, i, values[i], &up, &down);
+        settled[i] = 0;
+        above[i] = up;
+        below[i] = down;
+        if (!(fabs(values[i]) < INFINITY)) continue;
+        if (follow_level(p, &s, i, values[i])) {
+            run[i] = 0;
+            if (p->is_both) best[i] += (s.level[i] - best[i]) / (16.0 * (double)p->memory);
+            else best[i] = smaller(best[i], s.level[i]);
+        } else if (s.count[i] > FIRST_POINTS) {
+            best[i] = s.level[i];
+        }
+    }
+    return 1;
+}
+
+/* Plateau: unit, level, noise, size, count, best, best_at. */
+EXPORT int32_t sentinel_quick_plateau(const LevelParameters *p, void **arrays, int64_t num, const double *values)
+{
+    const Level s = {arrays[0], arrays[1], arrays[2], arrays[3], arrays[4]};
+    double *best = arrays[5];
+    int64_t *best_at = arrays[6];
+    for (int64_t i = 0; i < num; i++) {
+        if (!(fabs(values[i]) < INFINITY) || s.count[i] < p->warmup) continue;
+        const double patient = larger(p->share * ((double)s.count[i] + 1.0), p->patience);
+        if ((double)(s.count[i] + 1 - best_at[i]) / patient >= 1.0) return 0;
+    }
+    for (int64_t i = 0; i < num; i++) {
+        if (!(fabs(values[i]) < INFINITY)) continue;
+        const int is_ready = follow_level(p, &s, i, values[i]);
+        if (s.count[i] <= FIRST_POINTS) continue;
+        if (!is_ready || s.level[i] < best[i] - p->log_improvement) {
+            best[i] = s.level[i];
+            best_at[i] = s.count[i];
+        }
+    }
+    return 1;
+}
+
+typedef struct {
+    int64_t repeats, warmup;
+} HiddenParameters;
+
+/* HiddenNan: last, size, change, resolution, changes, repeated. */
+EXPORT int32_t sentinel_quick_hidden(const HiddenParameters *p, void **arrays, int64_t num, const double *values)
+{
+    double *last = arrays[0], *size = arrays[1], *change = arrays[2], *resolution = arrays[3];
+    int64_t *changes = arrays[4];
+    int32_t *repeated = arrays[5];
+    for (int64_t i = 0; i < num; i++) {
+        const double x = values[i];
+        if (!(fabs(x) < INFINITY) || changes[i] < p->warmup) continue;
+        const int is_restless = change[i] >= 10.0 * resolution[i];
+        if (x == last[i] && is_restless && (repeated[i] + 1.0) / (double)p->repeats >= 1.0) return 0;
+        if (x == 0.0 && size[i] >= 10.0 * change[i] && size[i] > 1e-3) return 0;
+    }
+    for (int64_t i = 0; i < num; i++) {
+        const double x = values[i], moved = fabs(x - last[i]);
+        if (!(fabs(x) < INFINITY)) continue;
+        if (x == last[i]) {
+            repeated[i]++;
+            continue;
+        }
+        repeated[i] = 0;
+        const double rate = larger(1.0 / (double)(changes[i] > 1 ? changes[i] : 1), 0.05);
+        if (changes[i] > 0) {
+            change[i] += rate * (moved - change[i]);
+            resolution[i] = smaller(resolution[i], moved);
+        }
+        size[i] += (changes[i] == 0 ? 1.0 : rate) * (fabs(x) - size[i]);
+        changes[i]++;
+        last[i] = x;
+    }
+    return 1;
+}
+
+/* A baseline without a common part, of values that are the statistic themselves. */
+EXPORT int32_t sentinel_quick_baseline(const Form *f, void **arrays, int64_t num, const double *values)
+{
+    const int linear = f->form == FORM_LINEAR;
+    int64_t num_hits = 0;
+    Hit hits[1];
+    (void)arrays;
+    for (int64_t i = 0; i < num; i++) {
+        const double x = values[i], size = larger(fabs(x), TINY);
+        if (!(fabs(x) < INFINITY) || f->count[i] < f->warmup || x < f->minimum) continue;
+        if (!linear && x == 0.0 && f->zero_is_normal[i]) continue;
+        const double z = (double)(float)(linear ? clipped(x, HUGE_VALUE) : log_of(size)), residual = z - f->location[i];
+        const double floor = linear ? larger(f->floor * f->size[i], TINY) : f->floor;
+        const double bound = larger(larger(f->spread[i] * f->k, f->peak[i] * f->peak_factor), floor);
+        const double away = f->sides == SIDES_UP ? residual : f->sides == SIDES_DOWN ? -residual : fabs(residual);
+        if (away >= bound) return 0;
+    }
+    for (int64_t i = 0; i < num; i++) {
+        const double x = values[i], size = larger(fabs(x), TINY);
+        f->settled[i] = 0;
+        if (!(fabs(x) < INFINITY)) continue;
+        judge_point(f, 0, i, i, x, (double)(float)(linear ? clipped(x, HUGE_VALUE) : log_of(size)), linear, hits, &num_hits);
+    }
+    return 1;
+}
