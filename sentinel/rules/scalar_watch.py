@@ -192,7 +192,8 @@ class _ScalarPoints(Points):
             phrase = str(getattr(self._watch.detector, "phrase", ""))
             lasts = "; ".join(part for part in (phrase, why if "in a row" in why else "") if part)
             sign = int(direction[at]) if direction is not None else 0
-            text = wording.excursion("scalar", name, "value", value, baseline, score, sign, lasts)
+            limit = self._watch.detector if getattr(self._watch.detector, "is_limit", False) else None
+            text = wording.excursion("scalar", name, "value", value, baseline, score, sign, lasts, limit)
             bad: tuple[int, ...] = ()
         else:
             bad = tuple(rank for rank in holders if not math.isfinite(by_rank[rank])) or holders
