@@ -381,12 +381,17 @@ def real(num: int, seed: int) -> dict[str, object]:
     return {"num": num, "right": right, "wrong": wrong, "seconds": round(time.perf_counter() - began, 1)}
 
 
-def real_finite(num: int, seed: int) -> dict[str, object]:
-    """Plant `num` blow-ups in the example's trainer: a module's work is 30 to 1000 times what it should be, for one step."""
+def real_finite(num: int, seed: int, only: str = "") -> dict[str, object]:
+    """Plant `num` blow-ups in the example's trainer: a module's work is 30 to 1000 times what it should be, for one step.
+
+    Unseen: no rule saw anything in that step; one micro-batch of one replica is an eighth of it, and what softmax and
+    normalisation take away of a factor is not drawn here but real.
+    """
     import origin_sweep as sweep
 
     rng = random.Random(seed)
-    runs = [(layout, monitored) for layout in sweep.LAYOUTS.values() for monitored in (True, False)]
+    layouts = [one for name, one in sweep.LAYOUTS.items() if only in ("", name)]
+    runs = [(layout, monitored) for layout in layouts for monitored in (True, False)]
     began, places, wrong = time.perf_counter(), Counter[int](), []
     for at, (layout, is_monitored) in enumerate(runs):
         some = rng.sample(sweep.cells(layout, 1), num // len(runs) + (at < num % len(runs)))
@@ -409,7 +414,8 @@ def real_finite(num: int, seed: int) -> dict[str, object]:
                     told = {"layout": layout.name, "monitoring": on, **dataclasses.asdict(cell), "factor": factor}
                     wrong.append({**told, "place": place, "said": said})
     right = sum(places[place] for place in (1, 2, 3))
-    figures = {"num": num, "right": right, "places": dict(sorted(places.items())), "wrong": wrong}
+    unseen = sum(1 for one in wrong if not one["said"])
+    figures = {"num": num, "right": right, "unseen": unseen, "places": dict(sorted(places.items())), "wrong": wrong}
     return {**figures, "seconds": round(time.perf_counter() - began, 1)}
 
 
@@ -453,10 +459,13 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write the results into benchmarks/results")
     parser.add_argument("--keep", type=Path, help="leave the runs in this folder")
     parser.add_argument("--real", type=int, metavar="NUM", help="plant NUM NaNs in the real trainer instead")
+    parser.add_argument("--layout", default="", help="with --real-finite: this layout of origin_sweep.py alone")
     parser.add_argument("--real-finite", type=int, metavar="NUM", help="the same with NUM blow-ups")
     options = parser.parse_args()
     if options.real or options.real_finite:
-        figures = real(options.real, options.seed) if options.real else real_finite(options.real_finite, options.seed)
+        figures = real(options.real, options.seed) if options.real else real_finite(
+            options.real_finite, options.seed, options.layout
+        )
         print(json.dumps(figures, indent=1))
         if options.write:
             write(figures, "origin-real" if options.real else "origin-real-finite")
