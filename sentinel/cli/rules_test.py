@@ -76,9 +76,10 @@ def test(files: tuple[str, ...], packs: tuple[str, ...], only: str | None, as_js
 
 
 def _pack_of(paths: tuple[str, ...], *, builtin: bool) -> tuple[Pack | None, list[Problem]]:
+    from sentinel.daemon.references import read_references
     from sentinel.rules.loader import read_pack
 
-    pack, problems = read_pack(paths, builtin=builtin)
+    pack, problems = read_pack(paths, builtin=builtin, references=read_references)
     return (None, problems) if problems else (pack, [])
 
 
