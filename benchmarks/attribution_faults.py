@@ -403,7 +403,7 @@ PLANTS = [
           faults=again([(0, "layers.2.mlp", 1), (9, LAST, 1), (17, "layers.1.mlp", 1), (30, "layers.3.attn", 1),
                         (41, "layers.2.attn", 1)])),
     Plant("one product lost, finite", "hardware", always("unknown", "hardware"), lost_product, needs=has_replicas),
-    Plant("straggler", "hardware", always("unknown", "hardware"), straggler, needs=lambda run: run.num_ranks > 1, steps=40),
+    Plant("straggler", "hardware", always("unknown", "hardware"), straggler, needs=has_replicas, steps=40),
     Plant("weights of one rank reloaded", "program", always("unknown"), reloaded, needs=has_replicas),
     Plant("gradient left out of the reduction", "program", always("unknown"), unreduced, needs=has_replicas),
 ]  # fmt: skip

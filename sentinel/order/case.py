@@ -41,7 +41,9 @@ class Sign(msgspec.Struct, kw_only=True):
     num_steps: int = 1
     """Steps in which it was anomalous."""
     streak: int = 1
-    """Steps in a row, up to `last_step`."""
+    """Closed steps in a row, up to `last_step`; a log may have one row in ten steps."""
+    last_index: int = 0
+    """Which of the case's closed steps `last_step` was."""
     phase: Phase
     rule: str
     detector: str
@@ -71,6 +73,8 @@ class Note(msgspec.Struct, kw_only=True):
     """One step in which something of the incident was anomalous."""
 
     step: int
+    index: int = 0
+    """Which of the case's closed steps it is, from 0."""
     flow: list[str] = []
     """Names of tensors and scalars of the dataflow that were anomalous and finite; at most eight."""
     num_flow: int = 0
@@ -111,6 +115,8 @@ class Jump(msgspec.Struct, frozen=True, kw_only=True):
     """A logged learning rate that rose from one step to the next."""
 
     step: int
+    index: int
+    """Which closed step of the attempt that is."""
     name: str
     before: float
     after: float
@@ -146,6 +152,8 @@ class Case(msgspec.Struct, kw_only=True):
     """Copies differed in the newest step."""
     num_quiet: int = 0
     """Steps in a row, up to now, that came whole and in which nothing of the dataflow was anomalous."""
+    num_seen: int = 0
+    """Closed steps that were looked at."""
     seen: int = -1
     """Newest step that was looked at."""
     jump: Jump | None = None
@@ -181,20 +189,24 @@ class Case(msgspec.Struct, kw_only=True):
             known.id, known.level = a.id, max(known.level, a.severity.level)
             known.lanes = tuple(sorted({*known.lanes, *lanes}))
             if a.step > known.last_step:
-                known.streak = known.streak + 1 if a.step == known.last_step + 1 else 1
-                known.last_step, known.num_steps = a.step, known.num_steps + 1
+                self._go_on(known, a.step)
             sign = known
         else:
             sign = Sign(
-                id=a.id, first_step=a.step, last_step=a.step, phase=phase, rule=a.rule, detector=a.detector, kind=a.kind,
-                name=a.tag_name, statistic=a.statistic, rank=a.rank, lanes=lanes, num_lanes=a.dp_size, is_bad=is_bad,
-                is_inf=is_bad and (a.value_text in ("inf", "-inf") or a.statistic == "infs"), dtype=a.dtype, value=a.value,
-                baseline=a.baseline, score=a.score, reference_score=a.reference_score, level=a.severity.level,
-                message=a.message if a.kind == "precision" or is_bad else "",
+                id=a.id, first_step=a.step, last_step=a.step, last_index=self.num_seen, phase=phase, rule=a.rule,
+                detector=a.detector, kind=a.kind, name=a.tag_name, statistic=a.statistic, rank=a.rank, lanes=lanes,
+                num_lanes=a.dp_size, is_bad=is_bad,
+                is_inf=is_bad and (a.value_text in ("inf", "-inf") or a.statistic == "infs"), dtype=a.dtype,
+                value=a.value, baseline=a.baseline, score=a.score, reference_score=a.reference_score,
+                level=a.severity.level, message=a.message if a.kind == "precision" or is_bad else "",
             )  # fmt: skip
             if len(self.signs) < MAX_SIGNS:
                 self.signs[key] = sign
         self._mark(self._note(a.step), sign)
+
+    def _go_on(self, sign: Sign, step: int) -> None:
+        sign.streak = sign.streak + 1 if self.num_seen - sign.last_index <= 1 else 1
+        sign.last_step, sign.last_index, sign.num_steps = step, self.num_seen, sign.num_steps + 1
 
     def _lanes_of(self, a: Anomaly) -> tuple[int, ...]:
         if a.dp_size <= 1 or a.kind in _SHARED_KINDS:
@@ -207,7 +219,7 @@ class Case(msgspec.Struct, kw_only=True):
         for note in reversed(self.notes):
             if note.step == step:
                 return note
-        note = Note(step=step)
+        note = Note(step=step, index=self.num_seen)
         self.notes.append(note)
         self.notes.sort(key=lambda one: one.step)
         if len(self.notes) > MAX_NOTES:
@@ -255,8 +267,7 @@ class Case(msgspec.Struct, kw_only=True):
         active = [sign for sign in self.signs.values() if sign.id in facts.ongoing or sign.last_step == step]
         for sign in active:
             if sign.last_step < step:
-                sign.streak = sign.streak + 1 if sign.last_step == step - 1 else 1
-                sign.last_step, sign.num_steps = step, sign.num_steps + 1
+                self._go_on(sign, step)
                 self._mark(self._note(step), sign)
         is_moving = any(sign.is_bad or sign.phase in FLOW for sign in active if sign.statistic != "checksum")
         for sign in self.signs.values():
@@ -288,6 +299,7 @@ class Case(msgspec.Struct, kw_only=True):
         self.has_narrow |= facts.has_narrow
         if facts.loss_scale is not None:
             self.scale_now, self.has_scaler = facts.loss_scale, True
+        self.num_seen += 1
 
     def _bear_again(self, step: int, facts: StepFacts) -> None:
         """Take what is born non-finite anew in series whose episodes are still open: it has no record of its own."""

@@ -110,7 +110,7 @@ class Background(msgspec.Struct, kw_only=True):
         for name, rate in sorted(facts.rates.items()):
             before, highest = self.rates.get(name), self.highest.get(name, 0.0)
             if before is not None and self.num_steps >= CALM_STEPS and rose(before, rate, highest):
-                self.jump = Jump(step=step, name=name, before=before, after=rate)
+                self.jump = Jump(step=step, index=self.num_steps, name=name, before=before, after=rate)
             self.rates[name], self.highest[name] = rate, max(highest, rate)
 
 
@@ -227,7 +227,7 @@ class IncidentTracker:
         if self._facts is not None:
             one.case.see(step, self._facts)
             jump = self._state.background.jump
-            if jump is not None and one.case.jump is None and jump.step >= one.case.opened - JUMP_STEPS:
+            if jump is not None and one.case.jump is None and jump.index >= one.case.num_before - JUMP_STEPS:
                 one.case.jump = jump
         if one.case.opened >= 0:
             one.suspect()

@@ -104,8 +104,9 @@ def is_narrow(dtype: str) -> bool:
     return bool(_NARROW.search(dtype)) and "bfloat16" not in dtype
 
 
-def is_after_jump(case: Case, step: int) -> bool:
-    return case.jump is not None and 0 <= step - case.jump.step <= JUMP_STEPS
+def is_after_jump(case: Case, index: int) -> bool:
+    """Tell whether a closed step of the case, by its number, comes so soon behind a jump of the learning rate."""
+    return case.jump is not None and 0 <= case.num_before + index - case.jump.index <= JUMP_STEPS
 
 
 def by_jump(case: Case) -> Suspicion:

@@ -32,7 +32,7 @@ def finite(case: Case, acquitted: str) -> Suspicion:
     if not signs:
         return UNKNOWN
     notes = [note for note in case.notes if note.num_flow]
-    if case.jump is not None and notes and is_after_jump(case, notes[0].step):
+    if case.jump is not None and notes and is_after_jump(case, notes[0].index):
         return by_jump(case)
     first = min(sign.first_step for sign in signs)
     run = _longest_run(notes)
@@ -96,7 +96,7 @@ class _Jump(msgspec.Struct, frozen=True):
     left: float
     """The share of its height that is left."""
     num_after: int
-    """Steps since its peak."""
+    """Closed steps since it was above half of its height."""
     since: int
     """Step at which it began."""
 
@@ -110,26 +110,28 @@ def _jump(case: Case) -> _Jump | None:
     """Return how the results of steps jumped and came down; None: none did, or one went on to grow."""
     high: set[int] = set()
     peak: set[int] = set()
-    left, last, since = 0.0, -1, 1 << 62
+    left, since, num_after = 0.0, 1 << 62, 1 << 62
     for sign in case.signs.values():
         told = case.results.get(sign.name, [])
         if sign.kind != "scalar" or sign.is_bad or sign.baseline is None:
             continue
         side = 1.0 if (sign.value or 0.0) >= sign.baseline else -1.0
-        excess = [(step, side * (value - sign.baseline)) for step, value in told if step >= sign.first_step]
+        steps = [step for step, _ in told if step >= sign.first_step]
+        excess = [side * (value - sign.baseline) for step, value in told if step >= sign.first_step]
         if not excess:
             continue
-        top_step, top = max(excess, key=lambda one: one[1])
-        if top <= 0.0 or top_step > sign.first_step + 1:
+        top = max(excess)
+        if top <= 0.0 or excess.index(top) > 1:
             return None
-        high.update(step for step, one in excess if one > HALF * top)
-        peak.update(step for step, one in excess if one > PEAK * top and step <= sign.first_step + 1)
-        last, since = max(last, excess[-1][0]), min(since, sign.first_step)
-        left = max(left, excess[-1][1] / top)
+        above = [at for at, one in enumerate(excess) if one > HALF * top]
+        high.update(steps[at] for at in above)
+        peak.update(steps[at] for at in above if at <= 1 and excess[at] > PEAK * top)
+        num_after, since = min(num_after, len(excess) - 1 - above[-1]), min(since, sign.first_step)
+        left = max(left, excess[-1] / top)
     if not peak:
         return None
-    is_over = len(high) <= QUIET_STEPS and last - max(high) >= QUIET_STEPS and left <= HALF
-    return _Jump(frozenset(peak), is_over, max(left, 0.0), last - max(peak), since)
+    is_over = len(high) <= QUIET_STEPS and num_after >= QUIET_STEPS and left <= HALF
+    return _Jump(frozenset(peak), is_over, max(left, 0.0), num_after, since)
 
 
 def _passed(case: Case, signs: list[Sign], strong: list[Note], after: str) -> Suspicion:
@@ -171,8 +173,8 @@ def _times(sign: Sign) -> float:
 def _longest_run(notes: list[Note]) -> int:
     longest, run, last = 0, 0, -2
     for note in notes:
-        run = run + 1 if note.step == last + 1 else 1
-        longest, last = max(longest, run), note.step
+        run = run + 1 if note.index == last + 1 else 1
+        longest, last = max(longest, run), note.index
     return longest
 
 

@@ -41,7 +41,7 @@ def nonfinite(case: Case, acquitted: str) -> Suspicion:
                 f"{growth[0].step} on{first}",
             ),
         )
-    if case.jump is not None and is_after_jump(case, first_bad):
+    if case.jump is not None and is_after_jump(case, next((n.index for n in case.notes if n.num_bad), 0)):
         return by_jump(case)
     births = [one for one in case.births if one.step == case.births[0].step]
     if not births:
@@ -134,8 +134,6 @@ def _of_labels(case: Case, births: list[Birth], acquitted: str) -> Suspicion:
 def _one_replica(case: Case, births: list[Birth], acquitted: str) -> Suspicion:
     one = births[0]
     seen = f"data-parallel replica {one.lane} alone of {case.num_lanes} went non-finite at step {one.step}, in {one.name}"
-    if case.jump is not None and is_after_jump(case, one.step):
-        return by_jump(case)
     if _is_at_the_end(one):
         return _of_labels(case, births, acquitted)
     doubt = _doubt(case, births)
