@@ -211,11 +211,15 @@ def _lines(path: Path, stream: BinaryIO, encoding: str) -> Iterator[tuple[int, s
     """Yield (1-based number, line with its end); bytes that are no text become marks, and a byte order mark goes."""
     text = io.TextIOWrapper(stream, encoding, errors="replace", newline=None)
     at = 0
-    while line := text.readline(MAX_LINE_BYTES):
-        at += 1
-        if len(line) >= MAX_LINE_BYTES:
-            raise LogError(f"{path}:{at}: expected a line of a log, got one of more than {MAX_LINE_BYTES >> 20} MiB")
-        yield at, line.lstrip("\ufeff").replace("\x00", "") if at == 1 or "\x00" in line else line
+    try:
+        while line := text.readline(MAX_LINE_BYTES):
+            at += 1
+            if len(line) >= MAX_LINE_BYTES:
+                raise LogError(f"{path}:{at}: expected a line of a log, got one of more than {MAX_LINE_BYTES >> 20} MiB")
+            yield at, line.lstrip("\ufeff").replace("\x00", "") if at == 1 or "\x00" in line else line
+    finally:
+        if not stream.closed:
+            text.detach()  # whoever opened the stream closes it
 
 
 def _whole(path: Path, stream: BinaryIO, encoding: str) -> str:

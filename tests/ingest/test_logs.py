@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +317,32 @@ BROKEN = {
     "torn gzip": (gzip.compress(b"step,loss\n" + b"1,2.5\n" * 20_000)[:-20], "expected gzip, got damaged data"),
     "gzip of nothing": (b"\x1f\x8bnonsense", "expected gzip, got damaged data"),
 }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("error")
+def test_damage_is_an_error_that_names_the_file_and_nothing_else(tmp_path: Path) -> None:
+    """Valid logs with bytes changed, cut, doubled and strewn in: they are read, or refused with their name."""
+    rng = random.Random(0)
+    junk = [b'"', b"\x00", b"\n", b",", b"nan", b"1e999", b"{", b"}", b"[", b"\xff\xfe", b"9" * 400, b"\t", b"step", b"\r"]
+    counts = {"read": 0, "refused": 0}
+    for text in FORMS.values():
+        for _ in range(6):
+            data = bytearray(text.encode())
+            for _ in range(rng.randint(1, 4)):
+                at = rng.randrange(len(data) + 1)
+                cut = at + rng.randint(0, 20)
+                data[at:cut] = rng.choice([b"", data[at:cut] * 2, rng.choice(junk)])
+            path = tmp_path / "a.log"
+            path.write_bytes(bytes(data))
+            try:
+                log = read_log(path)
+            except LogError as error:
+                assert str(error).startswith(str(path))
+                counts["refused"] += 1
+            else:
+                assert all(len(values) == log.num_rows == len(log.steps) for values in log.columns.values())
+                counts["read"] += 1
+    assert min(counts.values()) > 30
 
 
 @pytest.mark.parametrize("case", BROKEN)
