@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
 import torch
 
+import sentinel
 from sentinel.collect.samples import MAX_CHARS, MAX_IDS, Samples
 from sentinel.collect.scalars import Scalars
 from sentinel.messages import EndStep
 from sentinel.wire.frame import encode_message
+
+from .conftest import Said, TinyModel, loss_of
 
 
 @pytest.mark.parametrize(
@@ -73,3 +78,22 @@ def test_a_rank_of_before_has_no_samples() -> None:
     old = msgspec.msgpack.encode({"step": 1, "num_rows": 0, "num_calls": 0})
 
     assert msgspec.msgpack.decode(old, type=EndStep).samples == ()
+
+
+def test_ids_travel_with_their_step_and_a_refusal_harms_nothing(run: Path) -> None:
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = sentinel.attach(model, optimizer, {"kinds": []})
+    for step in range(3):
+        for micro_batch in range(2):
+            loss_of(model, step).backward()
+            monitor.log(sample_ids=[10 * step + micro_batch, f"s{step}"] if step != 1 else [1.5], loss=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    monitor.detach()
+
+    said = Said(run)
+
+    assert [end.samples for end in said.ends] == [(0, "s0", 1, "s0"), (), (20, "s2", 21, "s2")]
+    assert [end.scalars["loss"] for end in said.ends] == [1.0] * 3
+    assert {health.code for health in said.health} == {"hook_failed"} and "sample_ids" in said.health[0].message
