@@ -326,3 +326,21 @@ EXPORT void sentinel_rolling(ROLLING_ARGUMENTS, int32_t isa)
         rolling_portable(p, state, num_points, num_series, values, scores, flags, steps, scratch);
     (void)isa;
 }
+
+/* The yardstick of benchmarks/detection_speed.py: an exponential mean and variance on the same scale, in the same style. */
+EXPORT void sentinel_exponential(int64_t num_points, int64_t num_series, const double *values, double *scores, double k,
+                                 double rate, double *mean, double *variance)
+{
+    for (int64_t j = 0; j < num_series; j++)
+        for (int64_t i = 0; i < num_points; i++) {
+            const double x = values[i * num_series + j];
+            scores[i * num_series + j] = 0.0;
+            if (!isfinite(x)) continue;
+            const double away = rolling_asinh(x, 0.02) - mean[j];
+            const double score = away / (k * sqrt(variance[j]) + 1e-9);
+            scores[i * num_series + j] = score > 0.0 ? score : 0.0;
+            if (score >= 1.0) continue;
+            mean[j] += rate * away;
+            variance[j] += rate * (away * away - variance[j]);
+        }
+}

@@ -102,3 +102,19 @@ def run(
         scores.ctypes.data, None if flags is None else flags.ctypes.data, steps, scratch.ctypes.data, isa,
     )  # fmt: skip
     return scores
+
+
+def exponential(values: np.ndarray, k: float, rate: float) -> np.ndarray:
+    """Return the scores of an exponential mean of [points, series]: what `run` is measured against. RuntimeError as there.
+    """
+    path = find_library()
+    if _calls is None or path is None:
+        raise RuntimeError("the C library was not built")
+    values = np.ascontiguousarray(values, np.float64)
+    scores, mean, variance = np.zeros(values.shape), np.zeros(values.shape[1]), np.ones(values.shape[1])
+    call = ctypes.CDLL(str(path)).sentinel_exponential
+    i64, f64, pointer = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+    call.argtypes = [i64, i64, pointer, pointer, f64, f64, pointer, pointer]
+    call.restype = None
+    call(*values.shape, values.ctypes.data, scores.ctypes.data, k, rate, mean.ctypes.data, variance.ctypes.data)
+    return scores

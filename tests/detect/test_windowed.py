@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from sentinel.detect import GradNormSpike, LossSpike
+from sentinel.native import rolling as native
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "detection.py"
 LOGS = Path(__file__).parents[3] / "shared" / "trainlogs"
@@ -72,9 +73,63 @@ def test_one_certain_point_needs_no_company(rng):
     assert scores.evidence["corroborated"].tolist() == [False, True]
 
 
+def wild(rng, points=420):
+    """Every nastiness: spikes, zeros, negatives, no numbers, all scales, few digits, a new level, a constant."""
+    values = np.exp(rng.standard_normal((points, 13)) * rng.choice([0.01, 0.1, 1.0], 13)) * np.logspace(-30, 30, 13)
+    for bad in (0.0, -1.0, np.nan, np.inf, -np.inf, 1e308, 5e-324):
+        values[rng.random(values.shape) < 0.01] = bad
+    values[:, 4] = 0.05 * rng.standard_normal(points) - 0.1
+    values[:, 5] = 1.0
+    values[:, 6] = np.round(1.0 + 0.02 * rng.standard_normal(points), 2)
+    values[:, 7] = np.exp(0.02 * rng.standard_normal(points))
+    values[200:, 7] *= 30.0
+    return values
+
+
+@pytest.mark.parametrize(
+    "args",
+    [{}, {"window": 8, "memory": 8, "warmup": 4, "settle_after": 1}, {"window": 100, "memory": 37, "settle_after": 130}],
+)
+def test_one_by_one_at_once_in_c_and_in_numpy_are_the_same_bits(args, rng, monkeypatch):
+    if not native.available:
+        pytest.skip("the C library was not built")
+    values, detector = wild(rng), LossSpike(**args)
+
+    def one_by_one():
+        state, scores = detector.state(values.shape[1]), np.zeros(values.shape)
+        for row, point in enumerate(values):
+            scores[row] = detector.score(point, state).score
+            detector.learn(point, state, scores[row] >= 1.0)
+        return scores, state
+
+    whole = detector.state(values.shape[1])
+    found = [one_by_one(), (detector.scan(values, whole), whole)]
+    for isa in range(native.isa):
+        monkeypatch.setattr(native, "isa", isa)
+        other = detector.state(values.shape[1])
+        found.append((detector.scan(values, other), other))
+    monkeypatch.setattr(native, "available", False)
+    found.append(one_by_one())
+
+    scores, state = found[0]
+    assert (scores >= 1.0).sum() > 20 and len(found) >= 3
+    for other_scores, other_state in found[1:]:
+        assert np.array_equal(scores, other_scores)
+        assert all(np.array_equal(state[name], other_state[name], equal_nan=True) for name in state)
+
+
+def test_a_falling_loss_does_not_hide_a_spike_in_its_fall(rng):
+    """What a trend leaves below the median is taken off: this spike does not even reach the median."""
+    loss = 10.0 * np.exp(-np.arange(400) / 120.0) * np.exp(0.01 * rng.standard_normal(400))
+    loss[300] *= 1.2
+
+    assert loss[300] < np.median(loss[252:300])
+    assert np.flatnonzero(feed(LossSpike(), loss)).tolist() == [300]
+
+
 @pytest.mark.parametrize(("channel", "detector"), [("loss", LossSpike()), ("grad_norm", GradNormSpike())])
 def test_labelled_logs(channel, detector):
-    """weighted recall >= 0.95 at no more than 1 lenient false alarm in 10,000 rows, and 5 strict."""
+    """weighted recall >= 0.98 at no lenient false alarm, and 3 strict ones in 10,000 rows."""
     if not LOGS.is_dir():
         pytest.skip(f"needs labelled logs at {LOGS}")
     spec = importlib.util.spec_from_file_location("benchmark_detection", BENCHMARK)
@@ -83,7 +138,8 @@ def test_labelled_logs(channel, detector):
 
     result = benchmark.score_detector(channel, detector, LOGS)
 
-    assert result["weighted_recall"] >= 0.95
-    assert result["per_10k_lenient"] <= 1.0
-    assert result["per_10k_strict"] <= 5.0
+    assert result["weighted_recall"] >= 0.98
+    assert result["per_10k_lenient"] == 0.0
+    assert result["per_10k_strict"] <= 3.0
+    assert result["median_delay"] == 0
     assert result["nan_caught"] == result["nan_events"]
