@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from sentinel.ingest.log_columns import is_aside, named_role, normalised
 from sentinel.ingest.log_rows import Rows, number
+from sentinel.ingest.log_tables import SUMMARY_KEYS
+
+PEEK_LINES = 4096
+"""Lines looked at before the first is read, to know what the losses in them are (chosen)."""
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _PAIR = re.compile(
@@ -31,21 +36,25 @@ def read_lines(rows: Rows, lines: Iterable[tuple[int, str]]) -> None:
 
     What an evaluation says goes to the row of its step, or to the next one. Other lines are passed over.
     """
+    lines = iter(lines)
+    first = list(itertools.islice(lines, PEEK_LINES))
+    # nanoGPT prints estimates of both splits' losses now and then; where all lines are of that form they are the points.
+    has_points = any(_tells_points(line) for _, line in first)
     step: float | None = None
     row_step: float | None = None
     held: dict[str, float] = {}
     """What evaluations said since the last row."""
-    own = "loss"
-    for _, line in lines:
+    for _, line in itertools.chain(first, lines):
+        if any(key in line for key in SUMMARY_KEYS):
+            continue
         found = list(pairs_of(line))
         told = next((value for role, _, value in found if role == "step"), None)
         if told is not None:
             step = told
         aside = {name: value for role, name, value in found if role == "aside"}
         measured = {role: value for role, _, value in reversed(found) if role in ("loss", "grad_norm", "lr")}
-        if aside and "loss" in measured:
-            # nanoGPT's estimates over many batches, of both splits: no point of the training's own loss.
-            aside[f"eval/train_{own}"] = measured.pop("loss")
+        if aside and "loss" in measured and has_points and _is_estimate(found):
+            aside["eval/train_loss"] = measured.pop("loss")
         if not measured:
             held |= aside
             continue
@@ -66,6 +75,16 @@ def read_lines(rows: Rows, lines: Iterable[tuple[int, str]]) -> None:
     for name, value in held.items():
         if not rows.has(name):
             rows.put(name, value)
+
+
+def _tells_points(line: str) -> bool:
+    found = list(pairs_of(line))
+    return any(role == "loss" for role, _, _ in found) and not any(role == "aside" for role, _, _ in found)
+
+
+def _is_estimate(found: Sequence[tuple[str, str, float]]) -> bool:
+    """Whether a loss beside an evaluation's is one too: `train loss`. Keras tells its own, `loss`, beside `val_loss`."""
+    return any(role == "loss" and "train" in normalised(name).split("_") for role, name, _ in found)
 
 
 def pairs_of(line: str) -> Iterator[tuple[str, str, float]]:

@@ -38,6 +38,9 @@ def delimiter_of(lines: Sequence[str]) -> str | None:
         # Words that come again in the next line are no header: trainers print such lines.
         if any(a and a == b and not _is_number(a, delimiter) for a, b in heads):
             continue
+        # Nor is a line of words and numbers: `tok/sec: 1,747,626` is cut into three cells.
+        if delimiter and any(_is_number(a, delimiter) for a, _ in heads) and not is_all_numbers(rows[0]):
+            continue
         cells = [cell for row in body for cell in row]
         num_numbers = sum(_is_number(cell, delimiter) for cell in cells)
         num_blank = sum(not cell.strip() for cell in cells)

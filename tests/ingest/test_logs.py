@@ -196,6 +196,50 @@ def test_evaluations_between_printed_lines_are_no_points_of_the_loss(tmp_path: P
     assert log.columns["val_loss"].tolist() == [4.2, 2.5]
 
 
+PRINTED: dict[str, tuple[str, list[int], dict[str, list[float]]]] = {
+    "Hugging Face's console": (
+        "{'loss': 2.5, 'grad_norm': 1.5, 'epoch': 0.1}\n  1%| | 10/1000 [00:10<, 1s/it]{'loss': 2.25, 'grad_norm': 1.25}\n"
+        "{'eval_loss': 1.0, 'eval_runtime': 3.0}\n{'train_runtime': 3, 'train_loss': 2.2, 'epoch': 0.3}\n",
+        [0, 1], {"loss": [2.5, 2.25], "grad_norm": [1.5, 1.25]},
+    ),
+    "Keras": (
+        "Epoch 1/3\n9/9 - 3s - loss: 0.5 - val_loss: 0.75\nEpoch 2/3\n9/9 - 3s - loss: 0.25 - val_loss: 0.5\n",
+        [0, 1], {"loss": [0.5, 0.25], "val_loss": [0.75, 0.5]},
+    ),
+    "a line an epoch": (
+        "Epoch 1: train_loss=0.5 val_loss=0.75\nEpoch 2: train_loss=0.25 val_loss=0.5\n"
+        "Epoch 3: train_loss=0.125 val_loss=0.5\n",
+        [1, 2, 3], {"loss": [0.5, 0.25, 0.125], "val_loss": [0.75, 0.5, 0.5]},
+    ),
+    "thousands": (
+        "step 00010/21400 (0.05%) | loss: 9.5 | grad norm: 2.5 | dt: 300.00ms | tok/sec: 1,747,626 | mfu: 47.0\n"
+        "step 00011/21400 (0.05%) | loss: 9.25 | grad norm: 2.25 | dt: 300.00ms | tok/sec: 1,747,626 | mfu: 47.0\n",
+        [10, 11], {"loss": [9.5, 9.25], "grad_norm": [2.5, 2.25]},
+    ),
+    "DeepSpeed": (
+        "[2026] [INFO] [Rank 0] step=10, skipped=0, lr=[0.5], mom=[[0.9, 0.95]]\nsteps: 10 loss: 2.5 iter time (s): 1.2\n"
+        "[2026] [INFO] [Rank 0] step=20, skipped=0, lr=[0.25], mom=[[0.9, 0.95]]\nsteps: 20 loss: 2.25 iter time (s): 1.2\n",
+        [10, 20], {"loss": [2.5, 2.25], "lr": [0.5, 0.25]},
+    ),
+    "Composer": (
+        "[epoch=1][batch=10/100]:\n\t Train trainer/global_step: 9\n\t Train loss/train/total: 10.5\n"
+        "[epoch=1][batch=20/100]:\n\t Train trainer/global_step: 19\n\t Train loss/train/total: 10.25\n",
+        [9, 19], {"loss": [10.5, 10.25]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trainer", PRINTED)
+def test_what_trainers_print_is_read(trainer: str, tmp_path: Path) -> None:
+    text, steps, columns = PRINTED[trainer]
+    (tmp_path / "a.log").write_text(text)
+
+    log = read_log(tmp_path / "a.log")
+
+    assert log.form == "text" and log.steps.tolist() == steps
+    assert {channel: log.columns[channel].tolist() for channel in columns} == columns
+
+
 def test_runs_of_one_export_are_judged_apart() -> None:
     names = ["Step", "a - _step", "a - train/loss", "a - train/loss__MIN", "b - train/loss", "b - train/grad_norm"]
 
