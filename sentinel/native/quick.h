@@ -174,3 +174,13 @@ EXPORT int32_t sentinel_quick_baseline(const Form *f, void **arrays, int64_t num
     }
     return 1;
 }
+
+/* What asks for finite values alone. NanStorm: points; AnomalyNan: no arrays. */
+EXPORT int32_t sentinel_quick_finite(const int64_t *num_arrays, void **arrays, int64_t num, const double *values)
+{
+    for (int64_t i = 0; i < num; i++)
+        if (!(fabs(values[i]) < INFINITY)) return 0;
+    if (*num_arrays > 0)
+        for (int64_t i = 0; i < num; i++) ((int64_t *)arrays[0])[i]++;
+    return 1;
+}

@@ -10,7 +10,7 @@ import numpy as np
 from sentinel.native import rolling
 from sentinel.native.library import find_library
 
-NAMES = ("drift", "plateau", "hidden", "baseline")
+NAMES = ("drift", "plateau", "hidden", "baseline", "finite")
 
 
 class LevelParameters(ctypes.Structure):

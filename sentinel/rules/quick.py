@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sentinel.detect import AnomalyTurbulence, HiddenNan, State
+from sentinel.detect import AnomalyNan, AnomalyTurbulence, HiddenNan, NanStorm, State
 from sentinel.detect.drift import Drift, Plateau
 from sentinel.detect.forms import BaselineForm
 from sentinel.detect.windowed import RollingMedian
@@ -68,6 +68,8 @@ def quick_of(detector: Any) -> Quick | None:
         name = "plateau"
     elif type(detector) is HiddenNan:
         name = "hidden"
+    elif type(detector) is NanStorm or (type(detector) is AnomalyNan and detector.threshold is None):
+        name = "finite"
     elif type(detector) is AnomalyTurbulence and not detector.compat:
         name = "baseline"
     elif isinstance(detector, RollingMedian) and type(detector).score is RollingMedian.score and rolling.available:
@@ -88,6 +90,9 @@ def _parameters(detector: Any, name: str, state: State) -> tuple[Any, tuple[str,
             share=detector.share, patience=detector.patience, log_improvement=math.log1p(detector.improvement),
             memory=detector.memory, warmup=detector.warmup,
         )  # fmt: skip
+    elif name == "finite":
+        names = ("points",) if "points" in state else ()
+        return ctypes.c_int64(len(names)), names
     elif name == "hidden":
         numbers = native.HiddenParameters(repeats=detector.repeats, warmup=detector.warmup)
     else:
