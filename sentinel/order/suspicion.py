@@ -29,7 +29,7 @@ PEAK = 0.75
 AFTERMATH_STEPS = 6
 """Steps in a row that a tensor may stay out of its range behind a bad batch, which leaves its mark on weights (chosen)."""
 FEW_TENSORS = 2
-"""Tensors that one fault of a machine changes in one step, or 1 of 50 of those compared (chosen); a program changes more."""
+"""Weights that one fault of a machine changes in one step at most (chosen); a program changes more."""
 ALIKE_STEPS = 1
 """Earlier comparisons without a difference that are asked for."""
 CALM_STEPS = 10

@@ -9,8 +9,9 @@ reasons; the first that holds decides.
    cannot do that: reduced gradients are the same on all replicas, so that every copy takes the same update. Software can
    (a weight loaded, scaled or left out of the reduction on some ranks; other kernels on other machines), but it changes
    many tensors, or begins with the run, or makes all copies different. So one needs: copies compared and equal in earlier
-   steps of the attempt, few tensors, one rank; and either most copies equal, so that the odd one is named, or a
-   difference of a single bit or a single absurd element, which no program makes. Otherwise `unknown`.
+   steps of the attempt, one or two weights, one rank (not rank 0, which programs treat apart); and either most copies
+   equal, so that the odd one is named, or a difference of a single bit or a single element, which no program makes.
+   Otherwise `unknown`.
 3. `precision`: what a narrow type cannot hold. Shares of overflow or underflow that were reported first; infinities in
    float16 or float8 before any NaN; infinities in gradients alone while a loss scale is in force; a loss scale that falls
    again and again. In bfloat16 or float32 an infinity is no matter of precision: the value really grew.
@@ -105,8 +106,8 @@ def by_comparison(case: Case) -> Suspicion | None:
     if case.num_alike < ALIKE_STEPS:
         return Suspicion(reasons=(f"copies of {what} differ, and never were the same since they are compared",))
     since = f"bit-identical on all {first.num_copies} copies until step {case.last_alike}"
-    few = max(FEW_TENSORS, case.num_compared // 50)
-    if case.num_differing > few * 4 or len(names) > few:
+    # A weight, its gradient and its optimizer state may all differ.
+    if case.num_differing > 4 * FEW_TENSORS or len(names) > FEW_TENSORS:
         return Suspicion(
             reasons=(
                 f"{case.num_differing} tensors differ from step {case.divergence_step} on, {what} among them; {since}",
@@ -119,6 +120,13 @@ def by_comparison(case: Case) -> Suspicion | None:
     shown = [one for one in found if one.change]
     if len(accused) == 1 and all(one.is_sure for one in found):
         (ranks,) = accused
+        if ranks == (0,) and not shown:
+            return Suspicion(
+                reasons=(
+                    f"{what} was {since}; at step {case.divergence_step} rank 0 alone differs, in more than one element",
+                    "rank 0 is the one that programs treat apart",
+                )
+            )
         if len(ranks) == 1:
             odd = f"rank {ranks[0]} alone differs, the other {first.num_copies - 1} copies agree"
             why = f"{what} was {since}; at step {case.divergence_step} {odd}"

@@ -228,7 +228,7 @@ def _recurring(case: Case, steps: list[int]) -> Suspicion | None:
     is_wide = not any(is_narrow(one.dtype) for one in known)
     forward = all(one.phase is Phase.FORWARD for one in known)
     is_calm = case.trouble_step < 0 or case.births[0].step - case.trouble_step > CALM_STEPS
-    unlike = any(one.upstream is None or one.upstream.unlike for one in known)
+    unlike = any(one.upstream is None or one.upstream.unlike or one.num_bad != 1 for one in known)
     if (
         len(ranks) == 1 and chance < CHANCE and len(names) > 1 and is_wide and forward and is_calm and not unlike
         and case.num_compared and not case.is_differing

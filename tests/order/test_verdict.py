@@ -232,6 +232,8 @@ def test_copy_that_differs_from_all_others_is_hardware() -> None:
     [
         ("many tensors at once", {"num_differing": 30, "divergences": tuple(differing(name=f"w{i}") for i in range(30))}),
         ("nobody has a majority", {"num_differing": 1, "divergences": (differing(is_sure=False, accused=(0, 1, 2, 3)),)}),
+        ("rank 0 alone, and more than one element", {"num_differing": 1, "divergences": (differing(accused=(0,)),)}),
+        ("a layer of one rank", {"num_differing": 4, "divergences": tuple(differing(name=f"l.2.w{i}") for i in range(4))}),
         ("reduced gradients alone", {"num_differing": 1, "divergences": (differing(kind="wgrad"),)}),
     ],
 )
