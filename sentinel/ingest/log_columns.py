@@ -12,8 +12,8 @@ LOSS = (
     "train_ce_loss", "train_cross_entropy_loss", "train_cross_entropy", "global_avg_loss", "loss_metrics_global_avg_loss",
     "loss_global_avg_loss", "ce_loss", "cross_entropy_loss", "cross_entropy", "nll_loss", "nll", "trl", "batch_loss",
     "train_batch_loss", "train_total_loss", "total_loss", "loss_total", "loss_step", "train_inner_loss", "mean_loss",
-    "train_crossentropyloss", "crossentropyloss",
-    "reduced_train_loss", "loss_train_total", "train_mean_loss", "avg_loss", "train_avg_loss", "average_loss", "mse", "value",
+    "train_crossentropyloss", "crossentropyloss", "reduced_train_loss", "loss_train_total", "train_mean_loss", "avg_loss",
+    "train_avg_loss", "average_loss", "mse", "value",
 )  # fmt: skip
 """Normalised, the likeliest first: of several the first is `loss`, the others keep their own names."""
 GRAD_NORM = (
