@@ -115,7 +115,8 @@ def show_difference(
                     click.echo(f"and {len(alarms) - MAX_LISTED} more")
     hashes = " against ".join(f"{pack.pack_hash} ({len(pack.rules)} rules)" for pack in packs)
     num_rows = sum(side.num_rows for side, _ in by_subject)
-    say(f"{len(pairs)} subjects, {num_rows} rows judged twice: pack {hashes}: {len(gained)} new, {len(lost)} lost alarms")
+    subjects = f"{len(pairs)} subject{'' if len(pairs) == 1 else 's'}"
+    say(f"{subjects}, {num_rows} rows judged twice: pack {hashes}: {len(gained)} new, {len(lost)} lost alarms")
     return BAD_USAGE if failed else FOUND if gained or lost else CLEAN
 
 

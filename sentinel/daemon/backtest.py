@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -155,11 +155,22 @@ def _of_log(
     log = read_log(subject.path, columns=settings.columns, header=settings.header)
     outcome.form, outcome.num_rows, outcome.channels = log.form, log.num_rows, dict(log.sources)
     outcome.notes.extend(log.notes)
+    if (blind := _blindness(log.columns, settings.pack)) is not None:
+        outcome.notes.append(blind)
     judge = Judge(_beside_sisters(subject, settings, outcome), max_anomalies=settings.judging.max_anomalies_per_step)
     for row, view in enumerate(log_views(log, subject.run or subject.name)):
         yield row, judge.judge(None, view)
         if row % PROGRESS_STEPS == 0:
             tell(row / log.num_rows)
+
+
+def _blindness(names: Collection[str], pack: Pack) -> str | None:
+    """Return words where no rule about logged values takes any of `names`; None where one does."""
+    watching = [rule for rule in pack.rules if rule.match.kind == ("scalar",)]
+    if any(rule.match.takes_name(name) for rule in watching for name in names):
+        return None
+    listed = ", ".join(list(names)[:8]) + (", ..." if len(names) > 8 else "")
+    return f"no rule watches its columns ({listed}) but for NaN and infinity; say --column loss=NAME"
 
 
 def _of_run(

@@ -62,7 +62,7 @@ class Damage(msgspec.Struct):
 def anomaly_files(directory: Path) -> list[Path]:
     """Return the files of anomalies under a run, a directory of such files, or msProbe's output; sorted.
 
-    ConfigError when there is no such directory, or when it holds runs instead of one.
+    A directory with one run in it is that run. ConfigError when there is no such directory, or when it holds several.
     """
     if directory.is_file():
         return [directory]
@@ -80,6 +80,8 @@ def anomaly_files(directory: Path) -> list[Path]:
         files.update(directory.glob(pattern))
     if not files and not (directory / "spool").is_dir() and not (directory / "anomalies").is_dir():
         runs = sorted(path.parent.name for path in directory.glob("*/anomalies") if path.is_dir())
+        if len(runs) == 1:
+            return anomaly_files(directory / runs[0])
         if runs:
             raise ConfigError(f"{directory}: expected one run, found {len(runs)}: {', '.join(runs[:8])}; name one")
     return sorted(files)

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from sentinel.detect import known_detectors
+from sentinel.detect import DETECTORS, known_detectors
 from sentinel.rules.lint import Finding, lint_rule, lint_together
 from sentinel.rules.loader import Problem, detector_arguments, read_pack
-from sentinel.rules.schema import RULE_KINDS, Pack
+from sentinel.rules.schema import RULE_KINDS, Pack, Rule
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +86,7 @@ def list_rules(pack: Pack) -> list[RuleLine]:
                 kind=("*",) if rule.match.kind == RULE_KINDS else rule.match.kind,
                 names=rule.match.name,
                 aggregates=tuple(one.definition for one in rule.match.aggregate),
-                statistic=rule.statistics(tuple(getattr(cls, "statistics", ()))),
+                statistic=_statistics(rule, cls),
                 severity=rule.severity.value,
                 actions=rule.actions,
                 args={**defaults, **rule.args},
@@ -95,6 +95,13 @@ def list_rules(pack: Pack) -> list[RuleLine]:
             )
         )
     return lines
+
+
+def _statistics(rule: Rule, detector: type[Any]) -> tuple[str, ...]:
+    """Return what a rule looks at: of one without a limit that takes raw values nothing but what is no number."""
+    named = rule.statistics(tuple(getattr(detector, "statistics", ())))
+    counts_only = detector is DETECTORS["AnomalyNan"] and rule.args.get("threshold") is None and not rule.args.get("compat")
+    return ("nans", "infs") if counts_only else named
 
 
 def list_detectors() -> list[dict[str, Any]]:

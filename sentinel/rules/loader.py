@@ -318,7 +318,9 @@ class _Fields:
         if item is None:
             enabled = self._given.get("enabled")
             if enabled is not None and enabled.value is False:
-                what = f'rule "{self._name}": there is no such rule to switch off'
+                near = difflib.get_close_matches(self._name, self._reading.complete, 1, 0.6)
+                hint = f'; did you mean "{near[0]}"?' if near else ""
+                what = f'rule "{self._name}": there is no such rule to switch off{hint}'
                 self._reading.complain(draft.file, draft.line, what)
                 return ""
             known = ", ".join(self._reading.detectors)

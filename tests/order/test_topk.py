@@ -264,7 +264,9 @@ def test_no_such_directory_and_a_directory_of_runs_are_said(tmp_path):
     with pytest.raises(ConfigError, match="expected a directory of anomalies, found none"):
         topk(tmp_path / "nowhere")
     write(tmp_path / "one" / "anomalies" / "000001.jsonl", [])
-    with pytest.raises(ConfigError, match="expected one run, found 1: one; name one"):
+    assert topk(tmp_path).num_files == topk(tmp_path / "one").num_files == 1
+    write(tmp_path / "two" / "anomalies" / "000001.jsonl", [])
+    with pytest.raises(ConfigError, match="expected one run, found 2: one, two; name one"):
         topk(tmp_path)
     with pytest.raises(ConfigError, match="k must be at least 1, got 0"):
         topk(tmp_path / "one", 0)
