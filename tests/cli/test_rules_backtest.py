@@ -327,3 +327,16 @@ def test_a_run_is_not_its_own_sister(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert named == of_all and 250 in {one["i"] for one in of_all}
     assert run_cli(["rules", "backtest", str(paths[0]), "--reference", str(paths[0])]) == 1
     assert "no sister but itself" in capsys.readouterr().err
+
+
+def test_a_log_that_no_rule_watches_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("alpha,beta\n" + "".join(f"{one},{one}\n" for one in range(30)))
+
+    assert run_cli(["rules", "backtest", str(path)]) == 0
+    blind = capsys.readouterr().err
+    assert run_cli(["rules", "backtest", str(path), "--column", "loss=beta"]) in (0, 1)
+    watched = capsys.readouterr().err
+
+    said = "no rule watches its columns (alpha, beta) but for NaN and infinity; say --column loss=NAME"
+    assert said in blind and "no rule watches" not in watched

@@ -268,3 +268,11 @@ def test_docs_name_every_detector_argument_and_key():
         assert f"`{rule.name}`" in text, rule.name
     for key in ("episode_quiet_steps", "builtin", "enabled", "actions", "severity", "webhook", "rank"):
         assert f"`{key}`" in text, key
+
+
+def test_a_misspelt_rule_to_switch_off_is_guessed(tmp_path):
+    (tmp_path / "mine.yaml").write_text("rules:\n  - {name: loss-spik, enabled: false}\n")
+
+    (problem,) = check_packs([tmp_path / "mine.yaml"]).errors
+
+    assert problem.message == 'rule "loss-spik": there is no such rule to switch off; did you mean "loss-spike"?'
