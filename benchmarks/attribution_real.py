@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="*", default=["2,2,1", "1,4,1", "2,1,2", "1,1,1"])
     parser.add_argument("--faults", nargs="*")
     parser.add_argument("--keep")
+    parser.add_argument("--recorded", action="store_true", help="judge what --keep holds, and train nothing")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     lines = [f"{'layout':8} {'fault':40} {'cause':10} {'verdict':10} right  opened  ever"]
@@ -112,12 +113,16 @@ def main() -> None:
                     continue
                 words = name.translate({ord(" "): "-", ord(":"): None, ord(","): None})
                 folder = Path(options.keep or scratch) / f"{layout}-{words}"
+                if options.recorded and not folder.exists():
+                    continue
                 try:
                     run = recording(folder) if folder.exists() else train(folder, shape, faults, kind)  # type: ignore[arg-type]
                 except (RuntimeError, subprocess.TimeoutExpired, StopIteration) as error:
                     print(f"{layout} {name}: not trained: {error}", file=sys.stderr)
                     continue
                 revisions, num_steps, num_rows = judge(run)
+                if options.recorded and num_steps < STEPS:
+                    continue  # Still at it.
                 assert num_steps == STEPS and num_rows, f"{run}: judged {num_steps} steps, {num_rows} rows"
                 one = gravest(revisions)
                 verdict = one.verdict if one is not None else "nothing"
