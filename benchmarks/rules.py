@@ -3,9 +3,10 @@
 usage: rules.py [--small] [--steps 400] [--long 100000] [--series 1000000]
 
 Every step of a made-up run is encoded as the frames that its ranks would write; timed is what the daemon does with them:
-check and decode (crc32, headers, messages), assemble (who has spoken, decisions, encoded as the journal would), merge (shards,
-copies, non-finite values, checksums), judge (all rules, order, incidents). Processor time; the median step. Anomalies are
-planted and must be found, and as many rows be judged as were sent: else the benchmark fails.
+check and decode (crc32, headers, messages), assemble (who has spoken, decisions, encoded as the journal would), merge
+(shards, copies, non-finite values, checksums), judge (all rules, order, incidents). Processor time; the median step and the
+fastest of twenty, for other work shares the machine. Anomalies are planted and must be found, and as many rows be judged as
+were sent: else the benchmark fails.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import msgspec
 import numpy as np
 
 from sentinel import native
+from sentinel.anomaly import Anomaly
 from sentinel.daemon.judge import Judge
 from sentinel.ingest.decision import Decision, Tick
 from sentinel.ingest.follow import RunFollower
@@ -34,6 +36,7 @@ from sentinel.place import Place
 from sentinel.record import NONE_ID, ROW_DTYPE, Kind
 from sentinel.rules.engine import Engine
 from sentinel.rules.loader import load_pack
+from sentinel.rules.scalar_watch import ScalarWatch
 from sentinel.version import VERSION
 from sentinel.wire.frame import FRAME_TYPES, FrameType, Header, encode_frame, encode_message, row_fields, run_id_of
 from sentinel.wire.spool import SpoolReader, life_folder
@@ -42,7 +45,10 @@ KINDS = ("param", "wgrad", "activation", "dgrad")
 WARMUP_STEPS = 60
 PLANT_EVERY = 97
 """Steps between plants: a norm x1000 on three tensors, and a NaN on one."""
-PARTS = ("decode", "assemble", "merge", "judge")
+PARTS = ("decode", "assemble", "merge", "judge", "of which scalars")
+
+
+JUDGE_SCALARS = ScalarWatch.judge
 
 
 class MemoryReader(SpoolReader):
@@ -172,12 +178,20 @@ class Timed:
         self.follower = MemoryFollower(self.ranks)
         self.assembler = StepAssembler("benchmark", on_decision=self._keep)
         self.judge = Judge(load_pack())
+        self._scalars_s = 0.0
+        ScalarWatch.judge = lambda watch, view: self._judge_scalars(watch, view)  # type: ignore[method-assign, assignment]
         self.healthy = Healthy(num_tensors)
         self.records_a_step = num_tensors * num_ranks
         self.num_judged, self.num_planted, self.num_found, self.num_false = 0, 0, 0, 0
         for rank in self.ranks:
             rank.reader.put(rank.introduce())
         self.assembler.take(self.follower.poll(), 0.0)
+
+    def _judge_scalars(self, watch: ScalarWatch, view: StepView) -> list[Anomaly]:
+        begun = time.thread_time()
+        found = JUDGE_SCALARS(watch, view)
+        self._scalars_s += time.thread_time() - begun
+        return found
 
     def _keep(self, decision: Decision | Tick) -> None:
         msgspec.msgpack.encode(decision)
@@ -201,6 +215,7 @@ class Timed:
         assert isinstance(view, StepView)
         _ = view.stats, view.present, view.is_bad
         t3 = clock()
+        self._scalars_s = 0.0
         verdict = self.judge.judge(None, view)
         t4 = clock()
         self.num_judged += view.num_rows
@@ -211,7 +226,7 @@ class Timed:
             self.num_found += {("non-finite", "layers.0.mlp"), ("turbulent-norm", "layers.1.mlp")} <= said
         else:
             self.num_false += len(onsets)
-        return [t1 - t0, t2 - t1, t3 - t2, t4 - t3]
+        return [t1 - t0, t2 - t1, t3 - t2, t4 - t3, self._scalars_s]
 
     def check(self, num_steps: int) -> None:
         """Fail where not all rows were judged, or a plant was not found."""
@@ -227,10 +242,12 @@ def throughput(num_tensors: int, num_ranks: int, num_steps: int) -> str:
     gc.enable()
     run.check(len(times))
     middle = np.median(times[WARMUP_STEPS:], axis=0)
-    whole = float(np.median(times[WARMUP_STEPS:].sum(axis=1)))
+    sums = times[WARMUP_STEPS:, :4].sum(axis=1)
+    whole, best = float(np.median(sums)), float(np.percentile(sums, 5))
     total = run.records_a_step
     shares = " | ".join(f"{1e6 * one:.0f}" for one in middle)
-    return f"| {num_tensors} | {num_ranks} | {total} | {total / whole / 1e6:.1f} | {1e6 * whole:.0f} | {shares} | {run.num_false} |"
+    speeds = f"{total / whole / 1e6:.1f} | {total / best / 1e6:.1f}"
+    return f"| {num_tensors} | {num_ranks} | {total} | {speeds} | {1e6 * whole:.0f} | {shares} | {run.num_false} |"
 
 
 def flatness(num_tensors: int, num_steps: int) -> Iterator[str]:
@@ -239,7 +256,7 @@ def flatness(num_tensors: int, num_steps: int) -> Iterator[str]:
     marks = [at for at in (100, 1000, 10_000, 100_000, 1_000_000) if at <= num_steps]
     window: list[float] = []
     for step in range(num_steps + 1):
-        window.append(sum(run.step(step)))
+        window.append(sum(run.step(step)[:4]))
         if step in marks:
             yield f"| {step} | {1e6 * float(np.median(window[-50:])):.0f} |"
         del window[:-50]
@@ -248,8 +265,7 @@ def flatness(num_tensors: int, num_steps: int) -> Iterator[str]:
 
 def rss_bytes() -> int:
     """Return the resident memory of this process."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory(num_series: int) -> str:
@@ -264,6 +280,7 @@ def memory(num_series: int) -> str:
         _ = views[-1].stats, views[-1].present, views[-1].is_bad
     gc.collect()
     before = rss_bytes()
+    ScalarWatch.judge = JUDGE_SCALARS  # type: ignore[method-assign, assignment]
     engine = Engine(load_pack())
     for view in views[:2]:
         engine.judge(view)
@@ -295,8 +312,8 @@ def main() -> int:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     print(f"{platform.machine()}, one core, C library: {native.implementation}\n")
-    print("| tensors | ranks | records a step | M records/s | us a step | decode | assemble | merge | judge | false onsets |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    columns = ("tensors", "ranks", "records a step", "M records/s", "best 5 %", "us a step", *PARTS, "false onsets")
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for num_tensors, num_ranks, factor in ((2000, 1, 1), (2000, 8, 2), (20_000, 1, 2), (16_000, 4, 4), (64_000, 1, 4)):
         print(throughput(num_tensors, num_ranks, max(options.steps // factor, PLANT_EVERY)), flush=True)
     print("\nRules in numpy (no forms in C), the rest as above:\n")
