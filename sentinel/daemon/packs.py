@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from sentinel.errors import RuleError
 from sentinel.daemon.references import read_references
+from sentinel.errors import RuleError
 from sentinel.rules.loader import PACKS, builtin_packs, load_pack
 from sentinel.rules.schema import Pack
 
