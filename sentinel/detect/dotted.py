@@ -41,7 +41,8 @@ def dotted_detector(name: str) -> type[Any]:
         for part in attribute.split("."):
             found = getattr(found, part)
     except Exception as error:  # a user's module may fail in any way
-        raise RuleError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+        hint = "; looked for in the current directory and on PYTHONPATH" if isinstance(error, ModuleNotFoundError) else ""
+        raise RuleError(f"{where} cannot be loaded: {type(error).__name__}: {error}{hint}") from error
     if (problem := shortcoming(found)) is not None:
         raise RuleError(f"{where} is no detector: {problem}")
     return found  # type: ignore[no-any-return]
