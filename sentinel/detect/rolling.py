@@ -24,7 +24,7 @@ LOW, QUARTER, HALF, THREE, HIGH, MIDDLE = range(6)
 middle of the window (where C begins its next search)."""
 MANY, EVERY, OUTER_EVERY = 64, 32, 64
 """From so many residuals on, marks are formed anew every 32nd point, the outer ones every 64th: few new ones among many
-move them little (on the labelled logs the flags at the default settings are the same, but for one in 2,000)."""
+move them little."""
 
 Parameters = native.Parameters
 """The numbers of a RollingMedian: k, floor (on the scale), near_zero, window, memory, warmup, settle_after."""

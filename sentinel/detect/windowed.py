@@ -19,10 +19,10 @@ from sentinel.detect import rolling
 from sentinel.detect.detector import Explanation, Scores, State
 from sentinel.errors import ConfigError
 
-SURE_SCORE = 2.5
+SURE_SCORE = 4.0
 SURE_RISE = math.log(1.3)
 SURE_MULTIPLE = math.log(2.0)
-"""One point alone is certain at this score (20 robust sigma by default) and this rise, or where it is anomalous at all
+"""One point alone is certain at this score (32 robust sigma by default) and this rise, or where it is anomalous at all
 (8 robust sigma) and twice the median: healthy noise, heavy-tailed noise of a few percent included, is nowhere near. What
 is less far is certain when it lasts."""
 
@@ -38,7 +38,7 @@ class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Robust deviations (the width of the residuals' middle half / 1.349) that are still normal."""
     floor: float = 0.09
     """Relative rise that is always normal."""
-    window: int = 48
+    window: int = 47
     """Points the median is taken over."""
     memory: int = 192
     """Residuals the deviation is taken over."""

@@ -106,11 +106,19 @@ ROLLING_INLINE float rolling_select(const float *a, int width, int k, float from
     return v;
 }
 
-/* The median of what is in the window. */
-ROLLING_INLINE double rolling_center(const RollingParameters *p, Rolling *s, int isa)
+/* The median of what is in the window. was_full: one point was replaced since the last time, so that of an odd number the
+ * middle moved by one step at most. */
+ROLLING_INLINE double rolling_center(const RollingParameters *p, Rolling *s, int was_full, int isa)
 {
     const int num = *s->filled;
     RollingLook at;
+    if (was_full && num % 2) {
+        const float v = s->marks[MARK_MIDDLE];
+        at = rolling_look(s->recent, ROLLING_WIDTH(p->window), v, isa);
+        const float middle = num / 2 < at.less ? at.below : num / 2 >= at.most ? at.above : v;
+        s->marks[MARK_MIDDLE] = middle;
+        return (double)middle;
+    }
     const float low = rolling_select(s->recent, ROLLING_WIDTH(p->window), (num - 1) / 2, s->marks[MARK_MIDDLE], &at, isa);
     s->marks[MARK_MIDDLE] = low;
     return 0.5 * ((double)low + (double)(num / 2 < at.most ? low : at.above));
@@ -167,7 +175,7 @@ static inline double rolling_score(const RollingParameters *p, const Rolling *s,
 ROLLING_INLINE void rolling_rescale(const RollingParameters *p, Rolling *s, int isa)
 {
     for (int i = 0; i < *s->filled; i++) s->recent[i] = (float)rolling_asinh(s->points[i], *s->unit);
-    *s->center = rolling_center(p, s, isa);
+    *s->center = rolling_center(p, s, 0, isa);
 }
 
 /* Decide below what the scale is linear: see `RollingMedian._choose_unit`. */
@@ -205,11 +213,12 @@ ROLLING_INLINE void rolling_take(const RollingParameters *p, Rolling *s, double 
         *s->kept += 1;
         rolling_mark(p, s, isa);
     }
+    const int was_full = *s->filled == p->window;
     s->recent[*s->at] = point;
     s->points[*s->at] = x;
     *s->at = *s->at + 1 == p->window ? 0 : *s->at + 1;
     *s->filled += *s->filled < p->window;
-    *s->center = rolling_center(p, s, isa);
+    *s->center = rolling_center(p, s, was_full, isa);
     *s->seen += 1;
     *s->run = 0;
     if (*s->seen == p->warmup || (*s->seen % 16 == 0 && *s->seen > p->warmup)) rolling_choose_unit(p, s, scratch, isa);
