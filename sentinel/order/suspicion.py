@@ -50,7 +50,7 @@ STATES = frozenset(
     }
 )  # fmt: skip
 """Detectors of what a model is in, rather than of what befell it."""
-SURE_STATES = frozenset({"Drift", "Plateau", "VanishingGradient", "DeadTensor", "DeadExpert"})
+SURE_STATES = frozenset({"Drift", "Plateau", "DeadTensor", "DeadExpert"})
 """Of these, those that themselves wait until it has lasted."""
 _NARROW = re.compile(r"float16|half|float8|fp8|e4m3|e5m2", re.IGNORECASE)
 
