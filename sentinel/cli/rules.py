@@ -102,7 +102,7 @@ def list_(paths: tuple[str, ...], no_builtin: bool, detectors: bool, as_json: bo
 
 def _wanted(known: list[dict[str, Any]], names: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return the detectors of these names; without names all."""
-    from sentinel.rules.loader import nearest
+    from sentinel.rules.problems import nearest
 
     every = [one["name"] for one in known]
     for name in names:

@@ -12,7 +12,7 @@ from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, say
 
 if TYPE_CHECKING:
     from sentinel.daemon.trials import TrialResult
-    from sentinel.rules.loader import Problem
+    from sentinel.rules.problems import Problem
     from sentinel.rules.schema import Pack
 
 
@@ -40,7 +40,7 @@ def test(files: tuple[str, ...], packs: tuple[str, ...], only: str | None, as_js
     from fnmatch import fnmatchcase
 
     from sentinel.daemon.trials import run_trial, unknown_rules
-    from sentinel.rules.loader import Problem
+    from sentinel.rules.problems import Problem
     from sentinel.rules.trial_file import read_trials
 
     results: list[TrialResult] = []
@@ -84,7 +84,7 @@ def _pack_of(paths: tuple[str, ...], *, builtin: bool) -> tuple[Pack | None, lis
 
 
 def _near(rule: str, pack: Pack) -> str:
-    from sentinel.rules.loader import nearest
+    from sentinel.rules.problems import nearest
 
     return nearest(rule, [one.name for one in pack.rules])
 

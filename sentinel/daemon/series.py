@@ -15,7 +15,7 @@ from sentinel.aggregate import Aggregate, Groups, matches, nearest_names, rows_a
 from sentinel.errors import ConfigError
 from sentinel.moments import EMPTY, Moments
 from sentinel.record import KIND_LABELS, STATISTICS, STATS_DTYPE, is_of_kind
-from sentinel.rules.loader import nearest
+from sentinel.rules.problems import nearest
 
 if TYPE_CHECKING:
     from sentinel.ingest.merge import Layout, StepView

@@ -15,7 +15,7 @@ from sentinel.aggregate import Aggregate, matches, nearest_names
 from sentinel.daemon.recorded import STEP, recorded_views
 from sentinel.daemon.series import SCALAR, TENSOR_KINDS, VALUE, MergedStep, Picker, Points, RecentSteps, SeriesQuery
 from sentinel.errors import ConfigError, SentinelError
-from sentinel.rules.loader import nearest
+from sentinel.rules.problems import nearest
 from sentinel.store.journal import Journal
 from sentinel.store.whereabouts import RunPaths
 

@@ -16,9 +16,9 @@ from sentinel.detect.forms import Form
 from sentinel.errors import RuleError
 from sentinel.record import STATISTICS
 from sentinel.rules.aggregate_watch import AggregateWatch, Merged
+from sentinel.rules.building import build_detector
 from sentinel.rules.guard import Guarded
 from sentinel.rules.liveness_watch import LivenessWatch
-from sentinel.rules.loader import build_detector
 from sentinel.rules.own_row_watch import OwnRowWatch
 from sentinel.rules.programme import Programme
 from sentinel.rules.quick import quick_of

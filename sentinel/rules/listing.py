@@ -13,8 +13,10 @@ from typing import Any
 import msgspec
 
 from sentinel.detect import DETECTORS, known_detectors
+from sentinel.rules.building import detector_arguments
 from sentinel.rules.lint import Finding, lint_rule, lint_together
-from sentinel.rules.loader import Problem, detector_arguments, read_pack
+from sentinel.rules.loader import read_pack
+from sentinel.rules.problems import Problem
 from sentinel.rules.schema import RULE_KINDS, Pack, Rule
 
 

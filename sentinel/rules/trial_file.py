@@ -10,8 +10,8 @@ import msgspec
 
 from sentinel.anomaly import Severity
 from sentinel.document import BrokenDocument, Located, parse
-from sentinel.rules.loader import Problem, nearest
 from sentinel.rules.notation import BadNotation, expand
+from sentinel.rules.problems import Problem, nearest
 from sentinel.rules.schema import RULE_KINDS, RULE_STATISTICS, VALUE
 
 FILE_KEYS = ("rules", "builtin", "tests")

@@ -18,8 +18,8 @@ from sentinel.order.causes import leading_causes
 from sentinel.order.origin import origin
 from sentinel.place import Place
 from sentinel.rules.aggregate_watch import MAX_MEMBERS, MAX_SETS
+from sentinel.rules.building import is_series_detector
 from sentinel.rules.engine import Engine
-from sentinel.rules.loader import is_series_detector
 from sentinel.rules.schema import Match, Pack, Rule
 
 TENSORS = [

@@ -14,7 +14,9 @@ import pytest
 
 from sentinel.cli.main import FOUND, run_cli
 from sentinel.detect import DETECTORS, ENTRY_POINTS, dotted, state_bytes
-from sentinel.rules.loader import MATCH_KEYS, PACK_KEYS, RULE_KEYS, builtin_packs, detector_arguments, load_pack
+from sentinel.rules.building import detector_arguments
+from sentinel.rules.fields import MATCH_KEYS
+from sentinel.rules.loader import PACK_KEYS, RULE_KEYS, builtin_packs, load_pack
 from sentinel.rules.schema import RULE_KINDS
 from sentinel.testing import BlowUp, SyntheticRun
 
