@@ -71,7 +71,7 @@ def test_groups_and_megatrons_files_know_it_too(run: Path) -> None:
 
 def test_a_rule_on_the_residual_stream_judges_nothing_else(run: Path) -> None:
     from sentinel.rules.loader import load_pack
-    from sentinel.rules.tensor_watch import TensorWatch
+    from sentinel.rules.series_index import Selection, SeriesIndex
 
     _, _, ears = measured(run, ["residual", "activation", "dgrad", "param"])
     path = run / "pack.yaml"
@@ -81,9 +81,9 @@ def test_a_rule_on_the_residual_stream_judges_nothing_else(run: Path) -> None:
     pack = load_pack([path])
     rule = next(one for one in pack.rules if one.name == "stream")
     layout = ears.views[0].layout
-    watch = TensorWatch(rule, None, "norm", frozenset(rule.match.kind))  # type: ignore[arg-type]
 
-    taken = [one for one in layout.tensors if watch._takes(one)]
+    takes = Selection(layout, SeriesIndex()).takes(rule.match, frozenset(rule.match.kind))
+    taken = [one for one in layout.tensors if takes[one.index]]
 
     assert {(one.name, one.kind) for one in taken} == {
         ("emb", "activation"), ("blocks.0", "activation"), ("blocks.1", "activation"),
