@@ -51,7 +51,8 @@ def test_json_is_strict_and_whole(run, capsys):
     assert data["worst"]["value_text"] == "nan"
 
 
-def test_exit_codes(run, tmp_path, capsys):
+def test_exit_codes(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where no sentinel_runs lies beside
     empty = tmp_path / "empty"
     empty.mkdir()
 
