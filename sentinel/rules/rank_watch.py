@@ -76,16 +76,7 @@ class RankWatch(Watch):
     ) -> list[Anomaly]:
         watched = self.rule.match.rank
         at = np.array([one for one in at if not watched or parts[one].rank in watched], dtype=np.int64)
-        known = self.episodes.locate(slots[at])
-        self.episodes.continue_at(known[known >= 0], view.step)
-        quiet = self.rule.episode_quiet_steps
-        fresh = [one for one, is_open in zip(at.tolist(), (known >= 0).tolist(), strict=True) if not is_open or not quiet]
-        found = [self._anomaly(view, parts, stage, scores, one) for one in fresh]
-        is_new = self.episodes.locate(slots[fresh]) < 0 if fresh else np.zeros(0, dtype=bool)
-        if is_new.any():
-            onsets = [anomaly for anomaly, is_it in zip(found, is_new.tolist(), strict=True) if is_it]
-            self.episodes.open(slots[fresh][is_new], view.step, np.ones(len(onsets), dtype=bool), onsets)
-        return found
+        return self._tell_fresh(view.step, slots, at, lambda one: self._anomaly(view, parts, stage, scores, one))
 
     def _anomaly(self, view: StepView, parts: list[RankStep], stage: np.ndarray, scores: Scores, at: int) -> Anomaly:
         part, evidence = parts[at], scores.evidence

@@ -175,16 +175,7 @@ class SkewWatch(Watch):
         self, view: StepView, told: _Told, group: np.ndarray, scores: Scores, slots: np.ndarray, at: np.ndarray
     ) -> list[Anomaly]:
         at = at[np.argsort(slots[at], kind="stable")]
-        known = self.episodes.locate(slots[at])
-        self.episodes.continue_at(known[known >= 0], view.step)
-        quiet = self.rule.episode_quiet_steps
-        fresh = [one for one, is_open in zip(at.tolist(), (known >= 0).tolist(), strict=True) if not is_open or not quiet]
-        found = [self._anomaly(view, told, group, scores, one) for one in fresh]
-        is_new = self.episodes.locate(slots[fresh]) < 0 if fresh else np.zeros(0, dtype=bool)
-        if is_new.any():
-            onsets = [anomaly for anomaly, is_it in zip(found, is_new.tolist(), strict=True) if is_it]
-            self.episodes.open(slots[fresh][is_new], view.step, np.ones(len(onsets), dtype=bool), onsets)
-        return found
+        return self._tell_fresh(view.step, slots, at, lambda one: self._anomaly(view, told, group, scores, one))
 
     def _anomaly(self, view: StepView, told: _Told, group: np.ndarray, scores: Scores, at: int) -> Anomaly:
         kind, name, index = told.quantity[int(told.number[at])]
