@@ -22,7 +22,10 @@ Facts = dict[str, np.ndarray]
 
 RECENT_STEPS = 15
 QUIET_S = 5.0
-"""A rank that missed so many seconds of heartbeats may be gone: nobody who waits is accused until that is clear (chosen)."""
+"""A rank that missed so many seconds of heartbeats may be gone: nobody who waits is accused until that is clear (chosen).
+
+Nor is anybody so soon after a rank moved or left: those it held up may go on, and their next heartbeat will tell.
+"""
 TOGETHER_S = 2.5
 """Ranks that fall silent within so many seconds fell silent together: heartbeats are a second apart (chosen)."""
 
@@ -115,7 +118,7 @@ class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             slack = np.minimum(TOGETHER_S, 0.25 * may_be_silent_s)
             blamed, reason = ~has_left & (silence >= may_be_silent_s - slack), "silent"
             seconds, limit = silence, may_be_silent_s
-        elif is_stuck.any() and not (~has_left & (silence >= QUIET_S)).any():
+        elif is_stuck.any() and not _may_go_on(facts["step"], is_stuck, idle, np.where(has_left, 0.0, silence)):
             # A step that a rank left lies at most one behind that in which the others wait.
             first = facts["step"][is_stuck].min()
             left_now = has_left & (facts["step"] >= first - 1)
@@ -157,6 +160,15 @@ class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         ):  # fmt: skip
             limit = np.where(facts["activity"] == activity, after_s, limit)
         return limit, is_inside
+
+
+def _may_go_on(step: np.ndarray, is_stuck: np.ndarray, idle: np.ndarray, silence: np.ndarray) -> bool:
+    """Return whether those who stand still may do so no more, or for a rank that has not shown itself yet.
+
+    A rank that runs two steps ahead waits for nobody: that it moves excuses none.
+    """
+    has_moved = (idle < QUIET_S) & (step <= step[is_stuck].min() + 1)
+    return bool((has_moved | (silence >= QUIET_S)).any())
 
 
 def _behind(facts: Facts, is_here: np.ndarray, is_inside: np.ndarray) -> np.ndarray:

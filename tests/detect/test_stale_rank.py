@@ -19,7 +19,7 @@ def facts_of(*ranks: dict[str, Any]) -> dict[str, np.ndarray]:
         "silent": 0.5, "idle": 0.5, "is_live": True, "step": 40, "call_id": 10, "num_calls": 100, "activity": "train",
         "has_stepped": True, "is_waiting": -1, "pp_stage": 0, "left": "",
     }  # fmt: skip
-    rows = [{**usual, **rank} for rank in ranks]
+    rows = [{**usual, "idle": rank.get("silent", usual["idle"]), **rank} for rank in ranks]
     columns = {name: np.array([row[name] for row in rows]) for name in usual}
     columns["heard_at"], columns["moved_at"] = NOW - columns.pop("silent"), NOW - columns.pop("idle")
     return columns
@@ -174,8 +174,14 @@ NOBODY = ([], "", False, [])
             id="who left long ago is not blamed",
         ),
         pytest.param(
-            [{"idle": 100.0, "call_id": 100}, {"left": "exit"}, {"left": "exit"}], NOBODY, id="saves after the others ended"
+            [{"idle": 100.0, "call_id": 100}, {"left": "exit", "silent": 90.0}, {"left": "exit", "silent": 90.0}], NOBODY,
+            id="saves after the others ended",
         ),
+        pytest.param([WAITS, {"idle": 0.5, "call_id": 70}], NOBODY, id="the one it waited for has just gone on"),
+        pytest.param([WAITS, {"idle": 0.5, "call_id": 0, "step": 41}], NOBODY, id="it has just gone on to the next step"),
+        pytest.param([WAITS, {"left": "exit", "silent": 0.5}], NOBODY, id="it has just left, this one may leave too"),
+        pytest.param([WAITS, {"idle": 6.0, "call_id": 70}], ([0], "hung", True, []), id="it went on, this one did not"),
+        pytest.param([WAITS, {"idle": 0.5, "step": 42}], ([0], "hung", True, []), id="the other waits for nobody"),
     ],
 )  # fmt: skip
 def test_who_is_to_blame(ranks: list[dict[str, Any]], expected: Any) -> None:
