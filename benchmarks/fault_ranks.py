@@ -1,9 +1,10 @@
 """Faults of one rank among data-parallel replicas, two gloo ranks of a tiny GPT: a flipped bit, a slow, wrong, frozen rank.
 
-    python benchmarks/fault_ranks.py [--write]
+    python benchmarks/fault_ranks.py [--keep DIR] [--write]
 
 The ranks train healthily, watched; then each fault starts from that very state, on rank 1 alone, as in faults.py. The frozen
-rank (SIGSTOP) comes last, with a daemon beside the ranks: its time is in seconds, for no step ends any more.
+rank (SIGSTOP) comes last, with a daemon beside the ranks: its time is in seconds, for no step ends any more. What `--keep`
+holds is not trained again, only judged: by the rules as they are now.
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ def main() -> int:
     """Start the ranks, judge, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/<date>-fault_ranks.md")
+    parser.add_argument("--keep", type=Path, help="where recordings lie, and stay; default: a directory that goes again")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -126,9 +128,12 @@ def main() -> int:
         train_rank(options.rank_of)
         return 0
     with tempfile.TemporaryDirectory(prefix="sentinel-ranks-") as scratch:
-        folder = Path(scratch)
-        frozen = _run_ranks(folder)
-        text = _judge(folder) + f"\n\n{frozen}"
+        folder = options.keep or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        told = folder / "frozen.txt"
+        if not told.exists():
+            told.write_text(_run_ranks(folder))
+        text = _judge(folder) + f"\n\n{told.read_text()}"
     print(text)
     if options.write:
         path = ROOT / "benchmarks" / "results" / f"{datetime.date.today().isoformat()}-fault_ranks.md"

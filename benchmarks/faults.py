@@ -1,10 +1,11 @@
 """The fault library: each fault really planted in each trainer, and what the default pack says of it, how soon.
 
-    python benchmarks/faults.py [--recipes gpt moe] [--faults "NaN in a gradient"] [--ranks] [--write]
+    python benchmarks/faults.py [--recipes gpt moe] [--faults "NaN in a gradient"] [--keep DIR] [--write]
 
 Each model trains healthily, watched and judged, once; then, for every fault, from that very state on with it planted, and
 once without (the control, which takes its own noise out). Time is counted in steps since the fault: 0 is the step in which
 it struck. `loss` is the first step at which the logged loss leaves that of the control by 4 of its own standard deviations.
+What `--keep` holds is not trained again, only judged: by the rules as they are now.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import json
+import re
+import shutil
 import statistics
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from healthy_faults import LIBRARY
@@ -33,6 +39,7 @@ from sentinel.store.whereabouts import RunPaths
 
 ROOT = Path(__file__).parents[1]
 CONTROL = "none (control)"
+HEALTHY = "healthy"
 WITHIN_STEPS = 2
 """An anomaly is to be recorded so soon."""
 
@@ -59,47 +66,31 @@ class Found:
 
 
 class Bench:
-    """One model, trained healthily to a point from which every fault starts."""
+    """One model, trained healthily to a point from which every fault starts; recordings lie in a folder of their own."""
 
     def __init__(self, name: str, folder: Path, healthy_steps: int, after: int, seed: int, pack: Pack | None = None) -> None:
         # Nothing but the fault may happen in the steps that are looked at.
         self.recipe: Recipe = dataclasses.replace(RECIPES[name], grows_at=1.0, crash_at=1.0)
-        self.name, self.folder, self.steps, self.seed, self.pack = name, folder, healthy_steps, seed, pack or load_pack()
-        training = self._training()
-        training.attach(folder, f"{name}-healthy")
-        self.losses = [training.step(step) for step in range(healthy_steps)]
-        training.detach()
-        self._saved = training.checkpoint()
+        self.name, self.steps, self.seed, self.after = name, healthy_steps, seed, after
+        self.folder, self.pack = folder / f"{name}-{healthy_steps}-{seed}-{after}", pack or load_pack()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._start: dict[str, Any] | None = None
+
+    def record(self, faults: Sequence[str]) -> None:
+        """Train what the folder lacks."""
+        self._recorded(HEALTHY)
+        for fault in filter(self.applies, faults):
+            began = time.monotonic()
+            self._recorded(fault)
+            print(f"{self.name}: {fault}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+
+    def judge_healthy(self) -> None:
+        """Train and judge the healthy steps, and the control."""
+        self._recorded(HEALTHY)
         replay = Replay(self.pack)
-        self.healthy = replay.take(self._views(f"{name}-healthy"), Said())
+        self.healthy = replay.take(self._views(HEALTHY), Said())
         self._judge = replay.judge.snapshot()
-        self.after = after
         self.control, self.control_losses = self._run(CONTROL)
-
-    def _training(self) -> Training:
-        # The horizon of the schedule: faults strike in the middle of it.
-        return Training(self.recipe, 3 * self.steps, self.seed)
-
-    def _views(self, run: str) -> list[StepView]:
-        return [view for view, _ in recorded_views(RunPaths.of(self.folder / run), None, recompute=True)]
-
-    def _run(self, fault: str) -> tuple[Said, list[float]]:
-        training, run = self._training(), f"{self.name}-{len(list(self.folder.iterdir()))}"
-        training.restore(self._saved)
-        training.attach(self.folder, run, first_step=self.steps)
-        strike = LIBRARY[fault].make()
-        losses = [training.step(self.steps + since, strike, since) for since in range(self.after)]
-        strike.remove(training)
-        training.detach()
-        replay = Replay(self.pack)
-        replay.judge.restore(self._judge)
-        return replay.take(self._views(run), Said()), losses
-
-    def applies(self, fault: str) -> bool:
-        """Return whether the fault means anything for this model."""
-        training = self._training()
-        training.restore(self._saved)
-        return LIBRARY[fault].applies(training)
 
     def plant(self, fault: str) -> Found:
         """Return what was said of the fault."""
@@ -109,6 +100,59 @@ class Bench:
         return summarise(
             self.name, fault, new, said, self.steps, loss_leaves(losses, self.control_losses), LIBRARY[fault].grows
         )
+
+    def applies(self, fault: str) -> bool:
+        """Return whether the fault means anything for this model."""
+        training = self._training()
+        training.restore(self._checkpoint())
+        return LIBRARY[fault].applies(training)
+
+    def _run(self, fault: str) -> tuple[Said, list[float]]:
+        losses = self._recorded(fault)
+        replay = Replay(self.pack)
+        replay.judge.restore(self._judge)
+        return replay.take(self._views(fault), Said()), losses
+
+    def _recorded(self, fault: str) -> list[float]:
+        """Train with the fault, unless the folder holds it; return the losses."""
+        run = _slug(fault)
+        truth = self.folder / f"{run}.json"
+        if truth.exists():
+            losses: list[float] = json.loads(truth.read_text())
+            return losses
+        shutil.rmtree(self.folder / run, ignore_errors=True)
+        training = self._training()
+        if fault == HEALTHY:
+            training.attach(self.folder, run)
+            losses = [training.step(step) for step in range(self.steps)]
+            training.detach()
+            torch.save(training.checkpoint(), self.folder / "start.pt")
+        else:
+            training.restore(self._checkpoint())
+            training.attach(self.folder, run, first_step=self.steps)
+            strike = LIBRARY[fault].make()
+            losses = [training.step(self.steps + since, strike, since) for since in range(self.after)]
+            strike.remove(training)
+            training.detach()
+        truth.write_text(json.dumps(losses))
+        return losses
+
+    def _checkpoint(self) -> dict[str, Any]:
+        if self._start is None:
+            self._start = torch.load(self.folder / "start.pt", weights_only=False)
+        return self._start
+
+    def _training(self) -> Training:
+        # The horizon of the schedule: faults strike in the middle of it.
+        return Training(self.recipe, 3 * self.steps, self.seed)
+
+    def _views(self, fault: str) -> list[StepView]:
+        paths = RunPaths.of(self.folder / _slug(fault))
+        return [view for view, _ in recorded_views(paths, None, recompute=True)]
+
+
+def _slug(fault: str) -> str:
+    return re.sub("[^a-z0-9]+", "-", fault.lower()).strip("-")
 
 
 def summarise(
@@ -150,9 +194,7 @@ def table(found: Sequence[Found]) -> str:
     ]
     for one in found:
         by = ", ".join(one.first_rules[:3]) + (f" and {len(one.first_rules) - 3} more" if len(one.first_rules) > 3 else "")
-        first, warned, paged, loss = (
-            "-" if at < 0 else str(at) for at in (one.first, one.warned, one.paged, one.loss)
-        )
+        first, warned, paged, loss = ("-" if at < 0 else str(at) for at in (one.first, one.warned, one.paged, one.loss))
         if not one.is_in_time and one.fault != CONTROL:
             first += " (grows)" if one.grows else " **late**" if one.first > 0 else " **missed**"
         rules = f"{len(one.rules)}: {', '.join(one.rules)}"
@@ -168,6 +210,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=150, help="healthy steps before the fault; default 150")
     parser.add_argument("--after", type=int, default=16, help="steps that are trained with the fault; default 16")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keep", type=Path, help="where recordings lie, and stay; default: a directory that goes again")
+    parser.add_argument("--only-record", action="store_true", help="judge nothing")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/<date>-faults.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -176,7 +220,11 @@ def main() -> int:
     notes: list[str] = []
     with tempfile.TemporaryDirectory(prefix="sentinel-faults-") as scratch:
         for name in options.recipes:
-            bench = Bench(name, Path(scratch), options.steps, options.after, options.seed)
+            bench = Bench(name, options.keep or Path(scratch), options.steps, options.after, options.seed)
+            if options.only_record:
+                bench.record([CONTROL, *options.faults])
+                continue
+            bench.judge_healthy()
             notes.append(
                 f"{name}: {bench.healthy.num_rows} rows judged before the fault, {len(bench.healthy.onsets)} onsets"
                 f" ({bench.healthy.num_of(Severity.WARNING)} warnings), {len(bench.healthy.paged)} pages; control:"

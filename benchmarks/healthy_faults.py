@@ -178,6 +178,28 @@ class ZeroedGradient(Fault):
             handle.remove()
 
 
+class DeadExpert(Fault):
+    """No token chooses the first expert any more: what a gate's row that ran away does."""
+
+    def __init__(self) -> None:
+        self._handle: RemovableHandle | None = None
+
+    def begin(self, training: Training, since: int) -> None:
+        """Put the hook on, once."""
+        if self._handle is None:
+            self._handle = experts_of(training.model).gate.register_forward_hook(self._hook, prepend=True)
+
+    def _hook(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        away = torch.zeros(output.shape[-1])
+        away[0] = -30.0
+        return output + away
+
+    def remove(self, training: Training) -> None:
+        """Take it off."""
+        if self._handle is not None:
+            self._handle.remove()
+
+
 class DroppedGroup(Fault):
     """The optimizer forgets one layer: its weights stand still while gradients flow."""
 
@@ -210,12 +232,15 @@ def _collapse_router(training: Training) -> None:
     gate[1].copy_(-gate[0])
 
 
-def _zero_state(training: Training) -> None:
-    for optimizer in training.optimizers:
-        for state in optimizer.state.values():
-            for name in ("exp_avg_sq",):
-                if name in state:
-                    state[name].zero_()
+def _zero_state(*names: str) -> Callable[[Training], None]:
+    def zero(training: Training) -> None:
+        for optimizer in training.optimizers:
+            for state in optimizer.state.values():
+                for name in names:
+                    if isinstance(state.get(name), torch.Tensor):
+                        state[name].zero_()
+
+    return zero
 
 
 def _flip(training: Training) -> None:
@@ -260,9 +285,13 @@ def _has(kind: type[nn.Module] | tuple[type[nn.Module], ...]) -> Callable[[Train
     return lambda training: any(isinstance(module, kind) for module in training.model.modules())
 
 
-def _is_adam(training: Training) -> bool:
-    return any("exp_avg_sq" in state for one in training.optimizers for state in one.state.values())
+def _holds(*names: str) -> Callable[[Training], bool]:
+    return lambda training: any(
+        name in state for one in training.optimizers for state in one.state.values() for name in names
+    )
 
+
+_MOMENTA = ("exp_avg", "momentum_buffer")
 
 LIBRARY: dict[str, Planted] = {
     "none (control)": Planted(Fault),
@@ -292,7 +321,9 @@ LIBRARY: dict[str, Planted] = {
     "gradients x8 (a missing mean)": Planted(lambda: OfGradient(_scaled_gradients)),
     "query weights x30": Planted(lambda: Once(_scale_query), _has((Attention, nn.MultiheadAttention))),
     "router collapse": Planted(lambda: Once(_collapse_router), _has(Experts)),
-    "exp_avg_sq lost": Planted(lambda: Once(_zero_state), _is_adam),
+    "an expert dies": Planted(DeadExpert, _has(Experts)),
+    "exp_avg_sq lost": Planted(lambda: Once(_zero_state("exp_avg_sq")), _holds("exp_avg_sq")),
+    "momentum lost": Planted(lambda: Once(_zero_state(*_MOMENTA)), _holds(*_MOMENTA)),
 }
 """Name -> fault."""
 
