@@ -63,6 +63,9 @@ class MemoryReader(SpoolReader):
         """Have these frames lie where the last ones ended."""
         self._base, self.data = self.offset, data
 
+    def _has_newer(self) -> bool:
+        return False
+
     def _read(self, max_bytes: int) -> bytes | None:
         begin = self.offset - self._base
         return self.data[begin:] if begin else self.data

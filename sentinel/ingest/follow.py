@@ -19,6 +19,8 @@ from sentinel.wire.spool import SpoolReader, file_name, parse_life_folder
 
 log = logging.getLogger("sentinel.ingest")
 
+_ROWS, _END_STEP = int(FrameType.ROWS), int(FrameType.END_STEP)
+
 WINDOW_BYTES = 2**20
 """Most bytes of one spool that are read at a time while few ranks are followed."""
 MIN_WINDOW_BYTES = 128 * 2**10
@@ -117,8 +119,8 @@ class RunFollower:
         self._behind: set[str] = set()
         self._waiting: list[Record] = []
         """Heard, and ahead of somebody who is behind."""
-        self._handed: dict[str, Record] = {}
-        """Folder -> the last record handed out."""
+        self._handed: dict[str, tuple[Life, int, int, int]] = {}
+        """Folder -> (life, file index, offset behind, seq) of the last record handed out."""
         self._on_problem = on_problem or log.warning
         self._said: set[str] = set()
         self._mtime_ns = -1
@@ -190,7 +192,8 @@ class RunFollower:
         self.behind = {self._last_life[one] for one in self._behind | unsure if one in self._last_life}
         self.behind |= {record.life.id for record in self._waiting}
         for record in records:
-            self._handed[record.life.folder] = record
+            life, frame = record.life, record.frame
+            self._handed[life.folder] = (life, frame.file_index, frame.offset_after, frame.header.seq)
         return records
 
     def _due(self) -> list[Record]:
@@ -240,17 +243,9 @@ class RunFollower:
     def positions(self) -> dict[str, Position]:
         """Return, per spool folder, the place behind the last frame handed out."""
         found = {}
-        for folder, record in self._handed.items():
-            life, frame = record.life, record.frame
+        for folder, (life, file_index, offset, seq) in self._handed.items():
             found[folder] = Position(
-                life.id,
-                life.rank,
-                life.attempt,
-                frame.file_index,
-                frame.offset_after,
-                frame.header.seq,
-                life.described_at,
-                life.last_step,
+                life.id, life.rank, life.attempt, file_index, offset, seq, life.described_at, life.last_step
             )
         return found
 
@@ -308,7 +303,7 @@ class RunFollower:
         life.num_frames += 1
         life.last_wall_ns = max(life.last_wall_ns, header.wall_ns)
         message: Message | None = None
-        if header.type != FrameType.ROWS:
+        if header.type != _ROWS:
             try:
                 message = decode_message(frame)
             except WireError as error:
@@ -321,11 +316,11 @@ class RunFollower:
             text = f"record from rank {header.rank}: frame {header.seq}: {contradiction}; it is skipped"
             self._say(f"{folder}/contradiction", text)
             return None
-        if isinstance(message, Descriptor):
+        if isinstance(message, EndStep):
+            life.last_step = header.step
+        elif isinstance(message, Descriptor):
             self._check_rows(folder, message)
             self._describe(life, header.layout_id, message, begin)
-        elif isinstance(message, EndStep):
-            life.last_step = header.step
         elif isinstance(message, Heartbeat):
             life.heartbeat = message
         elif isinstance(message, Bye):
@@ -387,14 +382,13 @@ def _time(record: Record) -> int:
 def _contradiction(frame: Frame, message: Message | None, life: Life) -> str:
     """Return how a whole frame contradicts itself; empty where it does not."""
     header = frame.header
-    if header.type not in (FrameType.ROWS, FrameType.END_STEP):
+    if header.type not in (_ROWS, _END_STEP):
         return ""
     if not 0 <= header.step <= MAX_STEP:
         return f"expected a step in [0, {MAX_STEP}], got {header.step}"
     if isinstance(message, EndStep) and message.step != header.step:
         return f"expected the end of step {header.step}, got that of step {message.step}"
-    descriptor = life.layouts.get(header.layout_id, life.descriptor)
-    if header.type == FrameType.ROWS and descriptor is not None:
+    if header.type == _ROWS and (descriptor := life.layouts.get(header.layout_id, life.descriptor)) is not None:
         expected, got = header.row_count * descriptor.row_bytes, memoryview(frame.payload).nbytes
         if got != expected:
             return f"expected {header.row_count} rows of {descriptor.row_bytes} bytes, got {got} bytes"

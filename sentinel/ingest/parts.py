@@ -20,51 +20,46 @@ class Part:
 
     life: Life
     generation: int
+    first: tuple[int, tuple[int, int]]
+    """Lowest seq and lowest place of its frames; they need not be of the same one."""
     rows: list[tuple[int, int, Record]] = dataclasses.field(default_factory=list)
     """(seq, rows, record)"""
     end: Record | None = None
     end_step: EndStep | None = None
-    first: tuple[int, tuple[int, int]] = (0, (0, 0))
-    """Lowest seq and lowest place of its frames; they need not be of the same one."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that came."""
-        return sum(count for _, count, _ in self.rows)
+    num_rows: int = 0
+    """Rows that came."""
+    last_seq: int = 0
+    """The highest number of its frames."""
+    layout_id: int = 0
+    """Id of the newest descriptor that its frames point into: tables only grow within a step."""
+    last_wall_ns: int = 0
+    """The newest wall clock of its frames."""
 
     @property
     def is_whole(self) -> bool:
         """Whether its end_step came, and all the rows that it tells of."""
         return self.end_step is not None and self.num_rows >= self.end_step.num_rows
 
-    @property
-    def last_seq(self) -> int:
-        """The highest number of its frames."""
-        seqs = [seq for seq, _, _ in self.rows]
-        if self.end is not None:
-            seqs.append(self.end.frame.header.seq)
-        return max(seqs, default=0)
-
-    @property
-    def layout_id(self) -> int:
-        """Id of the newest descriptor that its frames point into: tables only grow within a step."""
-        records = [record for _, _, record in self.rows]
-        if self.end is not None:
-            records.append(self.end)
-        newest = max(records, key=lambda record: record.frame.header.seq)
-        return newest.frame.header.layout_id
-
     def add(self, record: Record) -> None:
         """Take in a frame of rows, or the end of the step; of several ends the first counts."""
-        header = record.frame.header
-        self.first = earlier(self.first, (header.seq, record.begin))
-        if not isinstance(record.message, EndStep):
+        header, message = record.frame.header, record.message
+        if header.seq < self.first[0] or record.begin < self.first[1]:
+            self.first = earlier(self.first, (header.seq, record.begin))
+        if not isinstance(message, EndStep):
             self.rows.append((header.seq, header.row_count, record))
+            self.num_rows += header.row_count
         elif self.end is None:
-            self.end, self.end_step = record, record.message
+            self.end, self.end_step = record, message
+        else:
+            return
+        if header.seq > self.last_seq:
+            self.last_seq, self.layout_id = header.seq, header.layout_id
+        self.last_wall_ns = max(self.last_wall_ns, header.wall_ns)
 
     def wall_ns(self, last_seq: int) -> int:
         """Return the wall clock of its last frame, among those up to last_seq."""
+        if last_seq >= self.last_seq:
+            return self.last_wall_ns
         walls = [record.frame.header.wall_ns for seq, _, record in self.rows if seq <= last_seq]
         if self.end is not None and self.end.frame.header.seq <= last_seq:
             walls.append(self.end.frame.header.wall_ns)
@@ -75,6 +70,8 @@ class Part:
 
         descriptor: of frames whose own was lost.
         """
+        if len(self.rows) == 1 and self.rows[0][0] <= last_seq:
+            return _rows_of(self.rows[0][2], descriptor)
         found = sorted(self.rows, key=_by_seq)
         rows = [_rows_of(record, descriptor) for seq, _, record in found if seq <= last_seq]
         return rows[0] if len(rows) == 1 else np.concatenate([np.empty(0, ROW_DTYPE), *rows])
@@ -95,7 +92,7 @@ class OpenStep:
         part = self.parts.get(key)
         if part is None:
             first = (record.frame.header.seq, record.begin)
-            part = self.parts[key] = Part(record.life, generation, first=first)
+            part = self.parts[key] = Part(record.life, generation, first)
         part.add(record)
 
 

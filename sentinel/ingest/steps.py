@@ -24,6 +24,8 @@ MAX_HEALTH = 256
 MAX_WAITING_HEALTH = 16 * MAX_HEALTH
 """Health records of a life that wait for the end of their steps; more are counted and dropped."""
 
+_ROWS = int(FrameType.ROWS)
+
 
 class _State(msgspec.Struct):
     seq: int
@@ -113,25 +115,31 @@ class StepAssembler:
         behind = (record.frame.file_index, record.frame.offset_after)
         if seq > self._heard.get(life.id, (0, (0, 0)))[0]:
             self._heard[life.id] = (seq, behind)
-        if isinstance(record.message, Descriptor):
+        if header.type == _ROWS or isinstance(record.message, EndStep):
+            self._take_step(record, now)
+        elif isinstance(record.message, Descriptor):
             self._attempts.arrive(life)
         elif isinstance(record.message, Health):
             self._take_health(life, seq, record)
-        elif header.type == FrameType.ROWS or isinstance(record.message, EndStep):
-            self._take_step(record, now)
         elif isinstance(record.message, Bye):
             life.has_left = True
             self._attempts.newcomers.pop(life.id, None)
 
     def _take_health(self, life: Life, seq: int, record: Record) -> None:
         assert isinstance(record.message, Health)
-        if seq <= self._ended.setdefault(life.id, Ended()).health_seq:
+        if seq <= self._ended_of(life).health_seq:
             return
         waiting = self._health.setdefault(life.id, [])
         if len(waiting) >= MAX_WAITING_HEALTH:
             self._blind("lost_health", 1)
             return
         waiting.append((seq, record.message, record.begin))
+
+    def _ended_of(self, life: Life) -> Ended:
+        found = self._ended.get(life.id)
+        if found is None:
+            found = self._ended[life.id] = Ended()
+        return found
 
     def _take_step(self, record: Record, now: float) -> None:
         life, header = record.life, record.frame.header
@@ -140,7 +148,7 @@ class StepAssembler:
             if seq > self._counted_seq.get(life.id, 0):
                 self._blind("unplaced_rows", header.row_count)
             return
-        ended = self._ended.setdefault(life.id, Ended())
+        ended = self._ended_of(life)
         generation = ended.hear(step, seq, is_end=isinstance(record.message, EndStep))
         stint = self._attempts.place(life, generation, step)
         attempt = self._attempts.by_number[stint.attempt]
@@ -265,38 +273,43 @@ class StepAssembler:
             )
             for rank, part in chosen.items()
         )  # fmt: skip
-        missing: dict[int, str] = {}
-        returning = self._attempts.returning()
-        for rank in sorted({*range(attempt.state.world_size), *attempt.stints}):
-            if rank in chosen:
-                if not chosen[rank].is_whole:
-                    missing[rank] = "unfinished"
-            elif rank in attempt.stints:
-                missing[rank] = "ended" if attempt.stints[rank].life.has_left else "late"
-            else:
-                missing[rank] = "late" if rank in returning else "never started"
-        described = []
-        known = {rank: stint.life for rank, stint in attempt.stints.items()}
-        known.update({life.rank: life for life in self._attempts.newcomers.values() if life.rank not in known})
-        for rank, life in sorted(known.items()):
-            if rank not in chosen and life.descriptor is not None:
-                entry = (life.id, life.layout_id)
-                if attempt.state.table.get(rank) != entry:
-                    described.append(Described(rank=rank, life=life.id, layout_id=life.layout_id))
         self._seq += 1
-        wall_ns = [part.wall_ns(part.last_seq) for part in chosen.values()]
         decision = Decision(
-            seq=self._seq, run=self.run, attempt=attempt.number, step=step, ranks=ranks, missing=missing, why=why,
-            time=max(wall_ns, default=0) / 1e9, pack_hash=self.pack_hash, described=tuple(described),
+            seq=self._seq, run=self.run, attempt=attempt.number, step=step, ranks=ranks, why=why,
+            missing=self._missing(attempt, chosen), described=self._described(attempt, chosen),
+            time=max([part.last_wall_ns for part in chosen.values()], default=0) / 1e9, pack_hash=self.pack_hash,
             blindness={what: count for what, count in sorted(self._blindness.items()) if count > 0},
         )  # fmt: skip
         self._tell(decision)
         self._on_decision(decision)
         return self._view(decision)
 
+    def _missing(self, attempt: Attempt, chosen: Mapping[int, Part]) -> dict[int, str]:
+        """Return why ranks are not whole in a step, ranks rising."""
+        missing = {rank: "unfinished" for rank, part in chosen.items() if not part.is_whole}
+        returning = self._attempts.returning()
+        for rank in {*range(attempt.state.world_size), *attempt.stints}.difference(chosen):
+            if rank in attempt.stints:
+                missing[rank] = "ended" if attempt.stints[rank].life.has_left else "late"
+            else:
+                missing[rank] = "late" if rank in returning else "never started"
+        return dict(sorted(missing.items()))
+
+    def _described(self, attempt: Attempt, chosen: Mapping[int, Part]) -> tuple[Described, ...]:
+        """Return what the table does not say yet of ranks that are not in a step, ranks rising."""
+        absent = {life.rank: life for life in self._attempts.newcomers.values() if life.rank not in chosen}
+        absent |= {rank: stint.life for rank, stint in attempt.stints.items() if rank not in chosen}
+        return tuple(
+            Described(rank=rank, life=life.id, layout_id=life.layout_id)
+            for rank, life in sorted(absent.items())
+            if life.descriptor is not None and attempt.state.table.get(rank) != (life.id, life.layout_id)
+        )
+
     def _view(self, decision: Decision) -> StepView:
         """Make the view that a decision describes, and close the step."""
-        attempt = self._attempts.by_number.setdefault(decision.attempt, Attempt(AttemptState(decision.attempt)))
+        attempt = self._attempts.by_number.get(decision.attempt)
+        if attempt is None:
+            attempt = self._attempts.by_number[decision.attempt] = Attempt(AttemptState(decision.attempt))
         opened = attempt.open.pop(decision.step, None)
         attempt.state.closed_step = max(attempt.state.closed_step, decision.step)
         attempt.newest_step = max(attempt.newest_step, decision.step)
@@ -329,11 +342,12 @@ class StepAssembler:
         if life is None or part is None or descriptor is None:
             return None
         end_step = part.end_step if one.is_ended else None
-        ended = self._ended.setdefault(life.id, Ended())
-        waiting = self._health.pop(life.id, [])
-        health = tuple(message for seq, message, _ in waiting if seq <= one.last_seq)[:MAX_HEALTH]
-        if left := [item for item in waiting if item[0] > one.last_seq]:
-            self._health[life.id] = left
+        ended = self._ended_of(life)
+        health: tuple[Health, ...] = ()
+        if waiting := self._health.pop(life.id, None):
+            health = tuple(message for seq, message, _ in waiting if seq <= one.last_seq)[:MAX_HEALTH]
+            if left := [item for item in waiting if item[0] > one.last_seq]:
+                self._health[life.id] = left
         ended.health_seq = max(ended.health_seq, one.last_seq)
         return RankStep(
             rank=one.rank,
@@ -353,13 +367,15 @@ class StepAssembler:
         taken = {(one.life, one.generation): one for one in decision.ranks}
         for key, part in opened.parts.items():
             one = taken.get(key)
+            if one is not None and part.last_seq <= one.last_seq and (one.is_ended or part.end is None):
+                continue
             num_rows = sum(count for seq, count, _ in part.rows if one is None or seq > one.last_seq)
             num_frames = part.end is not None and (one is None or not one.is_ended)
             if num_rows or num_frames:
                 self._count_late(part.life.rank, num_rows, int(num_frames))
 
     def _layout(self, table: Mapping[int, tuple[bytes, int]]) -> Layout:
-        key = tuple((rank, life, layout_id) for rank, (life, layout_id) in sorted(table.items()))
+        key = tuple([(rank, life, layout_id) for rank, (life, layout_id) in sorted(table.items())])
         layout = self._layouts.get(key)
         if layout is None:
             descriptors = {}

@@ -48,7 +48,9 @@ _CHECKED = struct.Struct("<4sHBBI")
 PREFIX_BYTES = _PREFIX.size
 HEADER_BYTES = _PREFIX.size + _BODY.size
 _CRC_OFFSET = 16
-_ZERO_CRC = b"\0\0\0\0"
+_BEGUN_CRC = zlib.crc32(b"\0\0\0\0", 0x2144DF1C)
+"""crc32 of bytes 0..20 of any whole prefix, its crc32 field zero: bytes and the crc32 of them have one crc32, whatever they
+are."""
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -165,8 +167,11 @@ def encode_frame(header: Header, payload: Buffer, *, protocol: int = PROTOCOL) -
     return blank[:_CRC_OFFSET] + crc.to_bytes(4, "little") + blank[_CRC_OFFSET + 4 :] + body, payload
 
 
-def scan(buffer: Buffer, offset: int = 0) -> Frame | Incomplete | Corrupt | Foreign:
-    """Return what begins at `offset`. The payload of a Frame is a view into `buffer`, not a copy."""
+def scan(buffer: Buffer, offset: int = 0, base: int = 0, file_index: int = 0) -> Frame | Incomplete | Corrupt | Foreign:
+    """Return what begins at `offset`. The payload of a Frame is a view into `buffer`, not a copy.
+
+    base, file_index: where the buffer lies in which file, for `Frame.offset_after`.
+    """
     view = memoryview(buffer)
     available = len(view) - offset
     if available < PREFIX_BYTES:
@@ -182,9 +187,9 @@ def scan(buffer: Buffer, offset: int = 0) -> Frame | Incomplete | Corrupt | Fore
     if available < frame_bytes:
         return Incomplete(frame_bytes)
     end = offset + frame_bytes
-    computed = zlib.crc32(_ZERO_CRC, zlib.crc32(view[offset : offset + _CRC_OFFSET]))
-    computed = crc32(buffer, computed, offset + _CRC_OFFSET + 4, end)
-    if computed != crc:
+    rest = offset + _CRC_OFFSET + 4
+    is_large = frame_bytes >= LARGE_BYTES
+    if crc != (crc32(buffer, _BEGUN_CRC, rest, end) if is_large else zlib.crc32(view[rest:end], _BEGUN_CRC)):
         return _corrupt(buffer, offset)
     if protocol != PROTOCOL:
         return Foreign(protocol, end)
@@ -198,7 +203,7 @@ def scan(buffer: Buffer, offset: int = 0) -> Frame | Incomplete | Corrupt | Fore
         type=frame_type, life=life, run_id=run_id, rank=rank, seq=seq, attempt=attempt, step=step,
         placement_epoch=placement_epoch, layout_id=layout_id, wall_ns=wall_ns, mono_ns=mono_ns, row_count=row_count,
     )  # fmt: skip
-    return Frame(header, view[offset + header_bytes : end], end)
+    return Frame(header, view[offset + header_bytes : end], base + end, file_index)
 
 
 def _corrupt(buffer: Buffer, offset: int) -> Corrupt:

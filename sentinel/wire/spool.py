@@ -370,7 +370,7 @@ class SpoolReader:
         self.is_caught_up = True
         while not frames:
             # Looked for before reading: a writer begins a new file only when it has done with the last.
-            has_newer = os.path.exists(f"{self._folder}/{file_name(self.file_index + 1)}")  # noqa: PTH110 -- each poll
+            has_newer = self._has_newer()
             data = self._read(max_bytes)
             if data is None:
                 later = [index for index in list_files(self.directory) if index > self.file_index]
@@ -392,6 +392,9 @@ class SpoolReader:
                 continue
             break
         return frames
+
+    def _has_newer(self) -> bool:
+        return os.path.exists(f"{self._folder}/{file_name(self.file_index + 1)}")  # noqa: PTH110 -- each poll
 
     def _read(self, max_bytes: int) -> bytes | None:
         """Return what lies behind the offset, at most max_bytes; None when there is no such file."""
@@ -418,14 +421,14 @@ class SpoolReader:
         base, at, bad_from = self.offset, 0, -1
         done = self._wanted = 0
         while at < len(data):
-            found = scan(data, at)
+            found = scan(data, at, base, self.file_index)
             if isinstance(found, (Frame, Foreign)):
                 if bad_from >= 0:
                     self._count_corrupt(at - bad_from)
                     bad_from = -1
                 if isinstance(found, Frame):
-                    at = found.offset_after
-                    frames.append(Frame(found.header, found.payload, base + at, self.file_index))
+                    at = found.offset_after - base
+                    frames.append(found)
                 else:
                     self.foreign[found.protocol] = self.foreign.get(found.protocol, 0) + 1
                     at = found.next_offset
