@@ -1,33 +1,42 @@
 """Verdicts held against planted causes: the fault library x layouts, judged by the daemon's own Judge.
 
-    python benchmarks/attribution.py [--layouts 2,2,1 1,4,1] [--faults "lr x100"] [--seeds 3] [--write]
+    python benchmarks/attribution.py [--layouts pp2dp2 dp4 fsdp4] [--faults "lr x100"] [--seeds 3] [--write]
 
-Layouts are pp,dp,tp. A run is healthy for 60 steps, then one fault strikes. The verdict is that of the gravest incident
-that the fault opened, in its last revision; `ever` is each verdict that any of its incidents ever had. `right` are the
-verdicts that the layout can show at best; a `hardware` that is not among them is wrong whenever it is said.
-`strict` counts only the cause itself.
+A run is healthy for 60 steps, then one fault strikes. The verdict is that of the gravest incident that the fault opened, in
+its last revision; `ever` is each verdict that any of its incidents ever had. Two figures. `names the cause itself`: the
+verdict is the cause, whatever the layout can show (`unknown` for a program that is wrong on some ranks: no verdict is
+called that). `right for what can be known`: it is among the verdicts that the layout can show at best. `shown` are the
+cases where nothing but the cause is right. A `hardware` that is not right is wrong whenever it is said, for one step too.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import re
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from attribution_faults import PLANTS, Plant, Said
+from attribution_held_out import HELD_OUT
 
 from sentinel.anomaly import Incident
 from sentinel.daemon.judge import Judge
+from sentinel.ingest.decision import RankFacts, Tick
 from sentinel.ingest.merge import Layout, RankStep, StepView
+from sentinel.messages import Descriptor, TensorInfo
+from sentinel.record import NONE_ID, ROW_DTYPE, Kind
 from sentinel.rules.loader import load_pack
 from sentinel.testing import SyntheticRun
 
-LAYOUTS = ("1,1,1", "1,2,1", "1,4,1", "1,8,1", "2,2,1", "2,1,1", "2,2,2", "1,2,2", "4,3,1")
+LAYOUTS = (
+    "dp1", "dp2", "dp4", "dp8", "tp2", "pp2", "dp2tp2", "pp2dp2", "pp2tp2", "pp2dp2tp2", "pp4dp3", "fsdp4", "dp4ep2",
+)  # fmt: skip
 HEALTHY_STEPS = 60
 ROOT = Path(__file__).parents[1]
 
@@ -36,22 +45,29 @@ class Rig:
     """One layout: a healthy past, judged once, and what comes after it, judged for each fault."""
 
     def __init__(self, layout: str, seed: int, dtype: str) -> None:
-        pp, dp, tp = map(int, layout.split(","))
+        sizes = {word: int(size) for word, size in re.findall(r"(pp|fsdp|dp|tp|ep)(\d+)", layout)}
+        pp, dp, tp, ep = sizes.get("pp", 1), sizes.get("dp", sizes.get("fsdp", 1)), sizes.get("tp", 1), sizes.get("ep", 1)
         self.run = SyntheticRun(
             Path(tempfile.mkdtemp()) / f"{layout}-{seed}", pp=pp, dp=dp, tp=tp, layers=4, elements=32, seed=seed, ranks=(),
             d_model=32, kinds=("param", "wgrad", "activation", "dgrad"),
         )  # fmt: skip
-        self._descriptors = {}
-        for rank in range(self.run.num_ranks):
+        self.run.is_sharded, self.run.ep = "fsdp" in sizes, ep  # type: ignore[attr-defined]
+        self._descriptors, self._positions, self._probes, self._names = {}, [], [], []
+        for rank, one in enumerate(self.run._ranks):
             told = self.run.descriptor(rank)
-            tensors = tuple(msgspec.structs.replace(one, dtype=dtype) for one in told.tensors)
-            self._descriptors[rank] = msgspec.structs.replace(told, tensors=tensors)
-        self._layout = Layout(self._descriptors)
-        self._positions = []
-        for one in self.run._ranks:
-            of = np.zeros(len(one.table.descriptor.tensors), np.int64)
+            tensors = [_placed(tensor, dtype, sizes) for tensor in told.tensors]
+            of = np.zeros(len(tensors), np.int64)
             of[one.table.rows["tensor"]] = one.table.position
-            self._positions.append(of)
+            probes, rows, at = _probes(told, of, ep)
+            place = told.place
+            if ep > 1:
+                place = msgspec.structs.replace(place, ep_size=ep, ep_rank=place.dp_rank % ep)
+            self._descriptors[rank] = msgspec.structs.replace(told, place=place, tensors=(*tensors, *probes))
+            self._positions.append(np.concatenate([of, at]))
+            self._probes.append(rows)
+            self._names.append({tensor.id: tensor.name for tensor in probes})
+        self._layout = Layout(self._descriptors)
+        self._seed = seed
         self._pack = load_pack()
         judge = Judge(self._pack)
         self.num_rows = 0
@@ -65,23 +81,54 @@ class Rig:
         parts = []
         for rank in range(self.run.num_ranks):
             rows, end = self.run.observe(rank, step)
-            rows = rows.copy()
+            rows = np.concatenate([rows, self._noisy(self._probes[rank], step)])
             if plant is not None and plant.change is not None:
                 said = Said(
-                    self.run, self.run.place(rank), step - HEALTHY_STEPS, rows, end, self._positions[rank][rows["tensor"]]
+                    self.run,
+                    self.run.place(rank),
+                    step - HEALTHY_STEPS,
+                    rows,
+                    end,
+                    self._positions[rank][rows["tensor"]],
+                    self._names[rank],
                 )
                 plant.change(said)
                 end = said.end
-            parts.append(
-                RankStep(rank=rank, descriptor=self._descriptors[rank], rows=rows, end_step=end, time=float(step))
-            )
+            parts.append(RankStep(rank=rank, descriptor=self._descriptors[rank], rows=rows, end_step=end, time=float(step)))
         self.num_rows = sum(len(part.rows) for part in parts)
         return StepView(run=self.run.run, attempt=0, step=step, layout=self._layout, parts=parts)
+
+    def _noisy(self, probes: np.ndarray, step: int) -> np.ndarray:
+        """Return the rows of probes, each off by some percent."""
+        rows = probes.copy()
+        off = np.exp(0.05 * np.random.default_rng((self._seed, step, 99)).standard_normal(len(rows)))
+        for name in ("mean", "min", "max"):
+            rows[name] *= off
+        return rows
+
+    def silence(self, judge: Judge) -> list[Incident]:
+        """Return what comes of a rank that is not heard of any more, while the others wait for it."""
+        found: list[Incident] = []
+        last = self.run.num_ranks - 1
+        for seq, now in enumerate(range(10, 400, 10)):
+            ranks = tuple(
+                RankFacts(
+                    rank=rank, life=bytes([rank] * 16), pp_stage=self.run.place(rank).pp_rank, heard_at=0.0 if rank == last
+                    else float(now), moved_at=0.0, step=HEALTHY_STEPS, call_id=40, num_calls=90,
+                    is_waiting=-1 if rank == last else 1,
+                )
+                for rank in range(self.run.num_ranks)
+            )  # fmt: skip
+            tick = Tick(seq=seq, run=self.run.run, attempt=0, step=HEALTHY_STEPS - 1, now=float(now), ranks=ranks)
+            found += judge.judge_tick(tick).incidents
+        return found
 
     def revisions(self, plant: Plant) -> list[Incident]:
         """Return all revisions of the incidents that a fault opened."""
         judge = Judge(self._pack)
         judge.restore(self._snapshot)
+        if plant.is_frozen:
+            return self.silence(judge)
         self.run.faults[:] = plant.faults(self.run, HEALTHY_STEPS) if plant.faults is not None else []
         self.run._values._poisoned_from = None
         found: list[Incident] = []
@@ -93,6 +140,49 @@ class Rig:
         return [one for one in found if one.opened_step >= HEALTHY_STEPS]
 
 
+def _placed(tensor: TensorInfo, dtype: str, sizes: dict[str, int]) -> TensorInfo:
+    """Return a tensor as the layout holds it."""
+    placements = dict(tensor.placements)
+    if tensor.kind in ("param", "wgrad"):
+        if "fsdp" in sizes:
+            placements["dp"] = "shard"
+        if "ep" in sizes and ".mlp." in tensor.name:
+            placements["ep"] = "shard"
+    return msgspec.structs.replace(tensor, dtype=dtype, placements=placements)
+
+
+def _probes(told: Descriptor, positions: np.ndarray, ep: int) -> tuple[list[TensorInfo], np.ndarray, np.ndarray]:
+    """Return tensors, rows and positions of what probes say of a rank's modules."""
+    tensors, values, at = [], [], []
+    for one in told.tensors:
+        found: list[tuple[str, str, float]] = []
+        if one.kind == "param":
+            found = [("update_ratio", f"{one.name}:adamw", 1e-3)]
+        elif one.kind == "activation" and one.name.endswith(".attn"):
+            found = [("attention", f"{one.name}:max_logit", 6.0), ("attention", f"{one.name}:entropy", 2.0)]
+        elif one.kind == "activation" and one.name.endswith(".mlp") and ep > 1:
+            found = [("router", f"{one.name}:balance", 0.05), ("router", f"{one.name}:inactive", 0.0)]
+        for kind, name, value in found:
+            tensors.append(
+                TensorInfo(
+                    id=len(told.tensors) + len(tensors), name=name, kind=kind, shape=(1,), dtype="float32", chunk=one.chunk,
+                    site_pos=one.site_pos, placements={"dp": "replicate" if kind == "update_ratio" else "shard",
+                                                       "tp": "replicate"},
+                )
+            )  # fmt: skip
+            values.append(value)
+            at.append(positions[one.id])
+    rows = np.zeros(len(tensors), ROW_DTYPE)
+    rows["tensor"], rows["kind"] = [one.id for one in tensors], [Kind.of(one.kind) for one in tensors]
+    rows["micro_step"], rows["bad_micro_step"], rows["max_micro_step"] = -1, -1, -1
+    rows["num_folded"], rows["bad_call_id"], rows["count"] = 1, NONE_ID, 1
+    rows["site_pos"] = [one.site_pos for one in tensors]
+    rows["call_id"] = rows["max_call_id"] = 100_000 + np.arange(len(tensors))
+    for name in ("mean", "min", "max"):
+        rows[name] = values
+    return tensors, rows, np.array(at, np.int64)
+
+
 def gravest(revisions: list[Incident]) -> Incident | None:
     """Return the newest revision of the incident that is the gravest, the oldest of several."""
     newest = {one.id: one for one in revisions}
@@ -100,16 +190,41 @@ def gravest(revisions: list[Incident]) -> Incident | None:
     return min(own, key=lambda one: (-one.severity.level, one.opened_step, one.id), default=None)
 
 
+class Result(NamedTuple):
+    """What was said of one planted fault."""
+
+    layout: str
+    plant: Plant
+    verdict: str
+    """Of the gravest incident in the end; `nothing`: none was opened."""
+    ever: set[str]
+    right: set[str]
+    """Verdicts that the layout can show at best."""
+
+    @property
+    def cause(self) -> str:
+        """The verdict that names it."""
+        return "unknown" if self.plant.cause == "program" else self.plant.cause
+
+    @property
+    def is_shown(self) -> bool:
+        """Nothing but the cause is right."""
+        return self.right == {self.cause}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="*", default=LAYOUTS)
     parser.add_argument("--faults", nargs="*", help="names, or parts of them; default: all")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--library", choices=["first", "held-out", "all"], default="all")
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--verbose", action="store_true", help="evidence of every verdict")
+    parser.add_argument("--unnamed", action="store_true", help="evidence of every verdict that is not the cause")
     parser.add_argument("--write", action="store_true", help="write the dated result")
     options = parser.parse_args()
-    plants = [one for one in PLANTS if not options.faults or any(word in one.name for word in options.faults)]
-    results: list[tuple[str, Plant, str, set[str], set[str], Incident | None]] = []
+    library = {"first": PLANTS, "held-out": HELD_OUT, "all": [*PLANTS, *HELD_OUT]}[options.library]
+    plants = [one for one in library if not options.faults or any(word in one.name for word in options.faults)]
+    results: list[Result] = []
     began = time.process_time()
     for layout in options.layouts:
         for seed in range(options.seeds):
@@ -123,11 +238,12 @@ def main() -> None:
                 revisions = rig.revisions(plant)
                 one = gravest(revisions)
                 ever = {revision.verdict for revision in revisions}
-                verdict = one.verdict if one is not None else "nothing"
-                results.append((layout, plant, verdict, ever, plant.right(rig.run), one))
-                right = plant.right(rig.run)
-                if options.verbose or verdict not in right:
-                    print(f"{layout} seed {seed}: {plant.name}: {verdict} (right: {sorted(right)}; ever {sorted(ever)})")
+                found = Result(layout, plant, one.verdict if one is not None else "nothing", ever, plant.right(rig.run))
+                results.append(found)
+                is_wrong = found.verdict not in found.right or "hardware" in ever - found.right
+                if options.verbose or is_wrong or (options.unnamed and found.verdict != found.cause):
+                    right = " ".join(sorted(found.right))
+                    print(f"{layout} seed {seed}: {plant.name}: {found.verdict} (right: {right}; ever {sorted(ever)})")
                     for line in one.evidence if one is not None else ():
                         print(f"      {line}")
     lines = report(results, time.process_time() - began)
@@ -137,37 +253,58 @@ def main() -> None:
         (ROOT / "benchmarks" / "results" / name).write_text("\n".join(lines) + "\n")
 
 
-def report(results: list[tuple[str, Plant, str, set[str], set[str], Incident | None]], seconds: float) -> list[str]:
+WORDS = ("batch", "model", "precision", "hardware", "unknown", "nothing")
+
+
+def report(results: list[Result], seconds: float) -> list[str]:
     """Return the tables."""
-    words = ["batch", "model", "precision", "hardware", "unknown", "nothing"]
-    lines = ["fault (rows) x verdict (columns), all layouts and seeds", ""]
-    lines.append(f"{'cause':10} {'fault':50}" + "".join(f"{word:>10}" for word in words) + "   right")
-    names = list(dict.fromkeys(plant.name for _, plant, *_ in results))
-    for name in names:
-        own = [one for one in results if one[1].name == name]
-        count = Counter(one[2] for one in own)
-        good = sum(one[2] in one[4] for one in own)
-        cells = "".join(f"{count[word] or '.':>10}" for word in words)
-        lines.append(f"{own[0][1].cause:10} {name:50}{cells}   {good}/{len(own)}")
-    lines += ["", f"{'cause':10}" + "".join(f"{word:>10}" for word in words)]
-    for cause in ("batch", "model", "precision", "hardware", "program"):
-        count = Counter(verdict for _, plant, verdict, *_ in results if plant.cause == cause)
-        lines.append(f"{cause:10}" + "".join(f"{count[word] or '.':>10}" for word in words))
-    good = sum(verdict in right for _, _, verdict, _, right, _ in results)
-    causes = {"program": "unknown"}
-    strict = sum(verdict == causes.get(plant.cause, plant.cause) for _, plant, verdict, *_ in results)
-    wrong = [(layout, plant.name) for layout, plant, _, ever, right, _ in results if "hardware" in ever - right]
-    total = max(len(results), 1)
+    held_out = {plant.name for plant in HELD_OUT}
+    lines = [*headline("all", results)]
+    for name, own in (
+        ("the first library", [one for one in results if one.plant.name not in held_out]),
+        ("faults added later", [one for one in results if one.plant.name in held_out]),
+    ):
+        lines += headline(name, own) if 0 < len(own) < len(results) else []
+    lines += [f"{seconds:.0f} s of processor time", "", "fault x verdict, all layouts and seeds", ""]
+    lines.append(f"{'cause':10} {'fault':50}" + "".join(f"{word:>10}" for word in WORDS) + "   right")
+    for name in dict.fromkeys(one.plant.name for one in results):
+        own = [one for one in results if one.plant.name == name]
+        count = Counter(one.verdict for one in own)
+        good = sum(one.verdict in one.right for one in own)
+        cells = "".join(f"{count[word] or '.':>10}" for word in WORDS)
+        lines.append(f"{own[0].plant.cause:10} {name:50}{cells}   {good}/{len(own)}")
     lines += [
         "",
-        f"right, for what the layout can show: {good} of {total} ({good / total:.1%})",
-        f"the cause itself: {strict} of {total} ({strict / total:.1%})",
-        f"wrong hardware verdicts, at any time: {len(wrong)} {wrong[:6] if wrong else ''}".rstrip(),
-        f"{seconds:.0f} s of processor time",
+        "cause x verdict, by layout: `names` the cause itself, of all and of what is shown; `right` for what can be known",
     ]
-    by_layout = {layout: [one for one in results if one[0] == layout] for layout in dict.fromkeys(one[0] for one in results)}
-    lines += [f"layout {layout}: {sum(o[2] in o[4] for o in own)} of {len(own)}" for layout, own in by_layout.items()]
+    for layout in ("", *dict.fromkeys(one.layout for one in results)):
+        own = [one for one in results if layout in ("", one.layout)]
+        shown = [one for one in own if one.is_shown]
+        lines += [
+            "",
+            f"{layout or 'all':10}" + "".join(f"{word:>10}" for word in WORDS)
+            + f"   names {_share(own)}, where shown {_share(shown)}, right {_share(own, known=True)}",
+        ]  # fmt: skip
+        for cause in ("batch", "model", "precision", "hardware", "program"):
+            count = Counter(one.verdict for one in own if one.plant.cause == cause)
+            lines.append(f"{cause:10}" + "".join(f"{count[word] or '.':>10}" for word in WORDS))
     return lines
+
+
+def headline(name: str, results: list[Result]) -> list[str]:
+    """Return both figures, and the wrong `hardware` verdicts."""
+    shown = [one for one in results if one.is_shown]
+    wrong = [f"{one.layout}: {one.plant.name}" for one in results if "hardware" in one.ever - one.right]
+    return [
+        f"{name}: names the cause itself {_share(results)}; where the layout can show it {_share(shown)}; "
+        f"right for what can be known {_share(results, known=True)}",
+        f"{name}: wrong hardware verdicts, at any step: {len(wrong)} {wrong[:6] if wrong else ''}".rstrip(),
+    ]
+
+
+def _share(results: list[Result], *, known: bool = False) -> str:
+    good = sum(one.verdict in one.right if known else one.verdict == one.cause for one in results)
+    return f"{good} of {len(results)} ({good / max(len(results), 1):.1%})"
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ class Said:
     end: EndStep
     position: np.ndarray
     """Of each row, in the forward order of the whole model."""
+    names: dict[int, str] = dataclasses.field(default_factory=dict)
+    """Id of a tensor -> its name on this rank, for those of probes."""
 
     @property
     def kind(self) -> np.ndarray:
@@ -98,6 +100,8 @@ class Plant:
     steps: int = 16
     needs: Callable[[SyntheticRun], bool] = lambda run: True
     dtype: str = "float32"
+    is_frozen: bool = False
+    """A rank falls silent in mid-step; the others wait for it."""
 
 
 def is_lane(said: Said, dp_rank: int = 1) -> bool:
