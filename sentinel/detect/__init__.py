@@ -21,6 +21,7 @@ from sentinel.detect.saturation import Saturation
 from sentinel.detect.skew import RankSkew
 from sentinel.detect.slow import SlowRank
 from sentinel.detect.turbulence import AnomalyTurbulence, KurtosisSpike
+from sentinel.detect.twins import TwinRanks
 from sentinel.detect.update_ratio import UpdateRatio
 from sentinel.detect.windowed import GradNormSpike, LossSpike
 from sentinel.errors import RuleError
@@ -28,9 +29,30 @@ from sentinel.errors import RuleError
 DETECTORS: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
-        AnomalyNan, AnomalyTurbulence, KurtosisSpike, LossSpike, GradNormSpike, NanStorm, HiddenNan, ReplicaDivergence,
-        StaleRank, SlowRank, VanishingGradient, ExplodingTensor, DeadTensor, UpdateRatio, Saturation, PrecisionLoss,
-        AttentionCollapse, ExpertImbalance, DeadExpert, RankSkew, Threshold, Drift, Plateau,
+        AnomalyNan,
+        AnomalyTurbulence,
+        KurtosisSpike,
+        LossSpike,
+        GradNormSpike,
+        NanStorm,
+        HiddenNan,
+        ReplicaDivergence,
+        StaleRank,
+        SlowRank,
+        VanishingGradient,
+        ExplodingTensor,
+        DeadTensor,
+        UpdateRatio,
+        Saturation,
+        PrecisionLoss,
+        AttentionCollapse,
+        ExpertImbalance,
+        DeadExpert,
+        RankSkew,
+        TwinRanks,
+        Threshold,
+        Drift,
+        Plateau,
     )
 }
 """Name in a rule -> class. The fields of a class are the `args` of its rules."""
@@ -89,6 +111,7 @@ __all__ = [
     "StaleRank",
     "State",
     "Threshold",
+    "TwinRanks",
     "UpdateRatio",
     "VanishingGradient",
     "grow",

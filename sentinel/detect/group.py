@@ -27,8 +27,9 @@ class GroupDetector(Protocol):
     over: ClassVar[Literal["copies", "ranks", "peers"]]
     """`copies`: the column is `checksum` (uint64), a group is the copies of one tensor, of which at least two differ.
     `ranks`: the columns are `step_s` and `wait_s` (NaN: not known) and `stage`, a group is the ranks of one step.
-    `peers`: the column is `value` (float64, NaN: not told), one logged number or one statistic; a group is the ranks that do
-    the same work on other data: of one stage and one place in it, apart on the data-parallel axis alone."""
+    `peers`: the columns are `value` (float64, NaN: not told), one logged number or one statistic, and `is_own` (bool: the
+    rank measured it itself; what is logged may be a mean over ranks); a group is the ranks that do the same work on other
+    data: of one stage and one place in it, apart on the data-parallel axis alone."""
 
     def state(self, num_members: int) -> State:
         """Return the state of members that have seen nothing; no arrays where it needs none."""
@@ -37,7 +38,8 @@ class GroupDetector(Protocol):
     def score(self, points: Points, group: np.ndarray, state: State) -> Scores:
         """Return the score of each member, [members]; changes nothing. group: [members] the number of its group.
 
-        Evidence `is_sure`, bool: False where the member is only one of several that may be wrong.
+        Evidence `is_sure`, bool: False where the member is only one of several that may be wrong. Where one step may be
+        written down as `info` before it lasts: `alone`, the score of this step by itself, and `is_out`, bool: it goes on.
         """
         ...
 

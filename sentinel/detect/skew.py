@@ -66,11 +66,12 @@ class RankSkew(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError(f"settle_after must not be negative, got {self.settle_after}")
 
     def state(self, num_members: int) -> State:
-        """Return 48 bytes a rank and quantity."""
+        """Return 56 bytes a rank and quantity."""
         return {
             "usual": np.zeros(num_members),
             "spread": np.zeros(num_members),
             "peak": np.zeros(num_members),
+            "farthest": np.zeros(num_members),
             "level": np.full(num_members, np.nan),
             "count": np.zeros(num_members, dtype=np.int64),
             "streak": np.zeros(num_members, dtype=np.int64),
@@ -79,10 +80,13 @@ class RankSkew(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def score(self, points: Points, group: np.ndarray, state: State) -> Scores:
         """Score the residual / what is normal, for those that last; below 1.0 for all others, 0.0 for what is not finite."""
         residual, middle, raw, is_sure = self._measured(points, group, state)
-        is_early = (state["count"] < self.warmup) | (state["streak"] + 1 < self.lasting)
+        is_warm = state["count"] >= self.warmup
+        is_early = ~is_warm | (state["streak"] + 1 < self.lasting)
         score = np.where(is_early, np.minimum(raw, JUST_BELOW_ONE), raw)
+        is_out = is_warm & (raw >= 1.0)
+        alone = np.where(is_out & (self._own(residual, state) > state["farthest"]), raw, 0.0)
         direction = np.sign(np.nan_to_num(residual)).astype(np.int8)
-        return Scores.of(score, middle, direction=direction, is_sure=is_sure)
+        return Scores.of(score, middle, direction=direction, is_sure=is_sure, is_out=is_out, alone=alone)
 
     def learn(self, points: Points, group: np.ndarray, state: State, anomalous: np.ndarray) -> None:
         """Follow each rank's usual difference and its spread, never what stands out; count how long that lasts."""
@@ -92,6 +96,8 @@ class RankSkew(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         streak = np.where(known, np.where(is_out, state["streak"] + 1, 0), state["streak"])
         settled = is_out & (streak >= self.settle_after) if self.settle_after else np.zeros(len(known), dtype=bool)
         take = known & ~is_out & ~anomalous
+        farthest = np.maximum(state["farthest"] * PEAK_DECAY, np.where(is_out, self._own(residual, state), 0.0))
+        np.copyto(state["farthest"], farthest, where=known)
         rate = np.maximum(1.0 / (1.0 + state["count"]), RATE)
         change = residual - state["usual"]
         size = np.abs(change)
@@ -109,6 +115,11 @@ class RankSkew(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         np.copyto(level, np.where(np.isnan(level), size, level + rate * (size - level)), where=take | settled)
         state["count"][take] += 1
 
+    def _own(self, residual: np.ndarray, state: State) -> np.ndarray:
+        """Return how far each rank is from what it usually differs by; 0.0 where there are no peers."""
+        own: np.ndarray = np.abs(np.nan_to_num(residual - np.clip(state["usual"], -FORGIVEN, FORGIVEN)))
+        return own
+
     def _measured(
         self, points: Points, group: np.ndarray, state: State
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -123,12 +134,12 @@ class RankSkew(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         with np.errstate(over="ignore", invalid="ignore"):
             residual = np.arcsinh(np.clip(value / unit, -1e300, 1e300)) - np.arcsinh(middle / unit)
         residual = np.where((num_peers > 1) & np.isfinite(value), residual, np.nan)
-        own = np.nan_to_num(residual - np.clip(state["usual"], -FORGIVEN, FORGIVEN))
+        own = self._own(residual, state)
         normal = np.maximum(self.k * state["spread"], PEAK_FACTOR * state["peak"])
         normal = np.maximum(normal, math.log1p(self.threshold))
         scatter, _ = _medians(np.abs(residual), group)
         normal = np.where(num_peers >= LEAST_SCATTER, np.fmax(normal, SCATTER * scatter), normal)
-        raw = np.where(np.isnan(residual), 0.0, np.abs(own) / normal)
+        raw = np.where(np.isnan(residual), 0.0, own / normal)
         is_sure = np.ones(len(value), dtype=bool)
         if is_pair.any():
             moved = np.abs(np.log(np.maximum(np.abs(value), 1e-300)) - state["level"])

@@ -17,6 +17,8 @@ _RATE = 0.05
 _LEAST_SHARE = 0.05
 """Share of the step that an excess must have to matter (chosen): jitter of a short step is none."""
 _DEVIATIONS = 4.0
+_FADING = 0.995
+"""What the longest single step so far keeps of itself a step."""
 
 
 class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,7 +26,8 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     In a synchronous group every step is as long as the slowest rank's, for all. What differs is how much of it each waits:
     busy = step time - wait. A rank is held against the others of its pipeline stage; one that is alone on its stage against
-    the other stages, as it usually compares with them.
+    the other stages, as it usually compares with them. One step alone is written down (`info`) where it is `sudden`: longer
+    than all such steps before, which fade by 0.5 % a step.
     """
 
     summary: ClassVar[str] = "the rank that arrives last at the collectives: its own work is longer, and the others wait"
@@ -35,35 +38,44 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Times the busy time of the others that is still normal."""
     lasting: int = 3
     """Steps in a row that make it more than a hiccup."""
+    sudden: float = 3.0
+    """Times the busy time of the others from which one step alone is written down."""
     warmup: int = 10
     """Steps of a rank seen before it is judged: the first ones compile and allocate."""
 
     def __post_init__(self) -> None:
         if not self.factor > 1.0:
             raise ConfigError(f"factor must be above 1, got {self.factor}")
+        if not self.sudden >= self.factor:
+            raise ConfigError(f"sudden must be at least factor, {self.factor:g}, got {self.sudden}")
         if self.lasting < 1:
             raise ConfigError(f"lasting must be at least 1, got {self.lasting}")
         if self.warmup < 1:
             raise ConfigError(f"warmup must be at least 1, got {self.warmup}")
 
     def state(self, num_members: int) -> State:
-        """Return 40 bytes a rank."""
+        """Return 48 bytes a rank."""
         return {
             "num_steps": np.zeros(num_members, dtype=np.int64),
             "streak": np.zeros(num_members, dtype=np.int64),
             "usual": np.zeros(num_members),
             "spread": np.zeros(num_members),
+            "longest": np.zeros(num_members),
             "against": np.full(num_members, np.nan),
         }
 
     def score(self, points: Points, group: np.ndarray, state: State) -> Scores:
         """Score ratio / what is normal, for those that last; below 1.0 for all others, 0.0 where a wait is not known."""
         ratio, busy, peers_wait, peers_busy, _ = self._measured(points, group, state)
-        score = self._raw(ratio, state)
-        is_early = (state["num_steps"] < self.warmup) | (state["streak"] + 1 < self.lasting)
-        score = np.where(is_early, np.minimum(score, JUST_BELOW_ONE), score)
+        raw, size = self._raw(ratio, state), _size(ratio)
+        is_warm = state["num_steps"] >= self.warmup
+        is_early = ~is_warm | (state["streak"] + 1 < self.lasting)
+        score = np.where(is_early, np.minimum(raw, JUST_BELOW_ONE), raw)
+        is_out = is_warm & (raw >= 1.0)
+        is_sudden = is_out & (size >= math.log(self.sudden)) & (size > state["longest"])
         return Scores.of(
             score, peers_busy, busy_s=busy, wait_s=peers_wait, ratio=ratio, is_sure=np.ones(len(score), dtype=bool),
+            is_out=is_out, alone=np.where(is_sudden, raw, 0.0),
         )  # fmt: skip
 
     def learn(self, points: Points, group: np.ndarray, state: State, anomalous: np.ndarray) -> None:
@@ -74,7 +86,9 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         state["streak"] = np.where(is_high, state["streak"] + 1, 0)
         take = known & ~anomalous
         most = math.log(self.factor)
-        size = np.clip(np.log(np.where(ratio > 0, ratio, 1.0)), -most, most)
+        longest = np.maximum(state["longest"] * _FADING, np.where(is_high, _size(ratio), 0.0))
+        np.copyto(state["longest"], longest, where=known & (state["num_steps"] >= self.warmup))
+        size = np.clip(_size(ratio), -most, most)
         rate = np.maximum(1.0 / (1.0 + state["num_steps"]), _RATE)
         change = size - state["usual"]
         state["usual"][take] += (rate * change)[take]
@@ -88,8 +102,7 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def _raw(self, ratio: np.ndarray, state: State) -> np.ndarray:
         """Return how far each ratio is past what is normal for the rank: 1.0 and more is."""
         normal = np.maximum(math.log(self.factor), state["usual"] + _DEVIATIONS * state["spread"])
-        size = np.log(np.where(ratio > 0, ratio, 1.0))
-        raw: np.ndarray = np.maximum(size / normal, 0.0)
+        raw: np.ndarray = np.maximum(_size(ratio) / normal, 0.0)
         return raw
 
     def _measured(
@@ -117,6 +130,11 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         matters = (excess > _LEAST_SHARE * step) & (peers_wait >= 0.5 * excess) & (peers_busy > 0)
         ratio[matters] = busy[matters] / peers_busy[matters]
         return ratio, busy, peers_wait, peers_busy, against
+
+
+def _size(ratio: np.ndarray) -> np.ndarray:
+    size: np.ndarray = np.log(np.where(ratio > 0, ratio, 1.0))
+    return size
 
 
 def _of_others(values: np.ndarray) -> np.ndarray:

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sentinel.anomaly import Anomaly, anomaly_id
+from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.detect import GroupDetector, Scores
 from sentinel.rules import wording
 from sentinel.rules.facts import finite
+from sentinel.rules.rank_episodes import RankEpisodes
 from sentinel.rules.schema import Rule
-from sentinel.rules.watch import Watch
 
 if TYPE_CHECKING:
     from sentinel.ingest.merge import RankStep, StepView
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TRAIN = "train"
 
 
-class RankWatch(Watch):
+class RankWatch(RankEpisodes):
     """The ranks of each step, by how long they worked and how long they waited. One episode a rank.
 
     A step in which any rank evaluated or saved tells nothing: it is neither judged nor learned.
@@ -62,7 +62,7 @@ class RankWatch(Watch):
         state, group = self._gather(slots), np.zeros(len(parts), dtype=np.int64)
         scores = self.detector.score(points, group, state)
         anomalous = scores.score >= 1.0
-        at = np.flatnonzero(anomalous)
+        at = self._spoke(scores)
         if at.size:
             _ = scores.baseline
         self.detector.learn(points, group, state, anomalous)
@@ -76,9 +76,14 @@ class RankWatch(Watch):
     ) -> list[Anomaly]:
         watched = self.rule.match.rank
         at = np.array([one for one in at if not watched or parts[one].rank in watched], dtype=np.int64)
-        return self._tell_fresh(view.step, slots, at, lambda one: self._anomaly(view, parts, stage, scores, one))
+        at = at[np.argsort(slots[at], kind="stable")]
+        return self._tell(
+            view, slots, at, scores, lambda one, severity: self._anomaly(view, parts, stage, scores, one, severity)
+        )
 
-    def _anomaly(self, view: StepView, parts: list[RankStep], stage: np.ndarray, scores: Scores, at: int) -> Anomaly:
+    def _anomaly(
+        self, view: StepView, parts: list[RankStep], stage: np.ndarray, scores: Scores, at: int, severity: Severity
+    ) -> Anomaly:
         part, evidence = parts[at], scores.evidence
         place = part.descriptor.place
         peers = [one.rank for one, of in zip(parts, stage.tolist(), strict=True) if of == stage[at] and one is not part]
@@ -99,11 +104,19 @@ class RankWatch(Watch):
             statistic="busy_s",
             rule=self.rule.name,
             detector=self.rule.detector,
-            severity=self.rule.severity,
+            severity=severity,
             value=busy,
             baseline=finite(usual),
             score=float(scores.score[at]),
-            message=wording.slow(part.rank, busy, usual, float(evidence["ratio"][at]), float(evidence["wait_s"][at]), peers),
+            message=wording.slow(
+                part.rank,
+                busy,
+                usual,
+                float(evidence["ratio"][at]),
+                float(evidence["wait_s"][at]),
+                peers,
+                is_alone=scores.score[at] < 1.0,
+            ),
             group_mates=tuple(sorted([part.rank, *peers])),
             time=view.time,
             place=place.coordinates(),

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from sentinel.anomaly import Anomaly, anomaly_id
+from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.detect import GroupDetector, Scores
 from sentinel.moments import Moments
 from sentinel.place import Place
 from sentinel.record import Kind, is_of_kind
 from sentinel.rules import wording
 from sentinel.rules.facts import finite, tensor_anomaly
+from sentinel.rules.rank_episodes import RankEpisodes
 from sentinel.rules.schema import VALUE, Rule
-from sentinel.rules.watch import Watch
 
 if TYPE_CHECKING:
     from sentinel.ingest.merge import Layout, LogicalTensor, StepView
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 IN_ALL = "wgrad_unreduced"
 """This kind is judged as one: the gradients of all parameters that a rank holds, before ranks are averaged."""
 ALL_GRADIENTS = "all gradients"
+MAX_SITES = 64
+"""Sites of one kind and stage that are compared, where the detector does not say; chosen: what one does wrong shows in those
+behind it."""
 APART = ("pp", "tp", "cp")
 """Ranks that differ on these axes hold other parts of the model or of the sequence: their numbers never compare."""
 
@@ -41,7 +44,7 @@ class _Told:
     value: np.ndarray
 
 
-class SkewWatch(Watch):
+class SkewWatch(RankEpisodes):
     """Logged values by rank, and statistics of each rank's own rows. One episode a rank and quantity.
 
     What data-parallel ranks tell of the same site, shard and stage is compared; ranks apart on any other axis are not.
@@ -55,6 +58,8 @@ class SkewWatch(Watch):
         self._slot_of: dict[tuple[str, str, int, int], int] = {}
         """(kind, name, rank, size of the world): when the world changes, ranks do other work."""
         self._layouts: list[tuple[Layout, np.ndarray]] = []
+        self._known: tuple[Layout, _Told, np.ndarray, np.ndarray] | None = None
+        """What the ranks of the last step told, and where its entries stand: slots and groups."""
 
     def series_keys(self) -> object:
         """Return the ranks and quantities in order of slots."""
@@ -69,6 +74,32 @@ class SkewWatch(Watch):
         told = self._told(view) if len(view.parts) > 1 else None
         if told is None or not len(told.value):
             return self.quiet(view) if len(self.episodes) else []
+        slots, group = self._places_of(view, told)
+        state = self._gather(slots)
+        is_own = np.array([kind != "scalar" for kind, _, _ in told.quantity])[told.number]
+        points = {"value": told.value, "is_own": is_own}
+        scores = self.detector.score(points, group, state)
+        anomalous = scores.score >= 1.0
+        self.detector.learn(points, group, state, anomalous)
+        self._scatter(state, slots)
+        self.num_points += len(told.value)
+        at = self._spoke(scores)
+        if self.rule.match.rank:
+            at = at[np.isin(told.rank[at], self.rule.match.rank)]
+        found = self._emit(view, told, group, scores, slots, at) if at.size else []
+        return found + (self.quiet(view) if len(self.episodes) else [])
+
+    def _places_of(self, view: StepView, told: _Told) -> tuple[np.ndarray, np.ndarray]:
+        """Return the slot and the number of the group of each entry; the same from step to step as a rule."""
+        known = self._known
+        if (
+            known is not None
+            and known[0] is view.layout
+            and known[1].quantity == told.quantity
+            and np.array_equal(known[1].number, told.number)
+            and np.array_equal(known[1].rank, told.rank)
+        ):
+            return known[2], known[3]
         keys = [
             (*told.quantity[number][:2], rank, view.places[rank].world_size)
             for number, rank in zip(told.number.tolist(), told.rank.tolist(), strict=True)
@@ -76,18 +107,8 @@ class SkewWatch(Watch):
         slots = np.array([self._slot_of.setdefault(key, len(self._slot_of)) for key in keys], dtype=np.int64)
         self._grow(len(self._slot_of))
         group = self._groups(view, told)
-        state = self._gather(slots)
-        points = {"value": told.value}
-        scores = self.detector.score(points, group, state)
-        anomalous = scores.score >= 1.0
-        self.detector.learn(points, group, state, anomalous)
-        self._scatter(state, slots)
-        self.num_points += len(told.value)
-        at = np.flatnonzero(anomalous)
-        if self.rule.match.rank:
-            at = at[np.isin(told.rank[at], self.rule.match.rank)]
-        found = self._emit(view, told, group, scores, slots, at) if at.size else []
-        return found + (self.quiet(view) if len(self.episodes) else [])
+        self._known = (view.layout, told, slots, group)
+        return slots, group
 
     # -- what was told ---------------------------------------------------------------------------------------------------
 
@@ -150,8 +171,22 @@ class SkewWatch(Watch):
         mask = np.zeros(len(layout.tensors) + 1, dtype=bool)
         for tensor in layout.tensors:
             mask[tensor.index] = self._takes(tensor)
+        self._thin_out(layout, mask)
         self._layouts = [*self._layouts[-1:], (layout, mask)]
         return mask
+
+    def _thin_out(self, layout: Layout, mask: np.ndarray) -> None:
+        """Leave so many sites of each stage, evenly over its depth, first and last among them: the cost is bounded."""
+        most = getattr(self.detector, "max_sites", MAX_SITES)
+        sites: dict[tuple[int, int, str], list[LogicalTensor]] = {}
+        for tensor in layout.tensors:
+            if mask[tensor.index] and tensor.kind != IN_ALL:
+                sites.setdefault((tensor.pp_stage, tensor.vpp_stage, tensor.kind), []).append(tensor)
+        for of_stage in sites.values():
+            if len(of_stage) > most:
+                of_stage.sort(key=lambda one: (one.site_pos, one.name))
+                mask[[one.index for one in of_stage]] = False
+                mask[[of_stage[at].index for at in np.linspace(0, len(of_stage) - 1, most).astype(int)]] = True
 
     def _takes(self, tensor: LogicalTensor) -> bool:
         if (len(tensor.ranks) < 2 and tensor.kind != IN_ALL) or tensor.is_partial:
@@ -174,24 +209,43 @@ class SkewWatch(Watch):
     def _emit(
         self, view: StepView, told: _Told, group: np.ndarray, scores: Scores, slots: np.ndarray, at: np.ndarray
     ) -> list[Anomaly]:
+        if "first" in scores.evidence:
+            at = self._once_each(told, scores, at)
         at = at[np.argsort(slots[at], kind="stable")]
-        return self._tell_fresh(view.step, slots, at, lambda one: self._anomaly(view, told, group, scores, one))
+        return self._tell(
+            view, slots, at, scores, lambda one, severity: self._anomaly(view, told, group, scores, one, severity)
+        )
 
-    def _anomaly(self, view: StepView, told: _Told, group: np.ndarray, scores: Scores, at: int) -> Anomaly:
+    def _once_each(self, told: _Told, scores: Scores, at: np.ndarray) -> np.ndarray:
+        """Return of ranks that are twins the first, at the first quantity that shows it: one record says it."""
+        at = at[scores.evidence["first"][at] == at]
+        at = at[np.lexsort((told.number[at], told.rank[at]))]
+        _, begins = np.unique(told.rank[at], return_index=True)
+        kept: np.ndarray = at[begins]
+        return kept
+
+    def _anomaly(
+        self, view: StepView, told: _Told, group: np.ndarray, scores: Scores, at: int, severity: Severity
+    ) -> Anomaly:
         kind, name, index = told.quantity[int(told.number[at])]
         rank, value, score = int(told.rank[at]), float(told.value[at]), float(scores.score[at])
         middle, is_sure = float(scores.baseline[at]), bool(scores.evidence["is_sure"][at])
         peers = sorted(int(one) for one in told.rank[(group == group[at]) & np.isfinite(told.value)] if one != rank)
         statistic = VALUE if kind == "scalar" else self.statistic
+        moved: tuple[int, ...] = (rank,) if is_sure else ()
         text = wording.skewed(kind, name, statistic, rank, value, middle, peers, is_sure)
         mates = tuple(sorted([rank, *peers]))
+        if "first" in scores.evidence:
+            same = (scores.evidence["first"] == at) & (group == group[at])
+            mates = moved = tuple(sorted(told.rank[same].tolist()))
+            text = wording.twins(kind, name, statistic, mates, value)
         if index >= 0:
             tensor = view.tensors[index]
             anomaly = tensor_anomaly(
-                view, self.rule, tensor, statistic, self.rule.severity, rank, None, None, value, middle, score, text,
+                view, self.rule, tensor, statistic, severity, rank, None, None, value, middle, score, text,
                 f"{tensor.key}/peers",
             )  # fmt: skip
-            return msgspec.structs.replace(anomaly, group_mates=mates, moved_ranks=(rank,) if is_sure else ())
+            return msgspec.structs.replace(anomaly, group_mates=mates, moved_ranks=moved)
         place = view.places[rank]
         return Anomaly(
             id=anomaly_id(view.run, view.attempt, view.step, None, rank, f"{name}/{kind}/{statistic}/peers", self.rule.name),
@@ -209,13 +263,13 @@ class SkewWatch(Watch):
             statistic=statistic,
             rule=self.rule.name,
             detector=self.rule.detector,
-            severity=self.rule.severity,
+            severity=severity,
             value=finite(value),
             baseline=finite(middle),
             score=score if math.isfinite(score) else None,
             message=text,
             group_mates=mates,
-            moved_ranks=(rank,) if is_sure else (),
+            moved_ranks=moved,
             time=view.time,
             place=place.coordinates(),
             dp_size=place.dp_size,

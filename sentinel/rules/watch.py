@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -142,24 +142,6 @@ class Watch:
         """Return the end records of all open episodes: a new attempt began."""
         ended = self.episodes.end_all()
         return [self._end(one, view) for one in ended] if self.rule.episode_quiet_steps else []
-
-    def _tell_fresh(
-        self, step: int, slots: np.ndarray, at: np.ndarray, make: Callable[[int], Anomaly]
-    ) -> list[Anomaly]:
-        """Return the onset records of the anomalous members whose episode is not open yet, and open those.
-
-        slots: [members] the series of each; at: positions of the anomalous ones; make: the record of the member there.
-        """
-        known = self.episodes.locate(slots[at])
-        self.episodes.continue_at(known[known >= 0], step)
-        quiet = self.rule.episode_quiet_steps
-        fresh = [one for one, is_open in zip(at.tolist(), (known >= 0).tolist(), strict=True) if not is_open or not quiet]
-        found = [make(one) for one in fresh]
-        is_new = self.episodes.locate(slots[fresh]) < 0 if fresh else np.zeros(0, dtype=bool)
-        if is_new.any():
-            onsets = [anomaly for anomaly, is_it in zip(found, is_new.tolist(), strict=True) if is_it]
-            self.episodes.open(slots[fresh][is_new], step, np.ones(len(onsets), dtype=bool), onsets)
-        return found
 
     def _end(self, ended: Ended, view: StepView | Tick, goes_on_as: str = "") -> Anomaly:
         onset = ended.onset

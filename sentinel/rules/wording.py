@@ -93,6 +93,12 @@ def skewed(
     return f"{text}, which do the same work; its data, its copy of the model or its hardware is not theirs"
 
 
+def twins(kind: str, name: str, statistic: str, members: Sequence[int], value: float) -> str:
+    """Return the message of ranks that tell the same number to the last bit, and what it usually means."""
+    text = f"{subject(kind, name, statistic)} is {number(value)} on each of {ranks(members)}, to the last bit"
+    return f"{text}: they read the same data (does the sampler know its rank?), or are copies that nobody told Sentinel of"
+
+
 def beside_sisters(score: float, is_alone: bool) -> str:
     """Return what sister runs on the same data did at the same step; score: how far they moved, 1 is anomalous."""
     if is_alone:
@@ -171,9 +177,11 @@ def stale(
     return text
 
 
-def slow(rank: int, busy_s: float, usual_s: float, ratio: float, waits_s: float, peers: Sequence[int]) -> str:
-    """Return the message of a rank that arrives last: its excess, and who waits."""
-    text = f"rank {rank} arrives last: it works {number(busy_s)} s of each step"
+def slow(
+    rank: int, busy_s: float, usual_s: float, ratio: float, waits_s: float, peers: Sequence[int], *, is_alone: bool = False
+) -> str:
+    """Return the message of a rank that arrives last: its excess, and who waits; is_alone: in one step, so far."""
+    text = f"rank {rank} arrives last: it works {number(busy_s)} s of {'this' if is_alone else 'each'} step"
     if not peers:
         text += f", {number(ratio)} times the {number(usual_s)} s that are usual beside the other stages"
         return f"{text}, which wait {number(waits_s)} s for it"

@@ -51,16 +51,20 @@ def alike_peers(rng: np.random.Generator, sizes: list[int]) -> Group:
     """Losses of ranks with batches of their own, a few percent apart, at any level."""
     group = np.repeat(np.arange(len(sizes)), sizes)
     level = np.exp(rng.standard_normal(len(sizes)))[group]
-    return {"value": level * np.exp(0.05 * rng.standard_normal(len(group)))}, group
+    value = level * np.exp(0.05 * rng.standard_normal(len(group)))
+    return {"value": value, "is_own": np.ones(len(group), dtype=bool)}, group
 
 
 def wild_peers(rng: np.random.Generator, sizes: list[int]) -> Group:
-    """Mostly as usual, but that the first of each group is far away; some values are no numbers, zero, negative or huge."""
+    """Mostly as usual, but that the first of each group is far away and two of the last tell the same; some are no numbers,
+    zero, negative or huge."""
     points, group = alike_peers(rng, sizes)
     if rng.random() < 0.95:
         points["value"][np.unique(group, return_index=True)[1]] *= 10.0
     for bad in (0.0, -1.0, np.nan, np.inf, 1e300, 5e-324) if rng.random() < 0.3 else ():
         points["value"][rng.integers(len(group))] = bad
+    if sizes[-1] > 1:
+        points["value"][-1] = points["value"][-2]
     return points, group
 
 
