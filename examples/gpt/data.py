@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 import zlib
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,12 @@ class StandardLibrary:
 
     def __init__(self, sequence: int, micro_batch: int, seed: int = 0) -> None:
         self.sequence, self.micro_batch, self.seed = sequence, micro_batch, seed
-        text = _read_sources(TEXT_BYTES)
-        self._text = np.frombuffer(text, np.uint8)
-        # What a data loader yields that took a compressed file for text.
-        self._packed = np.frombuffer(zlib.compress(text, 9), np.uint8)
+        self._text = np.frombuffer(_read_sources(TEXT_BYTES), np.uint8)
+
+    @cached_property
+    def _packed(self) -> np.ndarray:
+        """What a data loader yields that took a compressed file for text."""
+        return np.frombuffer(zlib.compress(self._text.data, 9), np.uint8)
 
     def micro_step(self, step: int, dp_rank: int, micro_step: int, *, is_corrupted: bool = False) -> torch.Tensor:
         """Return tokens, int64 [micro_batch, sequence + 1]: inputs and, shifted by one, targets."""

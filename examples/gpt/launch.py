@@ -2,22 +2,25 @@
 
     python examples/gpt/launch.py -n 4 -- examples/gpt/train.py --steps 100
 
-When a rank fails the others are ended; SIGINT and SIGTERM reach all of them. Exits with the first rank's code that is
-not 0.
+torch is imported once and the ranks are forked off, each a process of its own all the same. When a rank fails the others
+are ended; SIGINT and SIGTERM reach all of them. Exits with the first rank's code that is not 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
+from pathlib import Path
 from types import FrameType
 
 GRACE_S = 5.0
+PRELOADED = ("torch", "torch.distributed.pipelining", "torch.distributed.tensor.parallel")
 
 
 def main() -> int:
@@ -44,37 +47,60 @@ def main() -> int:
     return 143 if stopping and not first else first if first >= 0 else 128 - first
 
 
-def start_ranks(command: list[str], num_ranks: int) -> list[subprocess.Popen[bytes]]:
+class Rank:
+    """One rank: a fork of this process that runs the script as `__main__`."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._code: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.environ.update(environment)
+            sys.argv = command
+            sys.path[0] = str(Path(command[0]).resolve().parent)
+            runpy.run_path(command[0], run_name="__main__")
+            sys.exit()
+
+    def poll(self) -> int | None:
+        """Return the exit code, below 0 the signal that ended it; None: it still runs."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+        return self._code
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, unless it is over."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def start_ranks(command: list[str], num_ranks: int) -> list[Rank]:
     """Start `command`, a script and its arguments, once a rank, under this interpreter."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common = {
-        **os.environ,
-        "WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
-    return [
-        subprocess.Popen([sys.executable, *command], env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(num_ranks)
-    ]
+    os.environ.update(
+        WORLD_SIZE=str(num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1",  # Read when torch is imported.
+    )
+    for name in PRELOADED:
+        importlib.import_module(name)
+    return [Rank(command, {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(num_ranks)]
 
 
-def end_ranks(ranks: list[subprocess.Popen[bytes]]) -> None:
+def end_ranks(ranks: list[Rank]) -> None:
     """End what still runs: asked first, after GRACE_S made to."""
-    for rank in ranks:
-        if rank.poll() is None:
-            rank.terminate()
-    deadline = time.monotonic() + GRACE_S
-    for rank in ranks:
-        try:
-            rank.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.kill()
-            rank.wait()
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for rank in ranks:
+            rank.send(number)
+        deadline = time.monotonic() + GRACE_S
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 if __name__ == "__main__":

@@ -38,28 +38,32 @@ class Topology:
         self.schedule = ""
 
     def scan(self) -> None:
-        """Look once through the live objects for pipeline stages, schedules and device meshes. About 0.1 s."""
-        staged = sys.modules.get("torch.distributed.pipelining.stage")
-        scheduled = sys.modules.get("torch.distributed.pipelining.schedules")
-        meshed = sys.modules.get("torch.distributed.device_mesh")
-        stage_type = getattr(staged, "_PipelineStageBase", None)
-        schedule_type = getattr(scheduled, "_PipelineSchedule", None)
-        mesh_type = getattr(meshed, "DeviceMesh", None)
+        """Look once through the live objects for pipeline stages, schedules and device meshes. About 0.05 s a million."""
         if not (dist.is_available() and dist.is_initialized()):
             return
         self.meshes = []
+        takers = {
+            **dict.fromkeys(_family("torch.distributed.pipelining.stage", "_PipelineStageBase"), self.note_stage),
+            **dict.fromkeys(_family("torch.distributed.pipelining.schedules", "_PipelineSchedule"), self._note_schedule),
+            **dict.fromkeys(_family("torch.distributed.device_mesh", "DeviceMesh"), self._note_mesh),
+            nn.parallel.DistributedDataParallel: self._note_wrapper,
+        }
+        # Classes are looked up, not asked for their base: that takes ten times as long, and hundreds of thousands live.
         for thing in gc.get_objects():
-            kind = type(thing)
-            if kind is nn.parallel.DistributedDataParallel:
-                self.wrapped[id(unwrap(thing))] = thing
-            elif stage_type is not None and issubclass(kind, stage_type):
-                self.note_stage(thing)
-            elif schedule_type is not None and issubclass(kind, schedule_type):
-                self.schedule = kind.__name__.removeprefix("Schedule").removesuffix("Schedule").lower()
-                if self.schedule.endswith("zbvzerobubble"):
-                    self.schedule = "zbv"
-            elif mesh_type is not None and kind is mesh_type and thing.mesh_dim_names:
-                self.meshes.append(thing)
+            take = takers.get(type(thing))
+            if take is not None:
+                take(thing)
+
+    def _note_wrapper(self, wrapper: nn.parallel.DistributedDataParallel) -> None:
+        self.wrapped[id(unwrap(wrapper))] = wrapper
+
+    def _note_schedule(self, schedule: Any) -> None:
+        name = type(schedule).__name__.removeprefix("Schedule").removesuffix("Schedule").lower()
+        self.schedule = "zbv" if name.endswith("zbvzerobubble") else name
+
+    def _note_mesh(self, mesh: Any) -> None:
+        if mesh.mesh_dim_names:
+            self.meshes.append(mesh)
 
     def note_stage(self, stage: Any) -> None:
         """Remember which chunk a pipeline stage runs."""
@@ -98,9 +102,7 @@ class Topology:
         schedule = self.schedule if stages else ""
         return Place(rank=rank, world_size=world, vpp_size=max(1, len(models)), schedule=schedule, **fields)
 
-    def _fill_dp(
-        self, coordinates: dict[str, tuple[int, int]], models: Sequence[nn.Module], rank: int, world: int
-    ) -> None:
+    def _fill_dp(self, coordinates: dict[str, tuple[int, int]], models: Sequence[nn.Module], rank: int, world: int) -> None:
         if "dp" in coordinates:
             return
         for model in models:
@@ -128,6 +130,18 @@ class Topology:
         """Return the depth that the pipeline itself gives this chunk; None without a pipeline."""
         stage = self.stages.get(id(unwrap(model)))
         return None if stage is None else int(stage.stage_index)
+
+
+def _family(module: str, name: str) -> set[type]:
+    """Return a class and all that inherit from it; empty while its module is not imported: then nothing is one."""
+    base = getattr(sys.modules.get(module), name, None)
+    if base is None:
+        return set()
+    found, todo = {base}, [base]
+    while todo:
+        todo += (new := set(todo.pop().__subclasses__()) - found)
+        found |= new
+    return found
 
 
 def _megatron_axes() -> dict[str, int]:
