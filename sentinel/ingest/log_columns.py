@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 _WORDS = re.compile(r"[^a-z0-9]+")
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 LOSS = (
     "loss", "train_loss", "training_loss", "loss_train", "loss_training", "lm_loss", "train_lm_loss", "train_loss_step",
@@ -13,7 +14,7 @@ LOSS = (
     "loss_global_avg_loss", "ce_loss", "cross_entropy_loss", "cross_entropy", "nll_loss", "nll", "trl", "batch_loss",
     "train_batch_loss", "train_total_loss", "total_loss", "loss_total", "loss_step", "train_inner_loss", "mean_loss",
     "train_crossentropyloss", "crossentropyloss", "reduced_train_loss", "loss_train_total", "train_mean_loss", "avg_loss",
-    "train_avg_loss", "average_loss", "mse", "value",
+    "train_avg_loss", "average_loss", "avr_loss", "running_loss", "mse", "value",
 )  # fmt: skip
 """Normalised, the likeliest first: of several the first is `loss`, the others keep their own names."""
 GRAD_NORM = (
@@ -21,6 +22,7 @@ GRAD_NORM = (
     "optimizer_total_grad_norm", "global_grad_norm", "train_global_grad_norm", "grad_norm_total", "global_gradient_norm",
     "grad_global_norm", "grad_2_0_norm_total", "grad_2_norm_total", "grad_norm_global", "gradnorm", "gnorm", "train_gnorm",
     "grads_norm", "gradients_norm", "grad_norm_before_clip", "grad_norm_l2", "l2_norm_grad_global", "total_norm", "norm",
+    "grad",
 )  # fmt: skip
 LR = (
     "lr", "learning_rate", "train_lr", "train_learning_rate", "learningrate", "lr_0", "train_lr_0", "optim_lr", "lr_group_0",
@@ -66,9 +68,10 @@ def named_role(name: str) -> tuple[str, int] | None:
     """Return (`loss`, `grad_norm`, `lr`, `step` or `epoch`; how far down its list the spelling is); None for any other."""
     # W&B counts its own calls; what the trainer counts goes before.
     plain = "wandb_step" if name.strip() == "_step" else normalised(name)
-    for role, spellings in (("step", STEP), ("loss", LOSS), ("grad_norm", GRAD_NORM), ("lr", LR), ("epoch", EPOCH)):
-        if plain in spellings:
-            return role, spellings.index(plain)
+    for spelling in (plain, normalised(_CAMEL.sub("_", name))):
+        for role, spellings in (("step", STEP), ("loss", LOSS), ("grad_norm", GRAD_NORM), ("lr", LR), ("epoch", EPOCH)):
+            if spelling in spellings:
+                return role, spellings.index(spelling)
     return ("lr", len(LR)) if plain.startswith("lr_") and "scale" not in plain else None
 
 
@@ -91,7 +94,9 @@ def channels(names: Sequence[str]) -> dict[str, str]:
 
 def is_measured(name: str) -> bool:
     """Whether a column says something of the training: no counter, no clock, no bound of an average."""
-    return normalised(name) not in NOT_MEASURED and not name.endswith(("__MIN", "__MAX"))
+    known = named_role(name)
+    is_counter = known is not None and known[0] in ("step", "epoch")
+    return not is_counter and normalised(name) not in NOT_MEASURED and not name.endswith(("__MIN", "__MAX"))
 
 
 def best_columns(names: Iterable[str], role: str) -> list[str]:
