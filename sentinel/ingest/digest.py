@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from sentinel import native
-from sentinel.native.layout import STEP_PART
 from sentinel.record import ROW_DTYPE
 
 if TYPE_CHECKING:
@@ -29,12 +29,15 @@ class Digest(NamedTuple):
 def digest(view: StepView) -> Digest:
     """Return what the rows of a step come to."""
     layout = view.layout
-    if native.digest is None or not all(part.rows.dtype == ROW_DTYPE for part in view.parts):
+    if layout.digest_rows is None:
         return digest_in_numpy(view)
-    parts = np.zeros(len(view.parts), STEP_PART)
-    for at, part in enumerate(view.parts):
-        parts[at] = (part.rows.ctypes.data, len(part.rows), part.rows.strides[0], *layout.tables_of(part.rank), part.rank)
-    return Digest(*native.digest(parts, layout.is_left_out, layout.is_replicated))
+    words: list[int] = []
+    for part in view.parts:
+        rows = part.rows
+        if rows.dtype != ROW_DTYPE:
+            return digest_in_numpy(view)
+        words += (rows.ctypes.data, len(rows), rows.strides[0], *layout.tables_of(part.rank), part.rank)
+    return Digest(*layout.digest_rows(struct.pack(f"{len(words)}q", *words), len(view.parts), view.num_rows))
 
 
 def digest_in_numpy(view: StepView) -> Digest:

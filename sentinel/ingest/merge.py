@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from sentinel import native
 from sentinel.ingest.decision import Decision
 from sentinel.ingest.digest import Digest, digest
 from sentinel.ingest.naming import Names, make_names, segment_of
@@ -17,6 +18,7 @@ from sentinel.ingest.replicas import CopySet, Differing, Holder, Replicas, Shard
 from sentinel.ingest.tables import coupled_modules, joined, look_up
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, Health, TensorInfo
 from sentinel.moments import Moments
+from sentinel.native.library import DigestRows
 from sentinel.place import Place
 from sentinel.record import Kind
 
@@ -169,6 +171,11 @@ class Layout:
         weights = {tensor.index for tensor in self.tensors if tensor.kind == "param"}
         compared = {one.index for one in self.replicas} | {one.index for one in self.added_copies}
         return len(weights & compared), len(weights)
+
+    @cached_property
+    def digest_rows(self) -> DigestRows | None:
+        """What merges the rows of a step in C; None without the library."""
+        return native.prepare_digest and native.prepare_digest(self.is_left_out, self.is_replicated)
 
     @cached_property
     def _replicas_by_number(self) -> dict[int, list[Replicas]]:

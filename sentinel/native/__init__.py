@@ -7,8 +7,8 @@
     fold_rows(rows, num_rows) -> rows left        one row per (tensor, kind), in place
     merge_rows(rows, group, num_groups) -> STATS  rows of several ranks merged
     judge_forms(stats, ..., forms, hits)          all running baselines and limits of a step; None without the library,
-                                                  for detect/forms.py is the numpy of it
-    digest(parts, ...) -> what a step has         the rows of all ranks merged, and what is odd; None likewise, see
+    prepare_forms(forms, hits) -> judge           for detect/forms.py is the numpy of it
+    prepare_digest(...) -> digest(parts, ...)     the rows of all ranks merged, and what is odd; None likewise, see
                                                   ingest/digest.py
     crc32(data, value, begin, end) -> int         as zlib's
 
@@ -22,7 +22,7 @@ from collections.abc import Callable
 import numpy as np
 
 from sentinel.native.layout import BF16, F16, F32, F64, pack_layouts
-from sentinel.native.library import Library, find_library
+from sentinel.native.library import DigestRows, JudgeForms, Library, find_library
 
 _path = find_library()
 _library: Library | None = None
@@ -41,7 +41,8 @@ if _library is not None:
     fold_rows = _library.fold_rows
     merge_rows = _library.merge_rows
     judge_forms: Callable[..., int] | None = _library.judge_forms
-    digest: Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]] | None = _library.digest
+    prepare_forms: Callable[[np.ndarray, np.ndarray], JudgeForms] | None = _library.prepare_forms
+    prepare_digest: Callable[[np.ndarray, np.ndarray], DigestRows] | None = _library.prepare_digest
     crc32 = _library.crc32
 else:
     from sentinel.native import fallback as _fallback
@@ -54,7 +55,8 @@ else:
     fold_rows = _fallback.fold_rows
     merge_rows = _fallback.merge_rows
     judge_forms = None
-    digest = None
+    prepare_forms = None
+    prepare_digest = None
     crc32 = _fallback.crc32
 
 __all__ = [
@@ -65,7 +67,6 @@ __all__ = [
     "add_channel_squares",
     "count_below",
     "crc32",
-    "digest",
     "fold_rows",
     "implementation",
     "judge_forms",
@@ -73,4 +74,6 @@ __all__ = [
     "measure_one",
     "merge_rows",
     "pack_layouts",
+    "prepare_digest",
+    "prepare_forms",
 ]

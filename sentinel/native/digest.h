@@ -9,19 +9,24 @@ typedef struct {
     int64_t rank;
 } StepPart;
 
-/* stats, present, bad: [num_tensors], written whole. A row counts for its logical tensor when its rank is the first, in
- * the order of parts, to have that copy; never where left_out[tensor]. bad_rows: room for all rows, gets the numbers of
- * those that hold a non-finite value. speaker, first: [num_copies + 1] scratch. odd: [num_copies + 1], gets which of the
- * replicated copies came with different checksums. Returns the number of bad rows; num_odd: of odd copies. */
-EXPORT int64_t sentinel_digest(const StepPart *parts, int64_t num_parts, const uint8_t *left_out, const uint8_t *is_replicated,
-                               int64_t num_tensors, int64_t num_copies, Stats *stats, uint8_t *present, uint8_t *bad,
-                               int64_t *bad_rows, int64_t *speaker, uint64_t *first, uint8_t *odd, int64_t *num_odd)
+/* A row counts for its logical tensor when its rank is the first, in the order of parts, to have that copy; never where
+ * left_out[tensor]. out, written whole: stats [num_tensors], then present and bad [num_tensors] bytes. words: first the
+ * number of odd copies, then 2 x (num_copies + 1) of scratch, then room for all rows, which gets the numbers of those that
+ * hold a non-finite value; behind `num_rows` of them [num_copies + 1] bytes, which of the replicated copies came with
+ * different checksums. Returns the number of bad rows. */
+EXPORT int64_t sentinel_digest_rows(const StepPart *parts, int64_t num_parts, int64_t num_rows, const uint8_t *left_out,
+                                    const uint8_t *is_replicated, int64_t num_tensors, int64_t num_copies, char *out,
+                                    int64_t *words)
 {
+    Stats *stats = (Stats *)out;
+    uint8_t *present = (uint8_t *)(stats + num_tensors), *bad = present + num_tensors;
+    int64_t *num_odd = words, *speaker = words + 1, *bad_rows = speaker + 2 * (num_copies + 1);
+    uint64_t *first = (uint64_t *)(speaker + num_copies + 1);
+    uint8_t *odd = (uint8_t *)(bad_rows + num_rows);
     int64_t num_bad = 0, number = 0;
-    memset(present, 0, num_tensors);
-    memset(bad, 0, num_tensors);
+    memset(present, 0, 2 * num_tensors);
     memset(odd, 0, num_copies + 1);
-    for (int64_t c = 0; c <= num_copies; c++) speaker[c] = -1;
+    memset(speaker, 0xff, (num_copies + 1) * sizeof *speaker);
     *num_odd = 0;
     for (int64_t p = 0; p < num_parts; p++) {
         const StepPart part = parts[p];

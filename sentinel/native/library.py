@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib.machinery
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -28,6 +29,15 @@ _INTERFACE = 3
 """Grows when arguments of a function change: a library built from other sources would read the wrong ones."""
 
 _WITH_CHECKSUM, _ACCUMULATE = 1, 2
+
+JudgeForms: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None], int]
+Digested: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+DigestRows: TypeAlias = Callable[[bytes, int, int], Digested]
+"""See `Library.prepare_forms` and `Library.prepare_digest`."""
+
+_NONE = np.zeros(0, np.int64)
+"""No rows, no copies: the usual answer, shared."""
+_NONE.flags.writeable = False
 
 _PAIRS = [ctypes.c_int64 * (2 * num_dims) for num_dims in range(MAX_DIMS + 1)]
 """Sizes and strides as C reads them, by number of dimensions."""
@@ -74,8 +84,8 @@ class Library:
                 library.sentinel_merge_rows.restype = None
                 library.sentinel_judge_forms.argtypes = [*[pointer] * 4, i64, pointer, i64, pointer, i32]
                 library.sentinel_judge_forms.restype = i64
-                library.sentinel_digest.argtypes = [pointer, i64, pointer, pointer, i64, i64, *[pointer] * 8]
-                library.sentinel_digest.restype = i64
+                library.sentinel_digest_rows.argtypes = [pointer, i64, i64, pointer, pointer, i64, i64, pointer, pointer]
+                library.sentinel_digest_rows.restype = i64
             for function, address in ((quick.sentinel_crc32, ctypes.c_char_p), (slow.sentinel_crc32, pointer)):
                 function.argtypes = [address, i64, i64, ctypes.c_uint32, i32]
                 function.restype = ctypes.c_uint32
@@ -95,7 +105,7 @@ class Library:
         self._add_channel_squares = slow.sentinel_add_channel_squares
         self._fold_rows = slow.sentinel_fold_rows
         self._merge_rows = slow.sentinel_merge_rows
-        self._digest, self._digest_quickly = slow.sentinel_digest, quick.sentinel_digest
+        self._digest, self._digest_quickly = slow.sentinel_digest_rows, quick.sentinel_digest_rows
         self._crc32, self._crc32_of_bytes = slow.sentinel_crc32, quick.sentinel_crc32
         self._judge_forms, self._judge_forms_quickly = slow.sentinel_judge_forms, quick.sentinel_judge_forms
 
@@ -241,6 +251,35 @@ class Library:
         )
         return out
 
+    def prepare_forms(self, forms: np.ndarray, hits: np.ndarray) -> JudgeForms:
+        """Return what judges all forms of a step, and learns; it returns how many `hits` were written: the anomalous points.
+
+        forms: [forms] FORM, whose `num_points` say after a call how many points each judged; hits: [all entries together]
+        HIT. A call takes stats: [tensors] STATS; present, bad:
+        [tensors] bool, whether the step has the tensor, and whether it holds anything that is not finite; norm_scale:
+        [tensors] float64 factors of the norm, or None. A small step keeps the GIL.
+        """
+        room = int(forms["num_entries"].sum())
+        if len(hits) < room:
+            raise ValueError(f"expected room for {room} hits, got {len(hits)}")
+        forms_at, num_forms, hits_at, isa = forms.ctypes.data, len(forms), hits.ctypes.data, self._isa
+        quickly, slowly = self._judge_forms_quickly, self._judge_forms
+
+        def judge(
+            stats: np.ndarray, present: np.ndarray, bad: np.ndarray, norm_scale: np.ndarray | None,
+            _kept: object = (forms, hits),
+        ) -> int:  # fmt: skip
+            num = len(stats)
+            if not num == len(present) == len(bad) or (norm_scale is not None and len(norm_scale) != num):
+                raise ValueError(f"expected what is said of {num} tensors, got {len(present)} and {len(bad)}")
+            found: int = (quickly if num < QUICK_TENSORS else slowly)(
+                stats.ctypes.data if stats.dtype is STATS else stats_address(stats), present.ctypes.data, bad.ctypes.data,
+                None if norm_scale is None else norm_scale.ctypes.data, num, forms_at, num_forms, hits_at, isa,
+            )  # fmt: skip
+            return found
+
+        return judge
+
     def judge_forms(
         self,
         stats: np.ndarray,
@@ -250,50 +289,40 @@ class Library:
         forms: np.ndarray,
         hits: np.ndarray,
     ) -> int:
-        """Judge all forms of one step, and learn; return how many `hits` were written: the anomalous points.
+        """Judge once what `prepare_forms` judges again and again."""
+        return self.prepare_forms(forms, hits)(stats, present, bad, norm_scale)
 
-        stats: [tensors] STATS; present, bad: [tensors] bool, whether the step has the tensor, and whether it holds anything
-        that is not finite; norm_scale: [tensors] float64 factors of the norm; forms: [forms] FORM, whose `num_points` say
-        afterwards how many points each judged; hits: [all entries together] HIT. A small step keeps the GIL.
-        """
-        num = len(stats)
-        if not num == len(present) == len(bad) or (norm_scale is not None and len(norm_scale) != num):
-            raise ValueError(f"expected what is said of {num} tensors, got {len(present)} and {len(bad)}")
-        if len(hits) < int(forms["num_entries"].sum()):
-            raise ValueError(f"expected room for {forms['num_entries'].sum()} hits, got {len(hits)}")
-        call = self._judge_forms_quickly if num < QUICK_TENSORS else self._judge_forms
-        found: int = call(
-            stats_address(stats), present.ctypes.data, bad.ctypes.data,
-            None if norm_scale is None else norm_scale.ctypes.data, num, forms.ctypes.data, len(forms), hits.ctypes.data,
-            self._isa,
-        )  # fmt: skip
-        return found
+    def prepare_digest(self, left_out: np.ndarray, is_replicated: np.ndarray) -> DigestRows:
+        """Return what merges the rows of one step; it returns (stats, present, bad, bad_rows, odd_copies).
 
-    def digest(
-        self, parts: np.ndarray, left_out: np.ndarray, is_replicated: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Merge the rows of one step; return (stats, present, bad, bad_rows, odd_copies).
-
-        parts: [ranks] STEP_PART in the order in which their rows count, of copies the first's; left_out: [tensors] bool,
-        what has no statistics of its own; is_replicated: [copies + 1] bool. stats: [tensors] STATS; present, bad: [tensors]
-        bool, whether there is a row that counts, and whether any row holds what is not finite; bad_rows: [bad] int64 numbers
-        of those, all parts one behind the other; odd_copies: int64 replicated copies that came with different checksums.
+        left_out: [tensors] bool, what has no statistics of its own; is_replicated: [copies + 1] bool. A call takes
+        parts: the words of STEP_PART for each rank, in the order in which their rows count, of copies the first's; how
+        many they are, and num_rows: how many rows in all. stats: [tensors] STATS; present, bad:
+        [tensors] bool, whether there is a row that counts, and whether any row holds what is not finite; bad_rows: [bad]
+        int64 numbers of those, all parts one behind the other; odd_copies: int64 replicated copies that came with
+        different checksums. A small step keeps the GIL.
         """
         num_tensors, num_copies = len(left_out), len(is_replicated) - 1
-        stats = np.empty(num_tensors, STATS)
-        flags = np.empty((2, num_tensors), np.bool_)
-        num_rows = int(parts["num_rows"].sum())
-        bad_rows, scratch = np.empty(num_rows, np.int64), np.empty((2, num_copies + 1), np.uint64)
-        odd, num_odd = np.empty(num_copies + 1, np.bool_), ctypes.c_int64()
-        scratch_at, flags_at = scratch.ctypes.data, flags.ctypes.data
-        call = self._digest_quickly if num_rows < QUICK_TENSORS else self._digest
-        num_bad = call(
-            parts.ctypes.data, len(parts), left_out.ctypes.data, is_replicated.ctypes.data, num_tensors, num_copies,
-            stats.ctypes.data, flags_at, flags_at + num_tensors, bad_rows.ctypes.data, scratch_at,
-            scratch_at + 8 * (num_copies + 1), odd.ctypes.data, ctypes.addressof(num_odd),
-        )  # fmt: skip
-        odd_copies = np.flatnonzero(odd[:-1]) if num_odd.value else np.zeros(0, np.int64)
-        return stats, flags[0], flags[1], bad_rows[:num_bad].copy(), odd_copies
+        left_out_at, is_replicated_at = left_out.ctypes.data, is_replicated.ctypes.data
+        num_stats_bytes, num_out_bytes = STATS.itemsize * num_tensors, (STATS.itemsize + 2) * num_tensors
+        num_scratch = 1 + 2 * (num_copies + 1)
+        num_words = num_scratch + num_copies // 8 + 1
+        quickly, slowly = self._digest_quickly, self._digest
+
+        def digest(
+            parts: bytes, num_parts: int, num_rows: int, _kept: object = (left_out, is_replicated)
+        ) -> Digested:
+            out, words = np.empty(num_out_bytes, np.uint8), np.empty(num_words + num_rows, np.int64)
+            num_bad = (quickly if num_rows < QUICK_TENSORS else slowly)(
+                parts, num_parts, num_rows, left_out_at, is_replicated_at, num_tensors, num_copies, out.ctypes.data,
+                words.ctypes.data,
+            )  # fmt: skip
+            flags = out[num_stats_bytes:].view(np.bool_)
+            bad_rows = words[num_scratch : num_scratch + num_bad].copy() if num_bad else _NONE
+            odd = np.flatnonzero(words[num_scratch + num_rows :].view(np.uint8)[:num_copies]) if words[0] else _NONE
+            return out[:num_stats_bytes].view(STATS), flags[:num_tensors], flags[num_tensors:], bad_rows, odd
+
+        return digest
 
     def crc32(self, data: bytes | bytearray | memoryview, value: int = 0, begin: int = 0, end: int | None = None) -> int:
         """Return the crc32 of data[begin:end] as zlib.crc32 gives it, three times as fast. Much data releases the GIL."""

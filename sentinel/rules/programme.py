@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_not
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,12 +12,14 @@ from sentinel import native
 from sentinel.detect import State
 from sentinel.detect.forms import PEAK_FACTOR, SPREAD_SHARE, BaselineForm, Form, LimitForm
 from sentinel.native.layout import FORM, FORM_LIMIT, FORM_LINEAR, FORM_LOG, FORM_STILL, HIT, SIDES
+from sentinel.native.library import JudgeForms
 from sentinel.record import STATISTICS
 
 if TYPE_CHECKING:
     from sentinel.rules.tensor_watch import TensorWatch
     from sentinel.rules.watch import Plan
 
+NO_HITS = np.empty(0, HIT)
 MANY_HITS = 65536
 """Room for so many hits is kept; what a worse step touched is given back (chosen)."""
 
@@ -30,25 +33,23 @@ class Programme:
         self._forms = np.zeros(len(watches), FORM)
         self._states: list[State] = []
         self._hits = np.empty(0, HIT)
-        self._num_entries = sum(len(plan.index) for plan in plans)
+        self._judge: JudgeForms | None = None
+        """Knows where parameters, states and hits lie; None: they lie elsewhere now."""
 
     def judge(self, stats: np.ndarray, present: np.ndarray, bad: np.ndarray, norm_scale: np.ndarray | None) -> np.ndarray:
         """Score and learn one step; return the anomalous points as [hits] HIT, those of one watch in rising order.
 
         stats: [tensors] STATS; present, bad: [tensors] bool; norm_scale: [tensors] float64, or None for ones.
         """
-        if not all(watch.state is state for watch, state in zip(self.watches, self._states, strict=False)) or not len(
-            self._states
-        ):
-            self._address()
-        if len(self._hits) != self._num_entries:
-            # Memory that is never written costs nothing: only hits are.
-            self._hits = np.empty(self._num_entries, HIT)
-        assert native.judge_forms is not None
-        num_hits = native.judge_forms(stats, present, bad, norm_scale, self._forms, self._hits)
+        states = [watch.state for watch in self.watches]
+        if self._judge is None or any(map(is_not, states, self._states)):
+            self._states, self._judge = states, self._address()
+        num_hits = self._judge(stats, present, bad, norm_scale)
+        if not num_hits:
+            return NO_HITS
         found = self._hits[:num_hits].copy()
         if num_hits > MANY_HITS:
-            self._hits = np.empty(0, HIT)
+            self._judge = None
         return found
 
     @property
@@ -57,12 +58,15 @@ class Programme:
         points: list[int] = self._forms["num_points"].tolist()
         return points
 
-    def _address(self) -> None:
+    def _address(self) -> JudgeForms:
         """Look up where parameters and states lie: after growth and restores they lie elsewhere."""
-        self._states = [watch.state for watch in self.watches]
         for row, watch, plan in zip(self._forms, self.watches, self.plans, strict=True):
             assert watch.form is not None
             describe(row, watch.form, watch.statistic, watch.state, plan.index, None if plan.all_slots else plan.slots)
+        # Memory that is never written costs nothing: only hits are.
+        self._hits = np.empty(sum(len(plan.index) for plan in self.plans), HIT)
+        assert native.prepare_forms is not None
+        return native.prepare_forms(self._forms, self._hits)
 
 
 def describe(row: Any, form: Form, statistic: str, state: State, index: np.ndarray, slots: np.ndarray | None) -> None:

@@ -61,7 +61,7 @@ def make_view(layout: Layout, rng: np.random.Generator, step: int) -> StepView:
     return StepView(run="made", attempt=0, step=step, layout=layout, parts=parts)
 
 
-@pytest.mark.skipif(native.digest is None, reason="the C library was not built")
+@pytest.mark.skipif(native.prepare_digest is None, reason="the C library was not built")
 def test_c_and_numpy_make_the_same_of_a_step():
     layout, rng = make_layout(), np.random.default_rng(3)
     num_rows, num_bad, num_odd = 0, 0, 0
