@@ -84,7 +84,7 @@ class Introduction:
             version=VERSION,
             place=self.place,
             chunks=tuple(_chunk_info(chunk) for chunk in chunks),
-            tensors=tuple(entry.info() for entry in self._table.entries),
+            tensors=self._table.infos(),
             row_fields=tuple((name, fields[name][0].str, int(fields[name][1])) for name in ROW_DTYPE.names or ()),
             row_bytes=ROW_DTYPE.itemsize,
             environment=environment,

@@ -408,10 +408,12 @@ class ModuleTap:
         if not entry.border:
             entry.border, entry.border_index = border.label, border.index
             entry.flags |= Flag.BORDER
+            self.chunk.recorder.sites.placed(True)
         grad = entry.grad
         if grad is not None and grad.border_index < border.index:
             grad.border, grad.border_index = border.label, border.index
             grad.flags |= Flag.BORDER
+            self.chunk.recorder.sites.placed(True)
 
 
 for _hook in (ModuleTap._before, ModuleTap._after):

@@ -431,8 +431,8 @@ class Monitor:
             is_skipped = self.boundary.was_skipped and any(chunk.num_forwards for chunk in self.chunks)
             was_skipped = self.boundary.found_inf
         self._running.due["wgrad"] = len(self.parameters.read)
-        descriptor = self._descriptor() if self._table.is_changed else None
-        self._table.is_changed = False
+        descriptor = self._descriptor() if self._table.is_news else None
+        self._table.is_told()
         self._running.hand_over(
             self._handover, self.current_step,
             is_skipped=isinstance(is_skipped, bool) and is_skipped and not is_partial, was_skipped=was_skipped,

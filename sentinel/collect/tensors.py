@@ -7,13 +7,19 @@ from typing import Any
 from sentinel.messages import TensorInfo
 from sentinel.record import Flag, Kind
 
+SHAPED_KINDS = frozenset(
+    {Kind.PARAM, Kind.WGRAD_UNREDUCED, Kind.WGRAD, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.UPDATE, Kind.UPDATE_RATIO}
+)
+"""Kinds that have the shape of a weight, which is news when it changes. All others follow the batch: tokens of an expert,
+lengths of sequences. Their rows carry the number of elements; the table tells the shape that was seen first."""
+
 
 class Entry:
     """One tensor of the table: what never changes from row to row, and what the row needs at hand."""
 
     __slots__ = (
         "also", "border", "border_index", "chunk", "consumers", "dtype", "flags", "generation", "grad", "id", "kind",
-        "name", "part", "placements", "plan_generation", "shape", "site_pos", "wishes",
+        "name", "part", "placements", "plan_generation", "shape", "site_pos", "told", "wishes",
     )  # fmt: skip
 
     def __init__(self, number: int, name: str, kind: Kind, chunk: int) -> None:
@@ -37,10 +43,24 @@ class Entry:
         self.plan_generation = -1
         self.wishes: dict[int, Any] = {}
         """Kind -> the plan's wishes that mean this tensor; kept by the plan."""
+        self.told: TensorInfo | None = None
+        """As it travelled last."""
 
     def info(self) -> TensorInfo:
-        """Return the entry as it travels in the descriptor."""
-        return TensorInfo(
+        """Return the entry as it travels in the descriptor; the same object while nothing has changed."""
+        told = self.told
+        if (
+            told is not None
+            and told.site_pos == self.site_pos
+            and told.shape == self.shape
+            and told.dtype == self.dtype
+            and told.placements == self.placements
+            and told.part == self.part
+            and (told.border_index, told.border) == (self.border_index, self.border)
+            and (len(told.consumers), len(told.also)) == (len(self.consumers), len(self.also))
+        ):
+            return told
+        self.told = TensorInfo(
             id=self.id,
             name=self.name,
             kind=Kind(self.kind).label,
@@ -55,15 +75,40 @@ class Entry:
             border_index=self.border_index,
             part=self.part,
         )
+        return self.told
 
 
 class TensorTable:
-    """Entries by (chunk, name, kind); knows whether the descriptor must be sent again."""
+    """Entries by (chunk, name, kind), which are never taken out; knows whether the descriptor must be sent again."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.is_changed = True
+        """Something changed that is no matter of single entries, or nobody knows of which."""
+        self._touched: list[Entry] = []
+        self._is_untold = False
         self._known: dict[tuple[int, str, int], Entry] = {}
+        self._infos: list[TensorInfo] = []
+
+    @property
+    def is_news(self) -> bool:
+        """Whether anything may have changed since it was told."""
+        return self.is_changed or self._is_untold or bool(self._touched)
+
+    def is_told(self) -> None:
+        """What `infos` returned last is on its way."""
+        self._is_untold = False
+
+    def infos(self) -> tuple[TensorInfo, ...]:
+        """Return all entries as they travel; of those that did not change the same objects as before."""
+        self._is_untold |= self.is_news
+        infos = self._infos
+        for entry in self.entries if self.is_changed else self._touched:
+            if entry.id < len(infos):
+                infos[entry.id] = entry.info()
+        infos.extend(entry.info() for entry in self.entries[len(infos) :])
+        self.is_changed, self._touched = False, []
+        return tuple(infos)
 
     def entry(self, chunk: int, name: str, kind: Kind) -> Entry:
         """Return the entry of that name, made when it is new."""
@@ -72,7 +117,7 @@ class TensorTable:
         if entry is None:
             entry = self._known[key] = Entry(len(self.entries), name, kind, chunk)
             self.entries.append(entry)
-            self.is_changed = True
+            self._touched.append(entry)
         return entry
 
     def describe(
@@ -83,25 +128,28 @@ class TensorTable:
         part: str = "",
         shape: tuple[int, ...] | None = None,
     ) -> None:
-        """Note shape (of the whole tensor), dtype and placement, where they changed."""
-        shape = tuple(tensor.shape) if shape is None else shape
+        """Note shape (of the whole tensor), dtype and placement, where they changed; a shape that follows the batch once."""
+        if entry.dtype and entry.kind not in SHAPED_KINDS:
+            shape = entry.shape
+        elif shape is None:
+            shape = tuple(tensor.shape)
         dtype = str(tensor.dtype).removeprefix("torch.")
         if (entry.shape, entry.dtype, entry.placements, entry.part) != (shape, dtype, placements, part):
             entry.shape, entry.dtype, entry.placements, entry.part = shape, dtype, placements, part
             if "unknown" in placements.values():
                 entry.flags |= Flag.PER_RANK
-            self.is_changed = True
+            self._touched.append(entry)
 
     def add_consumer(self, entry: Entry, module: str) -> None:
         """Note that `module` reads this tensor: it is that module's input under another name."""
         for one in (entry, entry.grad):
             if one is not None and module not in one.consumers:
                 one.consumers.append(module)
-                self.is_changed = True
+                self._touched.append(one)
 
     def add_producer(self, entry: Entry, name: str) -> None:
         """Note that an outer module handed the same tensor on as its own output."""
         for one in (entry, entry.grad):
             if one is not None and name not in one.also and name != one.name:
                 one.also.append(name)
-                self.is_changed = True
+                self._touched.append(one)
