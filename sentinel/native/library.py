@@ -246,9 +246,7 @@ class Library:
         if len(group) and int(group.max()) >= num_groups:
             raise ValueError(f"group must be below num_groups {num_groups}, got {int(group.max())}")
         out = np.empty(num_groups, STATS)
-        self._merge_rows(
-            stats_address(rows), rows.strides[0], group.ctypes.data, len(group), out.ctypes.data, num_groups
-        )
+        self._merge_rows(stats_address(rows), rows.strides[0], group.ctypes.data, len(group), out.ctypes.data, num_groups)
         return out
 
     def prepare_forms(self, forms: np.ndarray, hits: np.ndarray) -> JudgeForms:
@@ -309,9 +307,7 @@ class Library:
         num_words = num_scratch + num_copies // 8 + 1
         quickly, slowly = self._digest_quickly, self._digest
 
-        def digest(
-            parts: bytes, num_parts: int, num_rows: int, _kept: object = (left_out, is_replicated)
-        ) -> Digested:
+        def digest(parts: bytes, num_parts: int, num_rows: int, _kept: object = (left_out, is_replicated)) -> Digested:
             out, words = np.empty(num_out_bytes, np.uint8), np.empty(num_words + num_rows, np.int64)
             num_bad = (quickly if num_rows < QUICK_TENSORS else slowly)(
                 parts, num_parts, num_rows, left_out_at, is_replicated_at, num_tensors, num_copies, out.ctypes.data,

@@ -20,7 +20,7 @@ from sentinel.rules.building import build_detector
 from sentinel.rules.guard import Guarded
 from sentinel.rules.liveness_watch import LivenessWatch
 from sentinel.rules.own_row_watch import OwnRowWatch
-from sentinel.rules.programme import Programme
+from sentinel.rules.programme import NO_HITS, Programme
 from sentinel.rules.quick import quick_of
 from sentinel.rules.rank_watch import RankWatch
 from sentinel.rules.replica_watch import ReplicaWatch
@@ -95,8 +95,9 @@ class Engine:
     def judge(self, view: StepView) -> list[Anomaly]:
         """Return the anomalies of one closed step: onsets, and ends of episodes; unordered and uncapped."""
         found: list[Anomaly] = []
-        for watch in self._watches:
-            watch.settled = []
+        if self.settled:
+            for watch in self._watches:
+                watch.settled = []
         if self._attempt is not None and view.attempt != self._attempt:
             for watch in self._watches:
                 found.extend(watch.stop(view))
@@ -107,24 +108,25 @@ class Engine:
         with np.errstate(all="ignore"):
             if plan.programme is not None:
                 found.extend(self._judge_forms(view, plan.programme, rows))
-            columns = _Columns(view)
-            for watch, its in plan.tensors:
-                column = columns.raw(watch.statistic) if watch.raw else columns.clean(watch.statistic)
-                found.extend(watch.judge(view, its, column, view.present, rows))
+            if plan.tensors:
+                columns = _Columns(view)
+                for watch, its in plan.tensors:
+                    column = columns.raw(watch.statistic) if watch.raw else columns.clean(watch.statistic)
+                    found += watch.judge(view, its, column, view.present, rows)
             for row_watch, its in plan.rows:
-                found.extend(row_watch.judge(view, its))
+                found += row_watch.judge(view, its)
             for judge in plan.whole:
-                found.extend(judge(view))
+                found += judge(view)
             for learn in plan.learn:
                 learn(view)
         self.num_steps += 1
         self.num_rows_judged += view.num_rows
-        self.settled = tuple(one for watch in self._watches for one in watch.settled)
+        self.settled = tuple([one for watch in self._watches if watch.settled for one in watch.settled])
         return found
 
     def ongoing(self, step: int) -> list[str]:
         """Return the ids of the onsets whose series are anomalous in `step`, the newest judged; few of a flood."""
-        return [one for watch in self._watches if len(watch.episodes) for one in watch.episodes.ongoing(step)]
+        return [one for watch in self._watches if watch.episodes.onset for one in watch.episodes.ongoing(step)]
 
     def has_news(self, ranks: Sequence[RankFacts], now: float) -> bool:
         """Return whether any rule would say something of the ranks at `now`: then, and only then, a tick is due."""
@@ -191,20 +193,18 @@ class Engine:
     def _judge_forms(self, view: StepView, programme: Programme, rows: StepRows) -> list[Anomaly]:
         """Judge all watches that are forms in one call; only those with something to say cost Python."""
         found: list[Anomaly] = []
-        hits = programme.judge(view.stats, view.present, view.is_bad, missing_scale(view))
-        ends = np.cumsum(np.bincount(hits["form"], minlength=len(programme.watches))).tolist() if len(hits) else []
-        hits = hits[np.argsort(hits["form"], kind="stable")]
-        for at, (watch, its, num_points) in enumerate(
-            zip(programme.watches, programme.plans, programme.num_points, strict=True)
-        ):
+        stats, present, is_bad, _, _ = view.digest
+        hits = programme.judge(stats, present, is_bad, missing_scale(view))
+        of_watch = iter(_apart(hits, len(programme.watches)) if len(hits) else ())
+        for watch, its, num_points in zip(programme.watches, programme.plans, programme.num_points, strict=True):
             watch.num_points += num_points
-            begin, end = ((ends[at - 1] if at else 0), ends[at]) if ends else (0, 0)
-            if begin < end:
-                found.extend(watch.judge_hits(view, its, hits[begin:end], view.present, rows))
+            its_hits = next(of_watch, NO_HITS)
+            if len(its_hits):
+                found += watch.judge_hits(view, its, its_hits, present, rows)
             elif not num_points:
-                found.extend(watch.quiet(view))
-            elif len(watch.episodes):
-                found.extend(watch.judge_healthy(view, its, view.present))
+                found += watch.quiet(view)
+            elif watch.episodes.onset:
+                found += watch.judge_healthy(view, its, present)
             else:
                 watch.background *= 1.0 - BACKGROUND_RATE
         return found
@@ -296,6 +296,12 @@ def _form_of(detector: Any, statistic: str) -> Form | None:
         return None
     form = detector.form(statistic) if statistic in STATISTICS else None
     return form if isinstance(form, Form) else None
+
+
+def _apart(hits: np.ndarray, num_watches: int) -> list[np.ndarray]:
+    """Return the hits of each watch, in their order."""
+    ends = np.cumsum(np.bincount(hits["form"], minlength=num_watches))
+    return np.split(hits[np.argsort(hits["form"], kind="stable")], ends[:-1])
 
 
 class _Columns:

@@ -64,9 +64,11 @@ class LivenessWatch(Watch):
             if life == one.life and one.ended_mono_s > before:
                 pause_s[at] = one.ended_mono_s - before
             self._ended_at[one.rank] = one.life, one.ended_mono_s
-        part = self._gather(slots)
+        # As a rule these are all ranks, in the order in which they were first met.
+        places = None if len(ended) == self.num_series and bool((slots == np.arange(len(slots))).all()) else slots
+        part = self._gather(places)
         self.detector.learn_step(step_s, pause_s, part)
-        self._scatter(part, slots)
+        self._scatter(part, places)
 
     def stop(self, view: StepView) -> list[Anomaly]:
         """Return the end record of the open episode: a new attempt began."""
