@@ -18,7 +18,7 @@ from sentinel.detect.liveness import LivenessDetector, StaleRank
 from sentinel.detect.nonfinite import AnomalyNan, HiddenNan, NanStorm
 from sentinel.detect.replicas import ReplicaDivergence
 from sentinel.detect.saturation import Saturation
-from sentinel.detect.skew import RankSkew
+from sentinel.detect.skew import GainSkew, RankSkew
 from sentinel.detect.slow import SlowRank
 from sentinel.detect.turbulence import AnomalyTurbulence, KurtosisSpike
 from sentinel.detect.twins import TwinRanks
@@ -49,6 +49,7 @@ DETECTORS: dict[str, type[Any]] = {
         ExpertImbalance,
         DeadExpert,
         RankSkew,
+        GainSkew,
         TwinRanks,
         Threshold,
         Drift,
@@ -93,6 +94,7 @@ __all__ = [
     "ExpertImbalance",
     "Explanation",
     "ExplodingTensor",
+    "GainSkew",
     "GradNormSpike",
     "GroupDetector",
     "HiddenNan",

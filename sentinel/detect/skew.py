@@ -150,6 +150,25 @@ class RankSkew(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return residual, middle, raw, is_sure
 
 
+class GainSkew(RankSkew, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A rank whose modules make another size of the same input than its peers' do: arithmetic that is wrong on one device.
+
+    gain = rms of a module's output / rms of its input, on each rank's own rows; then as RankSkew. The batch is in both, and
+    cancels: beside peers the gain of a linear layer keeps to 0.5 % where its output keeps to 2 %. A rank with other data
+    keeps its gains; other weights, or products that are wrong, do not.
+
+    Source: silent data corruption by one device, Dixit et al. (2021) and Hochschild et al., "Cores that don't count" (2021);
+    the ratio of output to input as algorithm-based fault tolerance checks a product by sums: Huang & Abraham (1984).
+    """
+
+    summary: ClassVar[str] = "one rank whose modules make another size of their input than its peers' do"
+    per_input: ClassVar[bool] = True
+    """The value is the output's statistic over that of the input."""
+
+    threshold: float = 0.02
+    """Relative difference from the peers' median that is always normal; chosen: four times what healthy gains scatter."""
+
+
 def _medians(values: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return for each member the median of its group (NaN left out; NaN: none is known), and how many are known."""
     _, number = np.unique(group, return_inverse=True)

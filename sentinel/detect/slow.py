@@ -38,7 +38,7 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Times the busy time of the others that is still normal."""
     lasting: int = 3
     """Steps in a row that make it more than a hiccup."""
-    sudden: float = 3.0
+    sudden: float = 2.0
     """Times the busy time of the others from which one step alone is written down."""
     warmup: int = 10
     """Steps of a rank seen before it is judged: the first ones compile and allocate."""

@@ -54,10 +54,12 @@ class SkewWatch(RankEpisodes):
         """has_scalars: judge logged values too; one watch of a rule does."""
         super().__init__(rule, detector, statistic, "peers")
         self._kinds = frozenset(kind for kind in rule.match.kind if kind != "scalar")
+        self._per_input = bool(getattr(detector, "per_input", False))
         self._has_scalars = has_scalars and "scalar" in rule.match.kind
         self._slot_of: dict[tuple[str, str, int, int], int] = {}
         """(kind, name, rank, size of the world): when the world changes, ranks do other work."""
-        self._layouts: list[tuple[Layout, np.ndarray]] = []
+        self._layouts: list[tuple[Layout, np.ndarray, dict[int, int]]] = []
+        """(layout, which tensors are looked at, output -> input)."""
         self._known: tuple[Layout, _Told, np.ndarray, np.ndarray] | None = None
         """What the ranks of the last step told, and where its entries stand: slots and groups."""
 
@@ -143,7 +145,7 @@ class SkewWatch(RankEpisodes):
 
     def _of_rows(self, view: StepView) -> list[tuple[int, np.ndarray, np.ndarray]]:
         """Return (tensor, ranks, statistic of each rank's own rows), NaN where they hold what is not finite."""
-        watched = self._watched(view.layout)
+        watched, input_of = self._watched(view.layout)
         if not watched.any():
             return []
         rows = np.flatnonzero((view.row_logical >= 0) & watched[view.row_logical])
@@ -157,23 +159,35 @@ class SkewWatch(RankEpisodes):
         values[np.bincount(inverse, weights=np.isin(rows, view.bad_rows), minlength=len(values)) > 0] = np.nan
         starts = np.flatnonzero(np.r_[True, pairs[0, 1:] != pairs[0, :-1]])
         ends = np.r_[starts[1:], pairs.shape[1]]
-        return [
+        found = [
             (int(pairs[0, start]), pairs[1, start:end], values[start:end])
             for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
             if end - start > 1
         ]
+        if not self._per_input:
+            return found
+        told = {index: (ranks, values) for index, ranks, values in found}
+        return [
+            (index, ranks, values / told[at][1])
+            for index, ranks, values in found
+            if (at := input_of.get(index, -1)) in told and np.array_equal(told[at][0], ranks) and (told[at][1] > 0).all()
+        ]
 
-    def _watched(self, layout: Layout) -> np.ndarray:
-        """Return by tensor whether the rule looks; one more, for rows that no descriptor knows."""
-        for known, mask in self._layouts:
+    def _watched(self, layout: Layout) -> tuple[np.ndarray, dict[int, int]]:
+        """Return by tensor whether the rule looks (one more, for rows that no descriptor knows), and output -> input."""
+        for known, mask, input_of in self._layouts:
             if known is layout:
-                return mask
+                return mask, input_of
         mask = np.zeros(len(layout.tensors) + 1, dtype=bool)
         for tensor in layout.tensors:
             mask[tensor.index] = self._takes(tensor)
+        input_of = _inputs(layout) if self._per_input else {}
+        if self._per_input:
+            mask[[one.index for one in layout.tensors if one.index not in input_of]] = False
         self._thin_out(layout, mask)
-        self._layouts = [*self._layouts[-1:], (layout, mask)]
-        return mask
+        mask[[at for index, at in input_of.items() if mask[index]]] = True
+        self._layouts = [*self._layouts[-1:], (layout, mask, input_of)]
+        return mask, input_of
 
     def _thin_out(self, layout: Layout, mask: np.ndarray) -> None:
         """Leave so many sites of each stage, evenly over its depth, first and last among them: the cost is bounded."""
@@ -231,7 +245,7 @@ class SkewWatch(RankEpisodes):
         rank, value, score = int(told.rank[at]), float(told.value[at]), float(scores.score[at])
         middle, is_sure = float(scores.baseline[at]), bool(scores.evidence["is_sure"][at])
         peers = sorted(int(one) for one in told.rank[(group == group[at]) & np.isfinite(told.value)] if one != rank)
-        statistic = VALUE if kind == "scalar" else self.statistic
+        statistic = VALUE if kind == "scalar" else wording.GAIN if self._per_input else self.statistic
         moved: tuple[int, ...] = (rank,) if is_sure else ()
         text = wording.skewed(kind, name, statistic, rank, value, middle, peers, is_sure)
         mates = tuple(sorted([rank, *peers]))
@@ -277,6 +291,19 @@ class SkewWatch(RankEpisodes):
             pp_size=place.pp_size,
             ep_size=place.ep_size,
         )
+
+
+def _inputs(layout: Layout) -> dict[int, int]:
+    """Return output -> input of the modules of which both are measured, an input under whatever name it is."""
+    of_module: dict[tuple[str, tuple[int, ...]], int] = {}
+    for tensor in layout.tensors:
+        if tensor.kind == "activation_in":
+            of_module[tensor.name, tensor.ranks] = tensor.index
+        elif tensor.kind == "activation":
+            for name in tensor.consumers:
+                of_module.setdefault((name, tensor.ranks), tensor.index)
+    outputs = ((one, of_module.get((one.name, one.ranks))) for one in layout.tensors if one.kind == "activation")
+    return {one.index: at for one, at in outputs if at is not None and at != one.index}
 
 
 def _coordinate(place: Place, axis: str) -> int:

@@ -76,11 +76,16 @@ def meaning(detector: object, direction: int) -> str:
     return str(getattr(detector, side, "") or getattr(detector, "phrase", ""))
 
 
+GAIN = "gain"
+"""Statistic of an anomaly: a module's output over its input."""
+
+
 def skewed(
     kind: str, name: str, statistic: str, rank: int, value: float, middle: float, peers: Sequence[int], is_sure: bool
 ) -> str:
     """Return the message of a rank that is away from its peers: by how much, from whom, and what it usually means."""
-    text = f"{subject(kind, name, statistic)} of rank {rank} is {number(value)}"
+    what = f"gain of {name} (its output's rms over its input's)" if statistic == GAIN else subject(kind, name, statistic)
+    text = f"{what} of rank {rank} is {number(value)}"
     ratio = value / middle if middle and math.isfinite(middle) else math.nan
     if ratio >= 1.0:
         text += f", {number(ratio) if ratio < _MUCH else f'{ratio:.1e}'} times the {number(middle)} of {ranks(peers)}"
@@ -90,6 +95,8 @@ def skewed(
         text += f", that of {ranks(peers)} {number(middle)}"
     if not is_sure:
         return f"{text}; nothing tells which of the two is wrong"
+    if statistic == GAIN:
+        return f"{text}, whatever their data; its copy of the weights or its arithmetic is not theirs"
     return f"{text}, which do the same work; its data, its copy of the model or its hardware is not theirs"
 
 

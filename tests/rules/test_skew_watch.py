@@ -168,6 +168,29 @@ def test_ranks_that_read_the_same_data_from_the_start_are_told_and_what_training
     assert [(one.rule, one.tag_name, one.group_mates) for one in found] == [("same-data", "a", (0, 1, 2, 3))]
 
 
+@pytest.mark.parametrize("wrong", [1.1, 1.0])
+def test_a_module_that_makes_another_size_of_its_input_is_found_beneath_the_scatter_of_the_data(paper_run, rng, wrong):
+    """Inputs scatter by 20 %, outputs with them; on rank 1 the product is off by 10 %."""
+    run = paper_run([("a", "activation_in"), ("a", "activation"), ("b", "activation")], num_ranks=NUM_RANKS)
+    engine = Engine(Pack(rules=(Rule(name="gain", detector="GainSkew", match=Match(kind=("activation",))),)))
+    found = []
+
+    for step in range(60):
+        size = np.exp(0.2 * rng.standard_normal(NUM_RANKS))
+        gain = np.exp(0.005 * rng.standard_normal(NUM_RANKS))
+        gain[1] *= wrong if step >= 40 else 1.0
+
+        def grow(rank, rows, size=size, gain=gain):
+            rows["m2"] *= np.array([size[rank], size[rank] * gain[rank], 1.0]) ** 2
+
+        found += engine.judge(run.view(step, change=grow))
+
+    onsets = [(one.rank, one.tag_name, one.statistic, one.step, one.severity.value) for one in found if one.event == "onset"]
+    assert onsets == ([(1, "a", "gain", 40, "info"), (1, "a", "gain", 42, "warning")] if wrong > 1 else [])
+    assert engine.num_points_judged["gain"] == 60 * NUM_RANKS
+    assert all("gain of a (its output's rms over its input's) of rank 1 is 1." in one.message for one in found[:1])
+
+
 def test_one_rank_alone_and_what_is_not_logged_tell_nothing(paper_run, rng):
     alone = paper_run([("w", "param")], num_ranks=1)
     engine = engine_of("scalar")
