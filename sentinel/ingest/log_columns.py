@@ -40,7 +40,7 @@ EPOCH = ("epoch", "epochs", "train_epoch", "trainer_epoch", "current_epoch", "ep
 NOT_MEASURED = frozenset(
     (*STEP, *EPOCH, "", "timestamp", "time", "wall_time", "walltime", "runtime", "relative_time", "elapsed", "elapsed_time",
      "datetime", "date", "unnamed_0", "total_steps", "max_steps", "percentage", "remaining_time", "relative_time_process",
-     "total_epochs", "num_epochs")
+     "total_epochs", "num_epochs", "rank", "global_rank", "process_index")
 )  # fmt: skip
 """Counters and clocks: no value of theirs says anything of the training."""
 

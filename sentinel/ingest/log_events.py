@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import struct
-from array import array
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from sentinel.errors import LogError
-from sentinel.ingest.log_columns import channels
-from sentinel.ingest.log_rows import CANONICAL, Rows
+from sentinel.ingest.log_labels import Points
+from sentinel.ingest.log_rows import Rows
 
 MAX_RECORD_BYTES = 1 << 30
 """Images and graphs are large; nothing is larger than this (chosen)."""
@@ -49,48 +48,15 @@ def is_event_file(head: bytes) -> bool:
 
 
 def read_events(rows: Rows, files: Iterable[Path], opened: Callable[[Path], BinaryIO]) -> None:
-    """Read event files of one run, in the order of their names: a row a step at which loss, grad_norm or lr is told.
-
-    Values of other tags join the row of their step; a tag that counts otherwise (epochs) has no row to join.
-    """
-    tags: dict[str, int] = {}
-    of, steps, values = array("q"), array("q"), array("d")
+    """Read event files of one run, in the order of their names."""
+    points = Points()
     for file in files:
         with opened(file) as stream:
             for tag, step, value in _scalars(stream, file, rows):
-                of.append(tags.setdefault(tag, len(tags)))
-                steps.append(step)
-                values.append(value)
-    if not tags:
+                points.add(tag, step, value)
+    if not points:
         raise LogError(f"{rows.path}: expected scalars in TensorBoard's event files, found none")
-    names = channels(list(tags))
-    main = {tag for tag, channel in names.items() if channel.rpartition("/")[2] in CANONICAL} or set(names)
-    in_order = list(tags)
-    newest: dict[str, int] = {}
-    last = -(1 << 63)
-    row_of: dict[int, int] = {}
-    early: dict[int, list[tuple[str, float]]] = {}
-    for at, step, value in zip(of, steps, values, strict=True):
-        tag = in_order[at]
-        is_again = tag in main and step <= newest.get(tag, -(1 << 63))
-        if is_again:
-            # The tag itself has told this step: the run went back to it.
-            newest, row_of, early = {}, {}, {}
-        if tag in main and (is_again or step > last):
-            row_of[step] = rows.add()
-            last = step
-            rows.put("step", float(step))
-            for other, earlier in early.pop(step, ()):
-                rows.put(other, earlier)
-        if tag in main:
-            newest[tag] = step
-        if step in row_of:
-            rows.put_at(row_of[step], tag, value)
-        else:
-            early.setdefault(step, []).append((tag, value))
-    num_left = sum(map(len, early.values()))
-    if num_left:
-        rows.notes.append(f"{num_left} values are of steps at which {', '.join(sorted(main)[:3])} is not told: left out")
+    points.put(rows)
 
 
 def _scalars(stream: BinaryIO, file: Path, rows: Rows) -> Iterator[tuple[str, int, float]]:

@@ -20,6 +20,9 @@ _MSVC = {"1.#qnan": "nan", "-1.#qnan": "nan", "1.#ind": "nan", "-1.#ind": "nan",
          "1.#inf": "inf", "-1.#inf": "-inf", "1.#snan": "nan"}  # fmt: skip
 CANONICAL = ("loss", "grad_norm", "lr")
 _OF_ALL = re.compile(r"\s*(\d+)\s*/\s*\d+\s*")
+_IS_STEP = re.compile("step|iter|update", re.IGNORECASE)
+MAX_STILL_SHARE = 0.9
+"""Rows in a row of one step, of what is plainly called one: several loggers, or ranks, write each (chosen)."""
 _PLAINEST = 6
 """Spellings of a role that can mean nothing else (chosen)."""
 MAX_BACK_SHARE = 0.05
@@ -187,12 +190,18 @@ class Rows:
             seen = values[main][held[main]]
             whole = np.isfinite(seen) & (np.abs(seen) < 2.0**62) & (seen == np.floor(np.where(np.isfinite(seen), seen, 0.5)))
             # A count that stands still or is a fraction is another thing: an epoch, a share, a constant.
-            if not len(seen) or not whole.all() or (len(seen) > 2 and np.mean(np.diff(seen) == 0) > 0.5):
+            still = 0.0 if len(seen) < 3 else float(np.mean(np.diff(seen) == 0))
+            if not len(seen) or not whole.all() or still > (MAX_STILL_SHARE if _IS_STEP.search(name) else 0.5):
                 continue
             good = held & np.isfinite(values) & (np.abs(values) < 2.0**62)
             last = np.maximum.accumulate(np.where(good, np.arange(self.num_rows), -1))
             filled = np.where(last >= 0, values[np.maximum(last, 0)], values[np.argmax(good)])
             return np.floor(filled).astype(np.int64), name
+        unusable = best_columns([*names, *self._garbage], "step")
+        if unusable:
+            line, text = self._garbage.get(unusable[0], (0, ""))
+            got = f'holds words, such as "{text}" in line {line}' if text else "does not count in whole numbers"
+            self.notes.append(f'"{unusable[0]}" {got}: rows are counted instead')
         return np.arange(self.num_rows, dtype=np.int64), ""
 
     def _attempts(self, steps: npt.NDArray[np.int64], main: npt.NDArray[np.int64], source: str) -> npt.NDArray[np.int64]:

@@ -1,17 +1,19 @@
 """Plain logs that people have already: which kind a file is, and its rows as columns of numbers.
 
 CSV (any delimiter), JSON lines, JSON, Hugging Face's trainer_state.json, TensorBoard's event files, what trainers print;
-each of them gzipped too. Files are read as streams: memory is what their numbers take.
+each of them packed by gzip, bzip2 or xz too. Files are read as streams: memory is what their numbers take.
 """
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import gzip
 import io
+import lzma
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -19,7 +21,19 @@ from sentinel.errors import LogError
 from sentinel.ingest.log_events import is_event_file, read_events
 from sentinel.ingest.log_lines import read_lines
 from sentinel.ingest.log_rows import Log, Rows
-from sentinel.ingest.log_tables import SNIFF_LINES, cells_of, delimiter_of, is_all_numbers, read_csv, read_json, read_jsonl
+from sentinel.ingest.log_tables import (
+    SNIFF_LINES,
+    cells_of,
+    delimiter_of,
+    is_all_numbers,
+    is_decimal_comma,
+    read_csv,
+    read_json,
+    read_jsonl,
+    unwrapped,
+    whole_records,
+    wrapping_of,
+)
 
 __all__ = ["Log", "find_logs", "is_log_directory", "read_log"]
 
@@ -32,8 +46,13 @@ _KNOWN = "CSV, JSON lines, JSON, trainer_state.json, TensorBoard events, or line
 _BINARY = {
     b"PAR1": "Parquet; write it as CSV first", b"SQLite format 3": "SQLite", b"PK\x03\x04": "a zip archive",
     b"\x89HDF": "HDF5", b":W&B": "W&B's own file; export its history as CSV", b"\x80\x02": "a pickle",
-    b"\x80\x04": "a pickle", b"\xfd7zXZ": "xz; unpack it", b"BZh": "bzip2; unpack it", b"(\xb5/\xfd": "zstd; unpack it",
+    b"\x80\x04": "a pickle", b"(\xb5/\xfd": "zstd; unpack it: zstdcat FILE | sentinel rules backtest -",
 }  # fmt: skip
+_PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz"}
+_CONTROL = bytes(range(32)).translate(None, b"\t\n\x0b\x0c\r\x1b\x08\x00")
+"""Bytes that no text has; a NUL stands in the logs of a machine that lost its power."""
+_DECORATION = re.compile(r"(?=.*(?:---|===|\u2500|\u2501|\u2550))[^\w.]*$")
+_BARS = str.maketrans("\u2502\u2503", "||")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _LOG_NAMES = ("trainer_state.json", "metrics.csv", "trainer_log.jsonl", "progress.csv", "metrics.jsonl", "log.csv")
 
@@ -54,9 +73,11 @@ def read_log(path: str | Path, *, columns: Mapping[str, str] | None = None, head
                 return rows
         else:
             rows = _read_file(path, header)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise LogError(f"{path}: expected gzip, got damaged data ({error}); unpack what is left") from error
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise LogError(f"{path}: expected {_packing(path)}, got damaged data ({error}); unpack what is left") from error
     except OSError as error:
+        if error.errno is None:  # bzip2 says so of damaged data
+            raise LogError(f"{path}: expected {_packing(path)}, got damaged data ({error}); unpack what is left") from error
         raise LogError(f"{path}: cannot be read: {error.strerror or error}") from error
     rows.rename(dict(columns or {}))
     return rows.finish()
@@ -116,7 +137,7 @@ def _read_file(path: Path, header: Sequence[str] | None) -> Rows:
     if "tfevents" in path.name and b"\x00" in head:
         raise LogError(f"{path}: expected event records of TensorBoard, got other bytes at its beginning; damaged")
     encoding = _encoding(path, head)
-    text = head.decode(encoding, "replace").lstrip("\ufeff")
+    text = head.decode(encoding, "replace").lstrip("\ufeff").replace("\x00", "")
     lines = text.splitlines(keepends=True)
     if len(head) == HEAD_BYTES and len(lines) > 1:
         lines.pop()  # cut in the middle
@@ -127,17 +148,21 @@ def _read_file(path: Path, header: Sequence[str] | None) -> Rows:
             read_json(rows, _whole(path, stream, encoding))
             return rows
         numbered = _lines(path, stream, encoding)
+        if form == "jsonl" and (wrapping := wrapping_of(lines)):
+            rows = Rows(path, "text")
+            read_lines(rows, unwrapped(numbered, wrapping))
+            return rows
         if form == "jsonl":
             rows = Rows(path, "jsonl")
             read_jsonl(rows, ((at, line) for at, line in numbered if line.strip()))
             return rows
-        kept = [line for line in lines if line.strip() and not line.lstrip().startswith("#")][:SNIFF_LINES]
+        kept = [line.translate(_BARS) for line in whole_records(lines) if _is_told(line)][:SNIFF_LINES]
         delimiter = delimiter_of(kept) if kept else None
         if delimiter is not None:
             rows = Rows(path, "csv")
             names = list(header) if header else _names_of_table(path, lines, kept, delimiter)
-            told = ((at, line) for at, line in numbered if line.strip() and not line.lstrip().startswith("#"))
-            read_csv(rows, told, delimiter, names)
+            told = ((at, line if line.isascii() else line.translate(_BARS)) for at, line in numbered if _is_told(line))
+            read_csv(rows, told, delimiter, names, is_decimal=is_decimal_comma(kept, delimiter))
         else:
             rows = Rows(path, "text")
             read_lines(rows, numbered)
@@ -146,6 +171,13 @@ def _read_file(path: Path, header: Sequence[str] | None) -> Rows:
         got = f"got {kept[0].strip()[:60]!r}" if kept else "got only comments"
         raise LogError(f"{path}:1: expected {what} ({_KNOWN}), {got}")
     return rows
+
+
+def _is_told(line: str) -> bool:
+    """Whether a line of a table says something: blank ones, comments, rules and Excel's own hint do not."""
+    if not line.strip() or line.lstrip().startswith(("#", "sep=")):
+        return False
+    return line.lstrip()[0] not in "-=+|\u2500\u2501\u250c\u250f\u2514\u2517\u251c\u2521" or not _DECORATION.match(line)
 
 
 def _names_of_table(path: Path, lines: Sequence[str], kept: Sequence[str], delimiter: str) -> list[str] | None:
@@ -173,17 +205,17 @@ def _names_of_table(path: Path, lines: Sequence[str], kept: Sequence[str], delim
 
 def _json_form(lines: Sequence[str]) -> str:
     """Return `json` for one document, `jsonl` for one a line, empty for what is no JSON."""
-    kept = [line.strip() for line in lines if line.strip()][:2]
+    kept = [line.strip() for line in lines if line.strip()][:SNIFF_LINES]
     if not kept or kept[0][0] not in "{[":
         return ""
     first = kept[0]
     if first[0] == "[":
         inside = first[1:].strip() or (kept[1] if len(kept) > 1 else "")
-        return "json" if inside[:1] in ("{", "]") else ""
+        return "json" if inside[:1] in ("{", "]") or re.match(r"\[\s*\d", inside) else ""
     inside = first[1:].strip() or (kept[1] if len(kept) > 1 else "")
     if inside[:1] not in ('"', "}"):
         return ""
-    if first.endswith("}") and len(kept) > 1 and kept[1].startswith("{"):
+    if first.endswith("}") and any(line.startswith("{") for line in kept[1:]):
         return "jsonl"
     return "json"
 
@@ -194,17 +226,26 @@ def _encoding(path: Path, head: bytes) -> str:
     for magic, what in _BINARY.items():
         if head.startswith(magic):
             raise LogError(f"{path}: expected a log ({_KNOWN}), got {what}")
-    if b"\x00" in head:
+    if b"\x00" in head[:-1] and len(head) > 3 and not any(head[1:64:2]):
+        return "utf-16-le"
+    if b"\x00" in head and not any(head[0:64:2]):
+        return "utf-16-be"
+    if b"\x00" in head and (head.translate(None, _CONTROL) != head or not head.strip(b"\x00")):
         raise LogError(f"{path}: expected a log ({_KNOWN}), got binary data")
     return "utf-8"
 
 
+def _packing(path: Path) -> str:
+    """Return by what a file is packed; empty: by nothing known."""
+    with path.open("rb") as stream:
+        head = stream.read(6)
+    return next((name for magic, name in _PACKED.items() if head.startswith(magic)), "")
+
+
 def _open(path: Path) -> BinaryIO:
-    stream = path.open("rb")
-    if stream.peek(2)[:2] == b"\x1f\x8b":
-        stream.close()
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    return stream
+    packing = _packing(path)
+    opened: dict[str, Callable[..., object]] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
+    return cast(BinaryIO, opened.get(packing, open)(path, "rb"))
 
 
 def _lines(path: Path, stream: BinaryIO, encoding: str) -> Iterator[tuple[int, str]]:
