@@ -1,4 +1,4 @@
-"""What a rank says beside its rows: the payloads of descriptor, end_step, health, ack, heartbeat and bye frames.
+"""What a rank says beside its rows: the payloads of descriptor, change, end_step, health, ack, heartbeat and bye frames.
 
 Fields are only ever added, last, with a default, so that an older reader still understands a newer rank.
 """
@@ -64,7 +64,7 @@ MAX_TENSORS = 2**24
 
 
 class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
-    """The first frame of a life, sent again (whole) when tensors, placements or chunks change."""
+    """The first frame of a life and of each of its files; when tensors, placements or chunks change, a `LayoutChange`."""
 
     version: str
     place: Place
@@ -87,10 +87,41 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise ValueError for ids that no table of tensors can have."""
-        if self.tensors:
-            ids = [tensor.id for tensor in self.tensors]
-            if min(ids) < 0 or max(ids) >= MAX_TENSORS:
-                raise ValueError(f"tensors: expected ids in [0, {MAX_TENSORS}), got {min(ids)} to {max(ids)}")
+        _check_ids(self.tensors)
+
+
+def _check_ids(tensors: tuple[TensorInfo, ...]) -> None:
+    if tensors:
+        ids = [tensor.id for tensor in tensors]
+        if min(ids) < 0 or max(ids) >= MAX_TENSORS:
+            raise ValueError(f"tensors: expected ids in [0, {MAX_TENSORS}), got {min(ids)} to {max(ids)}")
+
+
+class LayoutChange(msgspec.Struct, frozen=True, kw_only=True):
+    """What a descriptor says otherwise than one that was sent before; or that one sent before is meant again.
+
+    An id stands for one tensor as long as the life lasts, and none is taken out of the table: what a step does not measure
+    has no row in it, and needs no layout of its own.
+    """
+
+    base: int
+    """Layout id of the descriptor that this changes; the frame's own: that one is meant again."""
+    base_offset: int
+    """Byte offset in the same file at which the frame begins that describes `base`."""
+    tensors: tuple[TensorInfo, ...] = ()
+    """Those that are new, and those that changed, whole."""
+    head: Descriptor | None = None
+    """Everything but the table, where any of it changed; its own table is empty."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for ids that no table of tensors can have."""
+        _check_ids(self.tensors)
+
+    def applied_to(self, base: Descriptor) -> Descriptor:
+        """Return the descriptor that this makes of its base."""
+        tensors = {tensor.id: tensor for tensor in base.tensors}
+        tensors.update((tensor.id, tensor) for tensor in self.tensors)
+        return msgspec.structs.replace(self.head or base, tensors=tuple(tensors.values()))
 
 
 class EndStep(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 
 from sentinel.errors import WireError
-from sentinel.messages import Bye, Descriptor, EndStep, Heartbeat
+from sentinel.ingest.looking_back import look_back
+from sentinel.messages import Bye, Descriptor, EndStep, Heartbeat, LayoutChange
 from sentinel.version import VERSION
 from sentinel.wire.frame import NO_ATTEMPT, PROTOCOL, Frame, FrameType, Message, decode_message, row_dtype
 from sentinel.wire.spool import SpoolReader, file_name, parse_life_folder
@@ -47,8 +48,8 @@ class Life:
     """The newest."""
     layout_id: int = 0
     layouts: dict[int, Descriptor] = dataclasses.field(default_factory=dict)
-    described_at: tuple[int, int] = (0, 0)
-    """Where in the spool the newest descriptor begins."""
+    described_at: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    """Where in the spool the newest descriptors, and changes of them, begin: in rising order, at most MAX_LAYOUTS."""
     max_seq: int = 0
     gaps: set[int] = dataclasses.field(default_factory=set)
     last_step: int = -1
@@ -64,6 +65,11 @@ class Life:
     """Numbers that never came, as far as is known."""
     num_duplicates: int = 0
     num_undecodable: int = 0
+
+    def described_before(self, place: tuple[int, int]) -> tuple[int, int]:
+        """Return where the layout is described that was in force at a place: (file index, byte offset)."""
+        at = bisect.bisect_left(self.described_at, place)
+        return self.described_at[at - 1] if at else (place[0], 0)
 
 
 MAX_STEP = 2**40
@@ -245,8 +251,9 @@ class RunFollower:
         found = {}
         for folder, (life, file_index, offset, seq) in self._handed.items():
             found[folder] = Position(
-                life.id, life.rank, life.attempt, file_index, offset, seq, life.described_at, life.last_step
-            )
+                life.id, life.rank, life.attempt, file_index, offset, seq, life.described_before((file_index, offset)),
+                life.last_step,
+            )  # fmt: skip
         return found
 
     def restore(self, positions: dict[str, Position]) -> None:
@@ -262,15 +269,10 @@ class RunFollower:
             self._wall_ns[folder] = 0
             self._readers[folder] = SpoolReader(self.spool_dir / folder, file_index=at.file_index, offset=at.offset)
             # The head of the file has one too, should the other file be gone.
-            for file_index, offset in dict.fromkeys((at.described_at, (at.file_index, 0))):
-                for frame in SpoolReader(self.spool_dir / folder, file_index=file_index, offset=offset).poll(
-                    final=True, max_bytes=MIN_WINDOW_BYTES
-                )[:1]:
-                    if frame.header.type == FrameType.DESCRIPTOR and frame.header.life == at.life:
-                        message = decode_message(frame)
-                        if isinstance(message, Descriptor):
-                            self._describe(life, frame.header.layout_id, message, (frame.file_index, offset))
-                if life.descriptor is not None:
+            for place in dict.fromkeys((at.described_at, (at.file_index, 0))):
+                described = look_back(self.spool_dir / folder, at.life, place, life.layouts)
+                if described is not None:
+                    self._describe(life, *described, place)
                     break
 
     def _discover(self) -> None:
@@ -310,6 +312,8 @@ class RunFollower:
                 life.num_undecodable += 1
                 self._say(f"{folder}/undecodable", str(error))
                 return None
+        if isinstance(message, LayoutChange):
+            message = self._changed(life, frame, message)
         contradiction = _contradiction(frame, message, life)
         if contradiction:
             life.num_undecodable += 1
@@ -327,14 +331,31 @@ class RunFollower:
             life.bye = message
         return Record(life, frame, begin, message, life.layouts.get(header.layout_id), life.last_wall_ns)
 
+    def _changed(self, life: Life, frame: Frame, change: LayoutChange) -> Descriptor | None:
+        """Return the descriptor that a change makes; None where it is not known of what."""
+        known = life.layouts.get(frame.header.layout_id)
+        if known is not None:
+            return known
+        base = life.layouts.get(change.base)
+        if base is None:
+            place = (frame.file_index, change.base_offset)
+            found = look_back(self.spool_dir / life.folder, life.id, place, life.layouts)
+            # What the newest says of a tensor is right but for what was lost between.
+            base = found[1] if found is not None and found[0] == change.base else life.descriptor
+        if base is None:
+            life.num_undecodable += 1
+            return None
+        return change.applied_to(base)
+
     @staticmethod
     def _describe(life: Life, layout_id: int, descriptor: Descriptor, begin: tuple[int, int]) -> None:
-        life.described_at = begin
+        life.described_at = [*life.described_at[-(MAX_LAYOUTS - 1) :], begin]
         life.layout_id = layout_id
-        life.descriptor = life.layouts.get(layout_id, descriptor)
+        # The one that was in force last is forgotten last.
+        life.descriptor = life.layouts.pop(layout_id, descriptor)
         life.layouts[layout_id] = life.descriptor
         if len(life.layouts) > MAX_LAYOUTS:
-            del life.layouts[next(key for key in life.layouts if key != layout_id)]
+            del life.layouts[next(iter(life.layouts))]
 
     def _check_rows(self, folder: str, descriptor: Descriptor) -> None:
         try:
@@ -365,7 +386,7 @@ class RunFollower:
         for protocol in reader.foreign:
             self._say(
                 f"{rank}/protocol/{protocol}",
-                f"record from rank {rank}: expected protocol {PROTOCOL}, got {protocol}; "
+                f"record from rank {rank}: expected protocol {PROTOCOL} at most, got {protocol}; "
                 f"restart the trainer with sentinel=={VERSION}, or this daemon with the trainer's version",
             )
 

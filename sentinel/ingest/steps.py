@@ -461,7 +461,7 @@ class StepAssembler:
             if life_id in needed:
                 seq, behind = needed[life_id][0] - 1, needed[life_id][1]
             found[life.folder] = Position(
-                life_id, life.rank, life.attempt, behind[0], behind[1], seq, life.described_at, life.last_step,
+                life_id, life.rank, life.attempt, behind[0], behind[1], seq, life.described_before(behind), life.last_step,
                 life.bye.reason if life.bye is not None and life.has_left and life_id not in needed else None,
             )  # fmt: skip
         return found

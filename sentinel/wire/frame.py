@@ -27,11 +27,14 @@ import msgspec
 import numpy as np
 
 from sentinel.errors import WireError
-from sentinel.messages import Ack, Bye, Descriptor, EndStep, Health, Heartbeat, Vectors
+from sentinel.messages import Ack, Bye, Descriptor, EndStep, Health, Heartbeat, LayoutChange, Vectors
 from sentinel.native import crc32
 from sentinel.record import ROW_DTYPE
 
-PROTOCOL = 1
+PROTOCOL = 2
+"""The newest that is understood here. A frame bears the oldest version that has its type: 1, or 2 for a change of layout.
+An older reader names such a change, skips it, and goes on with the tensors it knows; the next file describes all of them."""
+OLDEST_PROTOCOL = 1
 MAGIC = b"SNTL"
 NO_ATTEMPT = 0xFFFFFFFF
 """The attempt of a life that could not learn it; the daemon places it."""
@@ -66,9 +69,10 @@ class FrameType(enum.IntEnum):
     HEARTBEAT = 6
     VECTOR = 7
     BYE = 8
+    CHANGE = 9
 
 
-Message: TypeAlias = Descriptor | EndStep | Health | Ack | Heartbeat | Vectors | Bye
+Message: TypeAlias = Descriptor | LayoutChange | EndStep | Health | Ack | Heartbeat | Vectors | Bye
 
 _MESSAGE_TYPES: dict[int, type[Message]] = {
     FrameType.DESCRIPTOR: Descriptor,
@@ -78,6 +82,7 @@ _MESSAGE_TYPES: dict[int, type[Message]] = {
     FrameType.HEARTBEAT: Heartbeat,
     FrameType.VECTOR: Vectors,
     FrameType.BYE: Bye,
+    FrameType.CHANGE: LayoutChange,
 }
 FRAME_TYPES: dict[type[Message], FrameType] = {cls: FrameType(number) for number, cls in _MESSAGE_TYPES.items()}
 """Message class -> the frame type that carries it."""
@@ -104,7 +109,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     placement_epoch: int = 0
     """+1 each time the descriptor changes within the life."""
     layout_id: int = 0
-    """crc32 of the descriptor payload that rows of this frame point into."""
+    """Which descriptor the rows of this frame point into: within the life, two that differ never have the same (its first
+    payload's crc32). It stays the same where that descriptor is sent again, whole or not."""
     wall_ns: int = 0
     mono_ns: int = 0
     row_count: int = 0
@@ -146,11 +152,14 @@ def run_id_of(run: str) -> int:
     return int.from_bytes(hashlib.blake2b(run.encode(), digest_size=8).digest(), "little")
 
 
-def encode_frame(header: Header, payload: Buffer, *, protocol: int = PROTOCOL) -> tuple[bytes, Buffer]:
+def encode_frame(header: Header, payload: Buffer, *, protocol: int = 0) -> tuple[bytes, Buffer]:
     """Return (header bytes, payload): the two buffers of one writev; the payload is not copied.
+
+    protocol: 0 for the version that has the frame's type.
 
     WireError when the frame would be longer than MAX_FRAME_BYTES.
     """
+    protocol = protocol or (PROTOCOL if header.type == FrameType.CHANGE else OLDEST_PROTOCOL)
     payload_bytes = memoryview(payload).nbytes
     frame_bytes = HEADER_BYTES + payload_bytes
     if frame_bytes > MAX_FRAME_BYTES:
@@ -191,7 +200,7 @@ def scan(buffer: Buffer, offset: int = 0, base: int = 0, file_index: int = 0) ->
     is_large = frame_bytes >= LARGE_BYTES
     if crc != (crc32(buffer, _BEGUN_CRC, rest, end) if is_large else zlib.crc32(view[rest:end], _BEGUN_CRC)):
         return _corrupt(buffer, offset)
-    if protocol != PROTOCOL:
+    if not OLDEST_PROTOCOL <= protocol <= PROTOCOL:
         return Foreign(protocol, end)
     header_bytes = words * 8
     if header_bytes < HEADER_BYTES or header_bytes > frame_bytes:

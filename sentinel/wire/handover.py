@@ -119,6 +119,8 @@ class Handover:
         self._num_dropped = self._num_failed_rows = self._num_dropped_told = 0
         self.num_dropped_batches = 0
         """Steps whose rows were dropped because the queue was full."""
+        self._untold: Descriptor | None = None
+        """Found no room; goes with the next step that does: its rows point into it."""
         self._last_step = NO_STEP
         self._busy_until_ns = 0
         self._activity = "init"
@@ -144,6 +146,8 @@ class Handover:
             return False
         self._last_step = batch.step
         if self._num_in - self._num_out < self._queue_steps:
+            if self._untold is not None:
+                batch.descriptor, self._untold = batch.descriptor or self._untold, None
             self._num_in += 1
             self._queue.append(batch)
             self._ring()
@@ -166,7 +170,11 @@ class Handover:
             return False
         if self._num_notes_in - self._num_notes_out >= MAX_NOTES:
             self._failures["note_dropped"] = self._failures.get("note_dropped", 0) + 1
+            if isinstance(message, Descriptor):
+                self._untold = message
             return False
+        if isinstance(message, Descriptor):
+            self._untold = None
         self._num_notes_in += 1
         self._queue.append(message)
         self._ring()
@@ -301,6 +309,8 @@ class Handover:
         step = getattr(message, "step", NO_STEP)
         if isinstance(message, EndStep):
             return self._write_end(message)
+        if isinstance(message, Descriptor):
+            return self.spool.describe(message)
         return self.spool.append(FRAME_TYPES[type(message)], encode_message(message), step=step)
 
     def _write_end(self, end: EndStep) -> bool:

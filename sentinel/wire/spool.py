@@ -11,13 +11,12 @@ import errno
 import os
 import re
 import stat
-import zlib
 from pathlib import Path
 
 import numpy as np
 
 from sentinel.errors import WireError
-from sentinel.messages import Health
+from sentinel.messages import Descriptor, Health
 from sentinel.wire.clock import Clock, SystemClock
 from sentinel.wire.frame import (
     NO_ATTEMPT,
@@ -32,6 +31,7 @@ from sentinel.wire.frame import (
     encode_message,
     scan,
 )
+from sentinel.wire.layouts import Layouts
 
 SPOOL_BYTES = 4 * 2**30
 """Most bytes of spool a life keeps, unless said otherwise."""
@@ -125,9 +125,7 @@ class SpoolWriter:
         self._offset = 0
         self._old: list[tuple[int, int]] = []
         """Closed files, oldest first: (index, bytes)."""
-        self._descriptor: bytes = b""
-        self._layout_id = 0
-        self._epoch = 0
+        self._layouts = Layouts()
         self._untold_failures = 0
         self._untold_deleted = 0
         self._untold_unlinked = False
@@ -148,13 +146,22 @@ class SpoolWriter:
     def append(self, frame_type: int, payload: Buffer, *, step: int = NO_STEP, row_count: int = 0) -> bool:
         """Append one frame; False when the disk did not take it. A descriptor is kept, to head each new file."""
         if frame_type == FrameType.DESCRIPTOR:
-            self._take_descriptor(bytes(payload))
+            self._layouts.take_payload(bytes(payload))
+            payload = b""
         if step != NO_STEP:
             self._step = step
         is_written = self._append(frame_type, payload, step, row_count)
         if is_written and (self._untold_failures or self._untold_deleted or self._untold_unlinked):
             self._say_losses()
         return is_written
+
+    def describe(self, descriptor: Descriptor) -> bool:
+        """Put a descriptor in force for what comes, and append what it says otherwise than the last; False as `append`.
+
+        One that the disk does not take is written before the next frame.
+        """
+        self._layouts.take(descriptor)
+        return not self._layouts.is_owed or self.append(FrameType.CHANGE, b"")
 
     def append_rows(self, rows: np.ndarray, *, step: int) -> int:
         """Append rows, [rows] ROW_DTYPE, contiguous, in frames of at most ROWS_BYTES; returns the rows written."""
@@ -177,22 +184,22 @@ class SpoolWriter:
         """In a forked child: let go of the parent's file without a trace."""
         self._close_file()
 
-    def _take_descriptor(self, payload: bytes) -> None:
-        if payload != self._descriptor:
-            self._epoch += 1
-            self._descriptor = payload
-            self._layout_id = zlib.crc32(payload)
-
     def _append(self, frame_type: int, payload: Buffer, step: int, row_count: int) -> bool:
         payload_bytes = memoryview(payload).nbytes
         error: Exception | None = None
         for _ in range(2):
             try:
                 self._check_file()
-                is_new = self._make_file(payload_bytes)
-                if is_new and frame_type != FrameType.DESCRIPTOR and self._descriptor:
-                    self._write(FrameType.DESCRIPTOR, self._descriptor, NO_STEP, 0)
-                self._write(frame_type, payload, step, row_count)
+                described = self._layouts.description() if self._layouts.is_owed else None
+                if self._make_file(payload_bytes + (len(described[1]) if described else 0)):
+                    self._layouts.begin_file()
+                    described = self._layouts.description() if self._layouts.is_owed else None
+                if described is not None:
+                    offset = self._offset
+                    self._write(*described, NO_STEP, 0)
+                    self._layouts.written(offset)
+                if frame_type not in (FrameType.DESCRIPTOR, FrameType.CHANGE):
+                    self._write(frame_type, payload, step, row_count)
                 return True
             except (OSError, WireError) as failure:
                 error = failure
@@ -230,7 +237,7 @@ class SpoolWriter:
         """Write one frame with one call; what was torn is cut off again, or its file is left. OSError."""
         header = Header(
             type=frame_type, life=self.life, run_id=self.run_id, rank=self.rank, seq=self._seq + 1,
-            attempt=self.attempt, step=step, placement_epoch=self._epoch, layout_id=self._layout_id,
+            attempt=self.attempt, step=step, placement_epoch=self._layouts.epoch, layout_id=self._layouts.id,
             wall_ns=self._clock.wall_ns(), mono_ns=self._clock.mono_ns(), row_count=row_count,
         )  # fmt: skip
         head, body = encode_frame(header, payload)

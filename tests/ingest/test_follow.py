@@ -169,7 +169,7 @@ def test_another_protocol_is_said_once_and_skipped(run_dir: Path, monkeypatch: p
     drain(follower)
 
     assert len(problems) == 1
-    assert problems[0].startswith("record from rank 17: expected protocol 1, got 3; restart the trainer with sentinel")
+    assert problems[0].startswith("record from rank 17: expected protocol 2 at most, got 3; restart the trainer with ")
     assert follower.num_foreign == 6
 
 
