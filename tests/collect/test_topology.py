@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from sentinel.collect.environment import Environment
 from sentinel.collect.topology import Topology
 from sentinel.place import Place
 
+from .. import forked
 from .conftest import TinyModel
 
 
@@ -77,7 +77,7 @@ def test_place_is_found(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(find, args=(port, str(tmp_path)), nprocs=4)  # One launch for all: it is what takes the time.
+    forked.start(find, (port, str(tmp_path)), 4)  # One launch for all: it is what takes the time.
 
     said: list[list[Place]] = [pickle.loads((tmp_path / str(rank)).read_bytes()) for rank in range(4)]
 

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import sentinel
 
+from .. import forked
 from .ranks import ROOT, Spoken
 
 NUM_RANKS = 2
@@ -72,7 +72,7 @@ def test_command_obeyed_at_one_step_by_real_ranks(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = mp.spawn(train, args=(port, str(tmp_path), 3000), nprocs=NUM_RANKS, join=False)
+    ranks = forked.start(train, (port, str(tmp_path), 3000), NUM_RANKS, join=False)
     try:
         wait_for(lambda: (tmp_path / "at").exists() and int((tmp_path / "at").read_text() or 0) >= 5)
         enabled = order(tmp_path, "enable", "--kinds", "activation,dgrad", "--for-steps", "7")

@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from torch import nn
 
 import sentinel
 from sentinel.cli.main import run_cli
 
+from .. import forked
 from .ranks import ROOT, Spoken, train
 from .test_commands import NUM_RANKS, order, wait_for
 
@@ -55,7 +55,7 @@ def test_a_person_dumps_and_looks_while_the_ranks_train(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = mp.spawn(rank_main, args=(port, str(tmp_path)), nprocs=NUM_RANKS, join=False)
+    ranks = forked.start(rank_main, (port, str(tmp_path)), NUM_RANKS, join=False)
     try:
         wait_for(lambda: all((tmp_path / f"at-{rank}").exists() for rank in range(NUM_RANKS)) and at(tmp_path) >= 3)
         ordered = order(tmp_path, "dump", "--kinds", "wgrad,param", "--for-steps", "3", "--step-interval", "2")

@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import sentinel
@@ -28,6 +27,7 @@ from sentinel.record import ROW_DTYPE
 from sentinel.wire.frame import FrameType, decode_message
 from sentinel.wire.spool import SpoolReader
 
+from .. import forked
 from .ranks import ROOT, Spoken
 
 NUM_RANKS = 2
@@ -84,7 +84,7 @@ class Trainer:
         for name in ("stop", "at"):
             (folder / name).unlink(missing_ok=True)
         arguments = (port, str(folder), str(config), first_step)
-        self.ranks = mp.spawn(train, args=arguments, nprocs=NUM_RANKS, join=False)
+        self.ranks = forked.start(train, arguments, NUM_RANKS, join=False)
 
     def step(self) -> int:
         return int((self.folder / "at").read_text()) if (self.folder / "at").exists() else -1

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import forked
 
 NUM_STEPS = 6
 SYNCHRONISING = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero")
@@ -72,7 +73,7 @@ def test_no_sync_no_collective(tmp_path: Path) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        mp.spawn(train, args=(port, watched, str(tmp_path)), nprocs=2)
+        forked.start(train, (port, watched, str(tmp_path)), 2)
 
     for rank in range(2):
         bare = torch.load(tmp_path / f"False-{rank}.pt")

@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import json
 import math
-import multiprocessing
 import os
 import socket
 import traceback
@@ -22,14 +21,13 @@ from torch import nn
 from sentinel.ingest.merge import StepView
 from sentinel.moments import Moments
 
+from ..forked import CONTEXT
 from ..ingest.daemon import Ears
 from .net import NUM_STEPS
 
 KINDS = ["param", "wgrad", "activation", "activation_in", "dgrad", "dgrad_in", "exp_avg", "exp_avg_sq"]
 EVERYTHING = {"kinds": KINDS}
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "sentinel.collect"])
 
 
 @dataclasses.dataclass
@@ -68,7 +66,7 @@ def train(
         port = free.getsockname()[1]
     settings = dict(config) if config is not None else None
     ranks = [
-        _context.Process(target=_rank, args=(rank, world, port, str(folder), build, settings, num_steps))
+        CONTEXT.Process(target=_rank, args=(rank, world, port, str(folder), build, settings, num_steps))
         for rank in range(world)
     ]
     for process in ranks:
