@@ -25,6 +25,8 @@ import datetime
 import json
 import os
 import random
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -381,8 +383,32 @@ def real(num: int, seed: int) -> dict[str, object]:
     return {"num": num, "right": right, "wrong": wrong, "seconds": round(time.perf_counter() - began, 1)}
 
 
-def real_finite(num: int, seed: int, only: str = "") -> dict[str, object]:
+def rejudged(run_dir: Path, pack: Path) -> Path:
+    """Judge a recorded run anew, by the rules as they are now; return the directory that holds the anomalies."""
+    out = run_dir.parent / "judged"
+    shutil.rmtree(out, ignore_errors=True)
+    command = [
+        sys.executable,
+        "-m",
+        "sentinel.cli",
+        "replay",
+        str(run_dir),
+        "--recompute",
+        "--rules",
+        str(pack),
+        "-o",
+        str(out),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    if done.returncode > 1:
+        raise SystemExit(f"replay ended with exit code {done.returncode}: {done.stderr[-2000:]}")
+    return out
+
+
+def real_finite(num: int, seed: int, only: str = "", keep: Path | None = None) -> dict[str, object]:
     """Plant `num` blow-ups in the example's trainer: a module's work is 30 to 1000 times what it should be, for one step.
+
+    keep: runs lie there and stay; what is there is not trained again, only judged.
 
     Unseen: no rule saw anything in that step; one micro-batch of one replica is an eighth of it, and what softmax and
     normalisation take away of a factor is not drawn here but real.
@@ -400,9 +426,17 @@ def real_finite(num: int, seed: int, only: str = "") -> dict[str, object]:
         planted = [dataclasses.replace(cell, step=WARM_UP + APART * number) for number, cell in enumerate(some)]
         factors = [10.0 ** rng.uniform(1.5, 3.0) for _ in planted]
         with tempfile.TemporaryDirectory(prefix="origin-real-") as scratch:
-            run_dir = sweep.train(
-                layout, planted, Path(scratch), is_monitored=is_monitored, is_sudden=False, extra=[], factors=factors
-            )
+            folder = keep / f"{layout.name}-{'on' if is_monitored else 'off'}-{num}-{seed}" if keep else Path(scratch)
+            folder.mkdir(parents=True, exist_ok=True)
+            if (folder / "trained").exists():
+                sweep.write_pack(folder, is_finite=True)
+                run_dir = rejudged(folder / "run", folder / "pack.yaml")
+            else:
+                shutil.rmtree(folder / "run", ignore_errors=True)
+                run_dir = sweep.train(
+                    layout, planted, folder, is_monitored=is_monitored, is_sudden=False, extra=[], factors=factors
+                )
+                (folder / "trained").touch()
             for cell, factor in zip(planted, factors, strict=True):
                 entries = [entry.anomaly for entry in topk(run_dir, 8, steps={cell.step}).entries]
                 born = [origin(anomaly, entries) for anomaly in entries]
@@ -463,8 +497,10 @@ def main() -> int:
     parser.add_argument("--real-finite", type=int, metavar="NUM", help="the same with NUM blow-ups")
     options = parser.parse_args()
     if options.real or options.real_finite:
-        figures = real(options.real, options.seed) if options.real else real_finite(
-            options.real_finite, options.seed, options.layout
+        figures = (
+            real(options.real, options.seed)
+            if options.real
+            else real_finite(options.real_finite, options.seed, options.layout, options.keep)
         )
         print(json.dumps(figures, indent=1))
         if options.write:

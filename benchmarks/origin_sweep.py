@@ -141,11 +141,7 @@ def train(
     # Escalation would switch monitoring on by itself: here the two promises are looked at one at a time.
     config = {"kinds": ALL_KINDS if is_monitored else ALL_KINDS[:2], "allow_commands": []}
     (folder / "monitor.yaml").write_text(json.dumps(config))
-    # Each plant is an episode of its own, however soon it follows another. A blow-up on one tensor-parallel rank leaves
-    # copies of weights behind that differ for good: that is said once.
-    lasting = ("replica-divergence",)
-    names = [rule.name for rule in load_pack([]).rules if rule.name not in lasting] if factors else ["non-finite"]
-    (folder / "pack.yaml").write_text("rules:\n" + "".join(f"  - {{name: {n}, episode_quiet_steps: 0}}\n" for n in names))
+    write_pack(folder, is_finite=bool(factors))
     command = [
         sys.executable, "-m", "sentinel.cli", "run", "--dir", str(folder), "--name", "run", "--quiet",
         "--rules", str(folder / "pack.yaml"), "--drain-s", "120", "--",
@@ -160,6 +156,14 @@ def train(
     if done.returncode:
         raise SystemExit(f"the run ended with exit code {done.returncode}\n{done.stderr[-4000:]}")
     return folder / "run"
+
+
+def write_pack(folder: Path, *, is_finite: bool) -> None:
+    """Write the rules of a run: the default pack, each plant an episode of its own, however soon it follows another."""
+    # A blow-up on one tensor-parallel rank leaves copies of weights behind that differ for good: that is said once.
+    lasting = ("replica-divergence",)
+    names = [rule.name for rule in load_pack([]).rules if rule.name not in lasting] if is_finite else ["non-finite"]
+    (folder / "pack.yaml").write_text("rules:\n" + "".join(f"  - {{name: {n}, episode_quiet_steps: 0}}\n" for n in names))
 
 
 def read(run_dir: Path) -> dict[int, list[Anomaly]]:
