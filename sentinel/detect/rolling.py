@@ -19,9 +19,8 @@ STEP_TO_SIGMA = 1.0483565417151464
 UNIT_EVERY = 16
 """Points between two looks at whether a series has come to zero."""
 
-LOW, QUARTER, HALF, THREE, HIGH, MIDDLE = range(6)
-"""Marks: order statistics of the residuals at a tenth, a quarter, a half, three quarters and nine tenths, and the lower
-middle of the window (where C begins its next search)."""
+LOW, QUARTER, HALF, THREE, HIGH = range(5)
+"""Marks: order statistics of the residuals at a tenth, a quarter, a half, three quarters and nine tenths."""
 MANY, EVERY, OUTER_EVERY = 64, 32, 64
 """From so many residuals on, marks are formed anew every 32nd point, the outer ones every 64th: few new ones among many
 move them little."""
@@ -31,12 +30,13 @@ Parameters = native.Parameters
 
 
 def new_state(p: Parameters, num_series: int) -> State:
-    """Return the state of series that have seen nothing: 12 * window + 4 * memory + 8 * settle_after + 81 bytes each."""
+    """Return the state of series that have seen nothing: 16 * window + 4 * memory + 8 * settle_after + 77 bytes each."""
     return {
         "points": np.full((num_series, p.window), np.nan),
         "recent": np.full((num_series, _width(p.window)), np.inf, dtype=np.float32),
+        "ordered": np.full((num_series, _width(p.window)), np.inf, dtype=np.float32),
         "residuals": np.full((num_series, _width(p.memory)), np.inf, dtype=np.float32),
-        "marks": np.zeros((num_series, 6), dtype=np.float32),
+        "marks": np.zeros((num_series, 5), dtype=np.float32),
         "held": np.full((num_series, max(p.settle_after, 1)), np.nan),
         "unit": np.full(num_series, 1e-300),
         "center": np.full(num_series, np.nan),
@@ -124,6 +124,11 @@ def _log(x: np.ndarray) -> np.ndarray:
     return np.asarray((exponent - is_low).astype(np.float64) * 0.69314718055994530942 + (s + s + s * series))
 
 
+def _held(x: np.ndarray) -> np.ndarray:
+    """Return numbers as windows hold them: zero without a sign, so that equal ones are the same bits in any order."""
+    return np.asarray(x.astype(np.float32) + np.float32(0.0))
+
+
 def _middle(ordered: np.ndarray, count: np.ndarray) -> np.ndarray:
     """Return the median of the first `count` of each ascending row, at least one."""
     rows = np.arange(len(ordered))
@@ -162,13 +167,13 @@ def _learn(p: Parameters, values: np.ndarray, state: State, anomalous: np.ndarra
 
 def _take(p: Parameters, values: np.ndarray, state: State, rows: np.ndarray) -> None:
     new = values[rows]
-    point = asinh(new, state["unit"][rows]).astype(np.float32)
+    point = _held(asinh(new, state["unit"][rows]))
     is_due = state["seen"][rows] >= p.warmup
     due = rows[is_due]
     if due.size:
         kept = state["kept"][due]
         residual = point[is_due].astype(np.float64) - state["center"][due]
-        state["residuals"][due, kept % p.memory] = residual.astype(np.float32)
+        state["residuals"][due, kept % p.memory] = _held(residual)
         state["kept"][due] = kept + 1
         _mark(p, state, due)
     at = state["at"][rows]
@@ -201,9 +206,8 @@ def _mark(p: Parameters, state: State, rows: np.ndarray) -> None:
 
 
 def _center(state: State, rows: np.ndarray) -> None:
-    ordered, filled = np.sort(state["recent"][rows], axis=1), state["filled"][rows]
-    state["marks"][rows, MIDDLE] = ordered[np.arange(len(rows)), (filled - 1) // 2]
-    state["center"][rows] = _middle(ordered, filled)
+    state["ordered"][rows] = ordered = np.sort(state["recent"][rows], axis=1)
+    state["center"][rows] = _middle(ordered, state["filled"][rows])
 
 
 def _choose_unit(p: Parameters, state: State, row: int) -> None:
@@ -228,7 +232,7 @@ def _choose_unit(p: Parameters, state: State, row: int) -> None:
 def _rescale(p: Parameters, state: State, row: int) -> None:
     """Put everything in the window on the scale of another unit."""
     filled = int(state["filled"][row])
-    z = asinh(state["points"][row, :filled], state["unit"][row]).astype(np.float32)
+    z = _held(asinh(state["points"][row, :filled], state["unit"][row]))
     state["recent"][row] = np.inf
     state["recent"][row, :filled] = z
     _center(state, np.array([row]))

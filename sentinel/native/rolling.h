@@ -1,7 +1,10 @@
-/* Scalars against the rolling median of their last points: the same arithmetic as detect/windowed.py, bit for bit.
+/* Scalars against the rolling median of their last points: the same arithmetic as detect/rolling.py, bit for bit.
  *
- * Nothing is sorted: an order statistic has moved little since it was last asked for, so it is found from there by counting
- * what lies below and stepping to a neighbour. Points and residuals are on the asinh scale, in f32.
+ * The window is also kept in order: each point replaces the oldest there in a pass without a branch (rolling_lanes.h), so
+ * its median is a look at the middle. Points are taken in a stretch at a time, and those that turn out anomalous are taken
+ * back: replacing is its own inverse. The residuals' order statistics, asked for now and then, have moved little since, and
+ * are found from there. Points and residuals are on the asinh scale, in f32; what is put in order has no -0.0, so that any
+ * way of ordering gives the same bits.
  */
 #include "rolling_lanes.h"
 
@@ -10,11 +13,11 @@ typedef struct {
     int32_t window, memory, warmup, settle_after;
 } RollingParameters;
 
-/* First axis the series; words a series: points window; recent and residuals `window` and `memory` rounded up to 16, what
- * is not there +inf; marks 6; held max(settle_after, 1); the others 1. Every array is contiguous. */
+/* First axis the series; words a series: points window; recent, ordered and residuals `window` and `memory` rounded up to
+ * 16, what is not there +inf; marks 5; held max(settle_after, 1); the others 1. Every array is contiguous. */
 typedef struct {
     double *points;
-    float *recent, *residuals, *marks;
+    float *recent, *ordered, *residuals, *marks;
     double *held, *unit, *center;
     int64_t *seen, *kept, *run;
     int32_t *filled, *at;
@@ -22,17 +25,18 @@ typedef struct {
 } RollingState;
 
 enum { ROLLING_SCORE = 1, ROLLING_LEARN = 2 };
-#define ROLLING_MAX 4096
 
 /* One series, seen from its first words. */
 typedef RollingState Rolling;
 
-/* marks: order statistics of the residuals, and the lower middle of the window: where the next search begins. */
-enum { MARK_LOW, MARK_QUARTER, MARK_HALF, MARK_THREE, MARK_HIGH, MARK_MIDDLE, NUM_MARKS };
+/* marks: order statistics of the residuals. */
+enum { MARK_LOW, MARK_QUARTER, MARK_HALF, MARK_THREE, MARK_HIGH, NUM_MARKS };
+/* detect/rolling.py: MANY, EVERY, OUTER_EVERY, UNIT_EVERY. */
+enum { ROLLING_MANY = 64, ROLLING_EVERY = 32, ROLLING_OUTER_EVERY = 64, ROLLING_UNIT_EVERY = 16 };
 #define ROLLING_AHEAD 32
 #define ROLLING_WIDTH(size) (((size) + 15) & ~15)
 
-/* log(x), x >= 1: plain arithmetic in a fixed order, as `_log` of detect/windowed.py (fdlibm's polynomial). */
+/* log(x), x >= 1: plain arithmetic in a fixed order, as `_log` of detect/rolling.py (fdlibm's polynomial). */
 static inline double rolling_log(double x)
 {
     uint64_t bits, biased;
@@ -106,39 +110,59 @@ ROLLING_INLINE float rolling_select(const float *a, int width, int k, float from
     return v;
 }
 
-/* The median of what is in the window. was_full: one point was replaced since the last time, so that of an odd number the
- * middle moved by one step at most. */
-ROLLING_INLINE double rolling_center(const RollingParameters *p, Rolling *s, int was_full, int isa)
+/* The same; what lies within `reach` of `from` is looked through first, but for AVX2, where stepping is faster. */
+ROLLING_INLINE float rolling_select_near(const float *a, int width, int k, float from, float reach, int isa)
 {
-    const int num = *s->filled;
+    float near[ROLLING_NEAR + 16];
+    int less;
     RollingLook at;
-    if (was_full && num % 2) {
-        const float v = s->marks[MARK_MIDDLE];
-        at = rolling_look(s->recent, ROLLING_WIDTH(p->window), v, isa);
-        const float middle = num / 2 < at.less ? at.below : num / 2 >= at.most ? at.above : v;
-        s->marks[MARK_MIDDLE] = middle;
-        return (double)middle;
-    }
-    const float low = rolling_select(s->recent, ROLLING_WIDTH(p->window), (num - 1) / 2, s->marks[MARK_MIDDLE], &at, isa);
-    s->marks[MARK_MIDDLE] = low;
-    return 0.5 * ((double)low + (double)(num / 2 < at.most ? low : at.above));
+    if (isa == 1) return rolling_select(a, width, k, from, &at, isa);
+    const int num = rolling_near(a, width, from - reach, from + reach, near, &less, isa);
+    if (less <= k && k < less + num && num <= ROLLING_NEAR) return rolling_nth(near, num, k - less, isa);
+    return rolling_select(a, width, k, from, &at, isa);
 }
 
-/* The order statistics of the residuals, formed anew every 32nd point (the outer ones every 64th): of many, a few new ones
- * move them little. */
-ROLLING_INLINE void rolling_mark(const RollingParameters *p, Rolling *s, int isa)
+/* The median of what is in the window. */
+static inline double rolling_center(const float *ordered, int filled)
+{
+    return 0.5 * ((double)ordered[(filled - 1) / 2] + (double)ordered[filled / 2]);
+}
+
+/* The first residuals in order, for as long as marks are formed at every point: they are the one thing that is kept for a
+ * call and no longer. */
+typedef struct {
+    float ordered[ROLLING_MANY];
+    int64_t num;
+} RollingYoung;
+
+/* The order statistics of the residuals, of many formed anew every 32nd point (the outer ones every 64th): a few new ones
+ * among them move them little. */
+ROLLING_INLINE void rolling_mark(const RollingParameters *p, Rolling *s, RollingYoung *young, int isa)
 {
     const int64_t kept = *s->kept;
-    if (kept >= 64 && kept % 32 != 0) return;
+    if (kept >= ROLLING_MANY && kept % ROLLING_EVERY != 0) return;
     const int num = kept < p->memory ? (int)kept : p->memory, width = ROLLING_WIDTH(p->memory);
     float *m = s->marks;
-    RollingLook at;
-    m[MARK_QUARTER] = rolling_select(s->residuals, width, num / 4, m[MARK_QUARTER], &at, isa);
-    m[MARK_HALF] = rolling_select(s->residuals, width, num / 2, m[MARK_HALF], &at, isa);
-    m[MARK_THREE] = rolling_select(s->residuals, width, (3 * num) / 4, m[MARK_THREE], &at, isa);
-    if (kept >= 64 && kept % 64 != 0) return;
-    m[MARK_LOW] = rolling_select(s->residuals, width, num / 10, m[MARK_LOW], &at, isa);
-    m[MARK_HIGH] = rolling_select(s->residuals, width, (9 * num) / 10, m[MARK_HIGH], &at, isa);
+    if (kept <= ROLLING_MANY && kept <= p->memory) {
+        if (!young->num)
+            for (int i = 0; i < ROLLING_MANY; i++) young->ordered[i] = INFINITY;
+        for (; young->num < kept; young->num++)
+            rolling_replace(young->ordered, ROLLING_MANY, INFINITY, s->residuals[young->num], isa);
+        m[MARK_LOW] = young->ordered[num / 10];
+        m[MARK_QUARTER] = young->ordered[num / 4];
+        m[MARK_HALF] = young->ordered[num / 2];
+        m[MARK_THREE] = young->ordered[(3 * num) / 4];
+        m[MARK_HIGH] = young->ordered[(9 * num) / 10];
+        return;
+    }
+    /* Some 16 residuals lie within that of each; as many came and went since. Only speed depends on it. */
+    const float *a = s->residuals, reach = 20.0f / (float)num * (m[MARK_THREE] - m[MARK_QUARTER]);
+    m[MARK_QUARTER] = rolling_select_near(a, width, num / 4, m[MARK_QUARTER], reach, isa);
+    m[MARK_HALF] = rolling_select_near(a, width, num / 2, m[MARK_HALF], reach, isa);
+    m[MARK_THREE] = rolling_select_near(a, width, (3 * num) / 4, m[MARK_THREE], reach, isa);
+    if (kept >= ROLLING_MANY && kept % ROLLING_OUTER_EVERY != 0) return;
+    m[MARK_LOW] = rolling_select_near(a, width, num / 10, m[MARK_LOW], 1.5f * reach, isa);
+    m[MARK_HIGH] = rolling_select_near(a, width, (9 * num) / 10, m[MARK_HIGH], 1.5f * reach, isa);
 }
 
 static int rolling_order_f64(const void *a, const void *b)
@@ -163,33 +187,40 @@ static inline double rolling_bound(const RollingParameters *p, const float *mark
     return bound > p->floor ? bound : p->floor;
 }
 
-static inline double rolling_score(const RollingParameters *p, const Rolling *s, double z)
+static inline int rolling_is_judged(const RollingParameters *p, const Rolling *s)
 {
-    if (*s->seen < 2 * (int64_t)p->warmup || *s->kept == 0) return 0.0;
-    const double rise = (double)(float)z - *s->center - (double)s->marks[MARK_HALF];
-    const double score = rise / rolling_bound(p, s->marks);
-    return score > 0.0 ? score : 0.0;
+    return *s->seen >= 2 * (int64_t)p->warmup && *s->kept > 0;
 }
+
+/* Below zero where a point lies below the median; the caller writes 0.0 then. */
+static inline double rolling_score(double z, double center, double half, double bound)
+{
+    return ((double)(float)z - center - half) / bound;
+}
+
+/* A number as windows hold it: zero without a sign, so that what is equal is the same bits, in whatever order. */
+static inline float rolling_held(double x) { return (float)x + 0.0f; }
 
 /* Everything in the window on the scale of another unit. */
 ROLLING_INLINE void rolling_rescale(const RollingParameters *p, Rolling *s, int isa)
 {
-    for (int i = 0; i < *s->filled; i++) s->recent[i] = (float)rolling_asinh(s->points[i], *s->unit);
-    *s->center = rolling_center(p, s, 0, isa);
+    const int width = ROLLING_WIDTH(p->window);
+    for (int i = 0; i < width; i++) s->ordered[i] = INFINITY;
+    for (int i = 0; i < *s->filled; i++) {
+        s->recent[i] = rolling_held(rolling_asinh(s->points[i], *s->unit));
+        rolling_replace(s->ordered, width, INFINITY, s->recent[i], isa);
+    }
+    *s->center = rolling_center(s->ordered, *s->filled);
 }
 
-/* Decide below what the scale is linear: see `RollingMedian._choose_unit`. */
+/* Decide below what the scale is linear: see `_choose_unit` of detect/rolling.py. */
 ROLLING_INLINE void rolling_choose_unit(const RollingParameters *p, Rolling *s, double *scratch, int isa)
 {
     const int num = *s->filled;
     int num_low = 0;
     if (num < 2) return;
     /* A point at or below zero is needed for any other choice. */
-    if (*s->seen != p->warmup) {
-        int is_above = 1;
-        for (int i = 0; i < num; i++) is_above &= s->recent[i] > 0.0f;
-        if (is_above) return;
-    }
+    if (*s->seen != p->warmup && s->ordered[0] > 0.0f) return;
     for (int i = 0; i + 1 < num; i++) scratch[i] = fabs(s->points[i + 1] - s->points[i]);
     const double noise = 1.0483565417151464 * rolling_median(scratch, num - 1);
     for (int i = 0; i < num; i++) {
@@ -205,25 +236,6 @@ ROLLING_INLINE void rolling_choose_unit(const RollingParameters *p, Rolling *s, 
     rolling_rescale(p, s, isa);
 }
 
-ROLLING_INLINE void rolling_take(const RollingParameters *p, Rolling *s, double x, double z, double *scratch, int isa)
-{
-    const float point = (float)z;
-    if (*s->seen >= p->warmup) {
-        s->residuals[(uint32_t)*s->kept % (uint32_t)p->memory] = (float)((double)point - *s->center);
-        *s->kept += 1;
-        rolling_mark(p, s, isa);
-    }
-    const int was_full = *s->filled == p->window;
-    s->recent[*s->at] = point;
-    s->points[*s->at] = x;
-    *s->at = *s->at + 1 == p->window ? 0 : *s->at + 1;
-    *s->filled += *s->filled < p->window;
-    *s->center = rolling_center(p, s, was_full, isa);
-    *s->seen += 1;
-    *s->run = 0;
-    if (*s->seen == p->warmup || (*s->seen % 16 == 0 && *s->seen > p->warmup)) rolling_choose_unit(p, s, scratch, isa);
-}
-
 static double rolling_noise(double *numbers, int num)
 {
     const double middle = rolling_median(numbers, num);
@@ -231,7 +243,7 @@ static double rolling_noise(double *numbers, int num)
     return 1.4826 * rolling_median(numbers, num);
 }
 
-/* Keep flagged points apart until they are a level of their own: see `RollingMedian._hold`. */
+/* Keep flagged points apart until they are a level of their own: see `_hold` of detect/rolling.py. */
 ROLLING_INLINE void rolling_hold(const RollingParameters *p, Rolling *s, double x, double *scratch, int isa)
 {
     const int size = p->settle_after;
@@ -261,40 +273,166 @@ ROLLING_INLINE void rolling_hold(const RollingParameters *p, Rolling *s, double 
     *s->settled = 1;
 }
 
+/* z of the next points of a series, or of one point of the next series (unit_stride 1), in lanes; NaN for what is not
+ * finite. */
+ROLLING_INLINE void rolling_ahead(const double *values, int64_t stride, const double *unit, int64_t unit_stride, int64_t num,
+                                  double *z)
+{
+    double x[ROLLING_AHEAD], u[ROLLING_AHEAD];
+    for (int64_t n = 0; n < num; n++) {
+        x[n] = values[n * stride];
+        u[n] = unit[n * unit_stride];
+    }
+    for (int64_t n = 0; n < num; n++) {
+        const double y = rolling_asinh(x[n], u[n]);
+        z[n] = fabs(x[n]) < INFINITY ? y : NAN;
+    }
+}
+
+static inline int64_t rolling_least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Points until there is more to do than to take them in, the one included after which there is. */
+static inline int64_t rolling_due(const RollingParameters *p, const Rolling *s)
+{
+    const int64_t seen = *s->seen, kept = *s->kept;
+    if (*s->filled < p->window || kept < ROLLING_MANY || seen < 2 * (int64_t)p->warmup) return 1;
+    /* Windows that wrap, marks, the unit. */
+    const int64_t wrap = rolling_least(p->window - *s->at, p->memory - kept % p->memory);
+    return rolling_least(wrap, rolling_least(ROLLING_EVERY - kept % ROLLING_EVERY, ROLLING_UNIT_EVERY - seen % ROLLING_UNIT_EVERY));
+}
+
+/* Take in up to `num` points, as rolling_due says; return how many were: up to the first that is not finite or anomalous.
+ * The window slides over all of them before any is judged, and back over those that it should not have: few are. */
+ROLLING_INLINE int64_t rolling_stretch(const RollingParameters *p, Rolling *s, int64_t num, int64_t stride,
+                                       const double *values, const double *z, double *scores, const uint8_t *flags, int width,
+                                       int isa)
+{
+    const int is_judged = scores && rolling_is_judged(p, s), is_kept = *s->seen >= p->warmup;
+    const int filled = *s->filled + (*s->filled < p->window), low = (filled - 1) / 2, high = filled / 2;
+    float *const recent = s->recent + *s->at, *const residuals = s->residuals + *s->kept % p->memory;
+    double *const points = s->points + *s->at;
+    float point[ROLLING_AHEAD], middle[ROLLING_AHEAD][2];
+    double center[ROLLING_AHEAD + 1], rise[ROLLING_AHEAD];
+    int is_well = 1;
+    for (int64_t i = 0; i < num; i++) {
+        point[i] = rolling_held(z[i]);
+        is_well &= z[i] == z[i];
+    }
+    for (int64_t i = 0; i < num && !(is_well && !flags); i++)
+        if (z[i] != z[i] || (flags && flags[i * stride])) num = i;
+    center[0] = *s->center;
+    rolling_slide(s->ordered, width, recent, point, num, low, high, middle, isa);
+    for (int64_t i = 0; i < num; i++) center[i + 1] = 0.5 * ((double)middle[i][0] + (double)middle[i][1]);
+    if (is_judged) {
+        /* A quotient below 1 is not rounded to 1: score >= 1 and rise >= bound are the same. */
+        const double half = (double)s->marks[MARK_HALF], bound = rolling_bound(p, s->marks);
+        is_well = 1;
+        for (int64_t i = 0; i < num; i++) {
+            rise[i] = (double)(float)z[i] - center[i] - half;
+            is_well &= rise[i] < bound;
+        }
+        if (!is_well && !flags) {
+            int64_t first = 0;
+            while (rise[first] < bound) first++;
+            while (num > first) {
+                num--;
+                rolling_replace(s->ordered, width, point[num], recent[num], isa);
+            }
+        }
+        for (int64_t i = 0; i < num; i++) {
+            const double score = rise[i] / bound;
+            scores[i * stride] = score > 0.0 ? score : 0.0;
+        }
+    } else if (scores) {
+        for (int64_t i = 0; i < num; i++) scores[i * stride] = 0.0;
+    }
+    if (!num) return 0;
+    for (int64_t i = 0; i < num; i++) {
+        recent[i] = point[i];
+        points[i] = values[i * stride];
+    }
+    if (is_kept)
+        for (int64_t i = 0; i < num; i++) residuals[i] = rolling_held((double)point[i] - center[i]);
+    *s->center = center[num];
+    *s->at = *s->at + (int32_t)num == p->window ? 0 : *s->at + (int32_t)num;
+    *s->filled = filled;
+    *s->seen += num;
+    *s->kept += is_kept ? num : 0;
+    *s->run = 0;
+    return num;
+}
+
+/* All points of one series. ahead: z of the first, where it is known. */
+ROLLING_INLINE void rolling_series(const RollingParameters *p, Rolling *s, int64_t num_points, int64_t stride,
+                                   const double *values, double *scores, const uint8_t *flags, const double *ahead,
+                                   double *scratch, int width, int isa)
+{
+    RollingYoung young;
+    double z[ROLLING_AHEAD], unit = *s->unit;
+    int64_t first = 0, end = ahead != NULL;
+    if (ahead) z[0] = *ahead;
+    young.num = 0;
+    for (int64_t i = 0; i < num_points;) {
+        if (i == end || *s->unit != unit) {
+            unit = *s->unit;
+            first = i;
+            end = num_points - i < ROLLING_AHEAD ? num_points : i + ROLLING_AHEAD;
+            rolling_ahead(values + i * stride, stride, &unit, 0, end - i, z);
+        }
+        const int64_t due = rolling_due(p, s), num = end - i < due ? end - i : due;
+        const uint8_t *flagged = flags ? flags + i * stride : NULL;
+        double *scored = scores ? scores + i * stride : NULL;
+        const int64_t taken
+            = rolling_stretch(p, s, num, stride, values + i * stride, z + (i - first), scored, flagged, width, isa);
+        *s->settled = 0;
+        if (taken) {
+            if (*s->kept) rolling_mark(p, s, &young, isa);
+            if (*s->seen == p->warmup || (*s->seen > p->warmup && *s->seen % ROLLING_UNIT_EVERY == 0))
+                rolling_choose_unit(p, s, scratch, isa);
+            i += taken;
+        }
+        if (taken < num) {
+            const double x = values[i * stride];
+            double score = 0.0;
+            if (fabs(x) < INFINITY) {
+                if (rolling_is_judged(p, s))
+                    score = rolling_score(z[i - first], *s->center, (double)s->marks[MARK_HALF], rolling_bound(p, s->marks));
+                rolling_hold(p, s, x, scratch, isa);
+            }
+            if (scores) scores[i * stride] = score > 0.0 ? score : 0.0;
+            i++;
+        }
+    }
+}
+
 ROLLING_INLINE void rolling_run(const RollingParameters *p, const RollingState *state, int64_t num_points,
                                 int64_t num_series, const double *values, double *scores, const uint8_t *flags,
-                                int32_t steps, double *scratch, int isa)
+                                int32_t steps, double *scratch, int width, int isa)
 {
-    const int64_t held = p->settle_after ? p->settle_after : 1;
-    const int64_t recent = ROLLING_WIDTH(p->window), residuals = ROLLING_WIDTH(p->memory);
+    const int64_t held = p->settle_after ? p->settle_after : 1, memory = ROLLING_WIDTH(p->memory);
+    double z[ROLLING_AHEAD];
     for (int64_t j = 0; j < num_series; j++) {
+        const int64_t at = j % ROLLING_AHEAD;
+        if (num_points == 1 && at == 0)
+            rolling_ahead(values + j, 1, state->unit + j, 1, num_series - j < ROLLING_AHEAD ? num_series - j : ROLLING_AHEAD, z);
         Rolling s = {
-            state->points + j * p->window, state->recent + j * recent, state->residuals + j * residuals,
-            state->marks + j * NUM_MARKS, state->held + j * held, state->unit + j, state->center + j, state->seen + j,
-            state->kept + j, state->run + j, state->filled + j, state->at + j, state->settled + j,
+            state->points + j * p->window, state->recent + j * width, state->ordered + j * width,
+            state->residuals + j * memory, state->marks + j * NUM_MARKS, state->held + j * held, state->unit + j,
+            state->center + j, state->seen + j, state->kept + j, state->run + j, state->filled + j, state->at + j,
+            state->settled + j,
         };
-        double z[ROLLING_AHEAD], unit = 0.0;
+        if (steps & ROLLING_LEARN) {
+            rolling_series(p, &s, num_points, num_series, values + j, steps & ROLLING_SCORE ? scores + j : NULL,
+                           flags ? flags + j : NULL, num_points == 1 ? z + at : NULL, scratch, width, isa);
+            continue;
+        }
+        const double half = (double)s.marks[MARK_HALF], bound = rolling_bound(p, s.marks);
+        const int is_judged = rolling_is_judged(p, &s);
         for (int64_t i = 0; i < num_points; i++) {
             const double x = values[i * num_series + j];
-            const int64_t ahead = i % ROLLING_AHEAD;
-            if (ahead == 0 || *s.unit != unit) {
-                /* Many at once, in lanes; again should one of them change the unit. */
-                const int64_t num = num_points - i < ROLLING_AHEAD - ahead ? num_points - i : ROLLING_AHEAD - ahead;
-                unit = *s.unit;
-                for (int64_t n = 0; n < num; n++) z[ahead + n] = rolling_asinh(values[(i + n) * num_series + j], unit);
-            }
-            if (steps & ROLLING_LEARN) *s.settled = 0;
-            if (!isfinite(x)) {
-                if (steps & ROLLING_SCORE) scores[i * num_series + j] = 0.0;
-                continue;
-            }
-            double score = 0.0;
-            if (steps & ROLLING_SCORE) scores[i * num_series + j] = score = rolling_score(p, &s, z[ahead]);
-            if (!(steps & ROLLING_LEARN)) continue;
-            if (flags ? flags[i * num_series + j] != 0 : score >= 1.0)
-                rolling_hold(p, &s, x, scratch, isa);
-            else
-                rolling_take(p, &s, x, z[ahead], scratch, isa);
+            const double y = num_points == 1 ? z[at] : rolling_asinh(x, *s.unit);
+            const double score = is_judged && isfinite(x) ? rolling_score(y, *s.center, half, bound) : 0.0;
+            scores[i * num_series + j] = score > 0.0 ? score : 0.0;
         }
     }
 }
@@ -303,19 +441,27 @@ ROLLING_INLINE void rolling_run(const RollingParameters *p, const RollingState *
     const RollingParameters *p, const RollingState *state, int64_t num_points, int64_t num_series, const double *values, \
         double *scores, const uint8_t *flags, int32_t steps, double *scratch
 
+/* Windows of up to 48 points, as by default, have loops of their own: a width that is known is no loop. */
+#define ROLLING_SIZED(isa) \
+    const int width = ROLLING_WIDTH(p->window); \
+    if (width == 48) \
+        rolling_run(p, state, num_points, num_series, values, scores, flags, steps, scratch, 48, isa); \
+    else \
+        rolling_run(p, state, num_points, num_series, values, scores, flags, steps, scratch, width, isa)
+
 /* The same loops for each instruction set: comparing and counting give the same results in any. */
 static void rolling_portable(ROLLING_ARGUMENTS)
 {
-    rolling_run(p, state, num_points, num_series, values, scores, flags, steps, scratch, 0);
+    ROLLING_SIZED(0);
 }
 #if HAS_X86
 static __attribute__((target("avx2,popcnt"))) void rolling_avx2(ROLLING_ARGUMENTS)
 {
-    rolling_run(p, state, num_points, num_series, values, scores, flags, steps, scratch, 1);
+    ROLLING_SIZED(1);
 }
 static __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,popcnt,prefer-vector-width=512"))) void rolling_avx512(ROLLING_ARGUMENTS)
 {
-    rolling_run(p, state, num_points, num_series, values, scores, flags, steps, scratch, 2);
+    ROLLING_SIZED(2);
 }
 #endif
 
@@ -323,7 +469,7 @@ static __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,popcnt,prefer-v
  * i * num_series + j. steps: ROLLING_SCORE writes scores; ROLLING_LEARN takes the points in, as anomalous where `flags`
  * says so, or where there are none, where the score reaches 1. scratch: 2 * max(window, settle_after) + 2 words.
  * `isa` as sentinel_best_isa says, or less. */
-EXPORT void sentinel_rolling(ROLLING_ARGUMENTS, int32_t isa)
+EXPORT void sentinel_rolling_medians(ROLLING_ARGUMENTS, int32_t isa)
 {
 #if HAS_X86
     if (isa == 2)

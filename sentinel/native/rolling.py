@@ -35,9 +35,9 @@ class Parameters(ctypes.Structure):
 
 
 _ARRAYS = (
-    ("points", np.float64), ("recent", np.float32), ("residuals", np.float32), ("marks", np.float32),
-    ("held", np.float64), ("unit", np.float64), ("center", np.float64), ("seen", np.int64), ("kept", np.int64),
-    ("run", np.int64), ("filled", np.int32), ("at", np.int32), ("settled", np.bool_),
+    ("points", np.float64), ("recent", np.float32), ("ordered", np.float32), ("residuals", np.float32),
+    ("marks", np.float32), ("held", np.float64), ("unit", np.float64), ("center", np.float64), ("seen", np.int64),
+    ("kept", np.int64), ("run", np.int64), ("filled", np.int32), ("at", np.int32), ("settled", np.bool_),
 )  # fmt: skip
 """Arrays of the state, in the order of RollingState."""
 
@@ -51,7 +51,7 @@ def _find() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer] | None:
     if path is None:
         return None
     try:
-        found = ctypes.CDLL(str(path)).sentinel_rolling, ctypes.PyDLL(str(path)).sentinel_rolling
+        found = ctypes.CDLL(str(path)).sentinel_rolling_medians, ctypes.PyDLL(str(path)).sentinel_rolling_medians
     except (OSError, AttributeError):
         return None
     global isa
@@ -83,7 +83,7 @@ def run(
         raise RuntimeError("the C library was not built; sentinel.detect.rolling works without it")
     values = np.ascontiguousarray(values, np.float64)
     num_points, num_series = values.shape
-    scores = np.zeros(values.shape)
+    scores = np.empty(values.shape) if steps & SCORE else np.zeros(values.shape)
     if not values.size:
         return scores
     if flags is not None:
@@ -105,8 +105,7 @@ def run(
 
 
 def exponential(values: np.ndarray, k: float, rate: float) -> np.ndarray:
-    """Return the scores of an exponential mean of [points, series]: what `run` is measured against. RuntimeError as there.
-    """
+    """Return the scores of an exponential mean of [points, series]: the measure of `run`. RuntimeError as there."""
     path = find_library()
     if _calls is None or path is None:
         raise RuntimeError("the C library was not built")
