@@ -1,18 +1,20 @@
-"""Sister runs of the labelled logs: what recurs at the same step, and a +2 % step beside the sisters' median.
+"""Sister runs of the labelled logs: what recurs at the same step, and a step off by 2 % beside what the sisters forecast.
 
 Called by detection.py. Sisters are found in the data: runs whose loss, less its moving mean, moves together.
 """
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from sentinel.detect import LossSpike
 from sentinel.detect.reference import Beside
-from sentinel.detect.rolling import spread
-from sentinel.reference import ReferenceSeries, combine
+from sentinel.reference import combine
+from sentinel.rules.sisters import Lookup
 
 PROJECT = "KellerJordan/modded-nanogpt"
 """36 runs; trainlogs/README.md says that they share their data order."""
@@ -21,6 +23,7 @@ TOGETHER = 0.5
 BURN_IN = 128
 PLANTS = 60
 """Corrupted steps planted in each run, each in a run of its own."""
+PLANTED = (1.02, 0.98)
 
 
 def groups_of(logs: Any) -> list[list[str]]:
@@ -70,61 +73,118 @@ def recur(logs: Any) -> None:
         print(f"| {len(group) - 1} | {len(group)} | {total} | {share[0]} | {share[1]} |")
 
 
+@dataclass
+class Beheld:
+    """One run beside the others of its group, row by row."""
+
+    file: str
+    num_sisters: int
+    half: str
+    """`tuned` or `other`: runs of a group in turn."""
+    residual: np.ndarray
+    """What it is away from the forecast, in logarithms; NaN where there is none. Rows from BURN_IN on, as all below."""
+    score: np.ndarray
+    """Signed: below 0.0 where the run is under the forecast."""
+    caught: dict[float, list[bool]]
+    """Factor planted -> whether each plant was called, on its own side."""
+    alone: list[bool]
+    """Whether the run's past alone calls the plants of PLANTED[0]."""
+
+    def episodes(self, rows: np.ndarray, logs: Any) -> int:
+        """Return the number of episodes of the rows flagged."""
+        return len(logs.scorer.episodes(np.flatnonzero(rows).tolist()))
+
+
 def sisters(logs: Any) -> None:
-    """Print how many planted +2 % steps are caught beside the sisters, and the false alarms; each run left out in turn."""
-    print("\n## Beside sisters: one step of the loss x1.02, each run left out of its group in turn; rows from 128 on\n")
-    print("| sisters | runs | planted | caught | rows judged | false alarms | per 100k rows | caught without sisters |")
-    print("|---|---|---|---|---|---|---|---|")
-    whole = np.zeros(4)
-    several = np.zeros(4)
-    for group in groups_of(logs):
-        if len(group) < 2:
-            continue
-        sums, alone = np.zeros(4), 0
-        for file in group:
-            others = [{"loss": (logs.column(one, "step"), logs.column(one, "loss"))} for one in group if one != file]
-            found, without = _left_out(logs, file, combine(others).series["loss"])
-            sums, alone = sums + found, alone + without
-        planted, caught, rows, false = sums
-        cells = f"{planted:.0f} | {caught / planted:.3f} | {rows:.0f} | {false:.0f} | {false * 1e5 / rows:.1f}"
-        print(f"| {len(group) - 1} | {len(group)} | {cells} | {alone / planted:.3f} |")
-        whole += sums
-        several += sums * (len(group) > 3)
-    for name, (planted, caught, rows, false) in (("3 and more", several), ("all", whole)):
-        cells = f"{planted:.0f} | {caught / planted:.3f} | {rows:.0f} | {false:.0f} | {false * 1e5 / rows:.1f}"
-        print(f"| {name} | | {cells} | |")
+    """Print how many planted steps are caught beside the sisters, the false alarms, and what any threshold could reach."""
+    runs = [_beside(logs, group, at) for group in groups_of(logs) if len(group) > 1 for at in range(len(group))]
+    print(
+        "\n## Beside sisters: one step of the loss x1.02, x0.98; each run left out of its group in turn; rows from 128 on\n"
+    )
+    print("Constants were chosen on every second run of each group (tuned); false alarms count both sides.\n")
+    print("| sisters | half | runs | planted | +2 % caught | -2 % caught | rows | false | per 100k | +2 % without sisters |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    counts = sorted({run.num_sisters for run in runs})
+    for num in (*counts, None):
+        for half in ("tuned", "other", "all"):
+            taken = [run for run in runs if num in (None, run.num_sisters) and half in ("all", run.half)]
+            rows = sum(len(run.score) for run in taken)
+            false = sum(run.episodes(sign * run.score >= 1.0, logs) for run in taken for sign in (1.0, -1.0))
+            caught = {factor: np.concatenate([run.caught[factor] for run in taken]) for factor in PLANTED}
+            planted = len(caught[PLANTED[0]])
+            shares = " | ".join(f"{caught[factor].mean():.3f}" for factor in PLANTED)
+            alone = np.concatenate([run.alone for run in taken]).mean()
+            called = f"{rows} | {false} | {false * 1e5 / rows:.1f}"
+            print(f"| {num or 'all'} | {half} | {len(taken)} | {planted} | {shares} | {called} | {alone:.3f} |")
+    _bound(logs, runs, counts)
 
 
-def _left_out(logs: Any, file: str, series: ReferenceSeries) -> tuple[np.ndarray, int]:
-    """Return (planted, caught, rows judged, false alarms) of one run, and what is caught of the plants without sisters."""
-    steps, medians, unrest = series.arrays()
-    at = {int(step): (float(m), float(u)) for step, m, u in zip(steps, medians, unrest, strict=True)}
-    own_steps, loss = logs.column(file, "step"), logs.column(file, "loss")
-    there = [row for row in range(BURN_IN, len(loss)) if int(own_steps[row]) in at]
+def _bound(logs: Any, runs: list[Beheld], counts: list[int]) -> None:
+    """Print what the best threshold reaches that allows so many false alarms, chosen with hindsight."""
+    print("""
++2 % caught by the best threshold of all on the same residuals, chosen for each group to give at most so many false alarms
+per 100k rows, upward only: of the residual itself, of the residual by a deviation that knows the future (robust, 48 rows to
+each side), and of the residual by what the detector allows at that row. What no oracle catches, noise hides.
+""")
+    print(
+        "| sisters | false per 100k | residual | by the deviation in hindsight | by what is allowed |\n|---|---|---|---|---|"
+    )
+    for num in counts:
+        taken = [run for run in runs if run.num_sisters == num]
+        rows = sum(len(run.score) for run in taken)
+        for per_100k in (5, 20, 50, 100):
+            cells = []
+            for scale_of in (lambda run: np.ones(len(run.residual)), lambda run: _hindsight(run.residual), _allowed):
+                scales = [scale_of(run) for run in taken]
+                heights = [np.nan_to_num(run.residual, nan=-1.0) / scale for run, scale in zip(taken, scales, strict=True)]
+                allowed, low, high = per_100k * rows / 1e5, 0.0, 1000.0
+                for _ in range(40):
+                    middle = 0.5 * (low + high)
+                    false = sum(run.episodes(height >= middle, logs) for run, height in zip(taken, heights, strict=True))
+                    low, high = (low, middle) if false <= allowed else (middle, high)
+                over = [h + np.log(1.02) / s >= high for h, s in zip(heights, scales, strict=True)]
+                cells.append(f"{np.mean([one.mean() for one in over]):.3f}")
+            print(f"| {num} | {per_100k} | {' | '.join(cells)} |")
+
+
+def _hindsight(residual: np.ndarray, reach: int = 48) -> np.ndarray:
+    """Return the robust deviation of the residuals around each row."""
+    padded = np.pad(np.nan_to_num(residual), reach, mode="reflect")
+    low, high = np.quantile(np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1), [0.25, 0.75], axis=1)
+    return np.maximum((high - low) / 1.349, 1e-5)
+
+
+def _allowed(run: Beheld) -> np.ndarray:
+    """Return how far up the detector lets the residual go at each row; much where it says nothing."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        bound = np.abs(run.residual / run.score)
+    return np.where(np.isfinite(bound), bound, 1e3)
+
+
+def _beside(logs: Any, group: list[str], at: int) -> Beheld:
+    file = group[at]
+    others = [{"loss": (logs.column(one, "step"), logs.column(one, "loss"))} for one in group if one != file]
+    steps, loss, detector = logs.column(file, "step").astype(int), logs.column(file, "loss"), LossSpike()
+    lookup = Lookup(combine(others).series["loss"])
+    beside, state = Beside(detector, lookup.num_kept), detector.state(1)
+    there = [row for row in range(BURN_IN, len(loss)) if np.isfinite(lookup.around(steps[row])[0]).any()]
     plants = set(np.random.default_rng(0).choice(there, min(PLANTS, len(there)), replace=False).tolist())
-    detector = LossSpike()
-    state, beside = detector.state(1), Beside(detector)
-    beside.grow(1)
-    caught = alone = 0
-    flagged = []
+    residual, score = np.full(len(loss), np.nan), np.zeros(len(loss))
+    caught: dict[float, list[bool]] = {factor: [] for factor in PLANTED}
+    alone = []
     for row, value in enumerate(loss.tolist()):
-        step, point = int(own_steps[row]), np.array([value])
-        if step in at:
-            median, restless = at[step]
-            own = float(spread(state)[0])
-            if row in plants:
-                kept = _copied(beside, detector)
-                caught += kept.judge(0, 1.02 * value, own, median, restless, series.num_runs)[0] >= 1.0
-                alone += detector.score(1.02 * point, state).score[0] >= 1.0
-            if beside.judge(0, value, own, median, restless, series.num_runs)[0] >= 1.0 and row >= BURN_IN:
-                flagged.append(row)
+        found, point = lookup.around(steps[row]), np.array([value])
+        if row in plants:
+            for factor in PLANTED:
+                height, side, *_ = deepcopy(beside).judge(factor * value, *found)
+                caught[factor].append(height >= 1.0 and (side > 0) == (factor > 1.0))
+            alone.append(bool(detector.score(PLANTED[0] * point, state).score[0] >= 1.0))
+        height, side, forecast, _ = beside.judge(value, *found)
+        score[row] = height * side
+        if np.isfinite(forecast):
+            residual[row] = np.log(value / forecast)
         detector.learn(point, state, detector.score(point, state).score >= 1.0)
-    return np.array([len(plants), caught, len(there), len(logs.scorer.episodes(flagged))], dtype=float), alone
-
-
-def _copied(beside: Beside, detector: LossSpike) -> Beside:
-    """Return a copy that may take in what did not happen."""
-    copy = Beside(detector)
-    copy.grow(1)
-    copy.take_dict(beside.to_dict())
-    return copy
+    # A sister that is over forecasts nothing any more: rows past the last are not judged.
+    judged = np.array(there)
+    half = "tuned" if at % 2 == 0 else "other"
+    return Beheld(file, len(group) - 1, half, residual[judged], score[judged], caught, alone)

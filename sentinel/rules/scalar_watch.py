@@ -17,7 +17,7 @@ from sentinel.reference import Reference
 from sentinel.rules import wording
 from sentinel.rules.facts import any_place, finite, is_loss_scaling, moved_ranks, skip_note, value_text
 from sentinel.rules.schema import Rule
-from sentinel.rules.sisters import Sisters
+from sentinel.rules.sisters import Found, Sisters
 from sentinel.rules.watch import HIGHER, Points, SeriesWatch
 
 if TYPE_CHECKING:
@@ -45,13 +45,20 @@ class ScalarWatch(SeriesWatch):
         self._last: tuple[int, int] | None = None
         self._rate: float | None = None
         self._sisters = (
-            Sisters(rule.reference, detector) if rule.reference is not None and isinstance(detector, RollingMedian) else None
+            Sisters(rule.name, rule.reference, detector)
+            if rule.reference is not None and isinstance(detector, RollingMedian)
+            else None
         )
 
     @property
     def identity(self) -> str:
         """What must be equal for the state to be kept over a reload: also the sisters."""
         return identity_beside(super().identity, self.rule.reference)
+
+    @property
+    def blind(self) -> list[str]:
+        """Sisters that say nothing, in words."""
+        return self._sisters.blind if self._sisters is not None else []
 
     def to_dict(self) -> dict[str, object]:
         """Return everything that changes, for a snapshot."""
@@ -94,10 +101,10 @@ class ScalarWatch(SeriesWatch):
         if self._sisters is None:
             scores, anomalous, settled = self._run(values, which)
         else:
-            self._sisters.grow(self.num_series)
-            beside, median, moved = self._sisters.judge(view.step, self._names, self._slots, values, self._gather(which))
+            beside = self._sisters.judge(view.step, self._names, values)
+            moved = beside.moved
             scores, anomalous, settled = self._run(values, which)
-            scores, anomalous = _together(scores, beside, median, moved)
+            scores, anomalous = _together(scores, beside)
         if settled is None and not anomalous.any() and not len(self.episodes):
             return []
         at = np.flatnonzero(anomalous)
@@ -139,24 +146,21 @@ def identity_beside(identity: str, reference: Reference | None) -> str:
         return identity
     digest = hashlib.blake2b(identity.encode(), digest_size=8)
     for name, series in sorted(reference.series.items()):
-        digest.update(name.encode() + series.steps + series.medians)
+        digest.update(name.encode() + series.steps + series.values)
     return digest.hexdigest()
 
 
-def _together(
-    scores: Scores, beside: np.ndarray, median: np.ndarray, moved: np.ndarray
-) -> tuple[Scores, np.ndarray]:
+def _together(scores: Scores, found: Found) -> tuple[Scores, np.ndarray]:
     """Return one score for the run's own past and its sisters: the higher where it is anomalous."""
     own, baseline, evidence = scores.score, scores.baseline, scores.evidence
-    leads = (beside >= 1.0) & ((own < 1.0) | (moved >= 1.0))
+    beside = found.score
+    leads = (beside >= 1.0) & ((own < 1.0) | (found.moved >= 1.0))
     score = np.where(leads, beside, own)
-    # What sisters do not show, twice over what they allow, needs no third point.
-    sure = evidence["corroborated"] | (leads & (beside >= SURE_BESIDE))
-    direction = np.where(leads, 1, evidence["direction"]).astype(np.int8)
-    found = Scores.of(
-        score, np.where(leads, median, baseline), direction=direction, corroborated=sure, beside=beside >= 1.0
-    )
-    return found, score >= 1.0
+    # What sisters do not show, twice over what they allow, needs no third point. One point too low harms nobody tonight.
+    sure = evidence["corroborated"] | (leads & (beside >= SURE_BESIDE) & (found.direction > 0))
+    direction = np.where(leads, found.direction, evidence["direction"]).astype(np.int8)
+    forecast = np.where(leads, found.forecast, baseline)
+    return Scores.of(score, forecast, direction=direction, corroborated=sure, beside=beside >= 1.0), score >= 1.0
 
 
 class _ScalarPoints(Points):
@@ -242,5 +246,5 @@ class _ScalarPoints(Points):
             tp_size=sizes.tp_size,
             pp_size=sizes.pp_size,
             ep_size=sizes.ep_size,
-            )
+        )
         return anomaly, full or severity is rule.severity

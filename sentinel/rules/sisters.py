@@ -2,83 +2,118 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from sentinel.detect import State, rolling
-from sentinel.detect.reference import Beside
+from sentinel.detect.reference import LAGS, Beside, logarithm
 from sentinel.detect.windowed import RollingMedian
 from sentinel.reference import Reference, ReferenceSeries
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+log = logging.getLogger("sentinel.rules")
 
 _WORDS = re.compile(r"[^a-z0-9]+")
 _NORMS = {"norm", "gnorm", "gradnorm"}
 
 
 class Sisters:
-    """Looks up what the sisters had, and judges the rest. One place for each series of the watch, in its order."""
+    """Looks up what the sisters had, and judges the rest: each scalar by itself."""
 
-    def __init__(self, reference: Reference, detector: RollingMedian) -> None:
-        self._reference = reference
-        self._beside = Beside(detector)
-        self._found: dict[str, _Lookup | None] = {}
+    def __init__(self, rule: str, reference: Reference, detector: RollingMedian) -> None:
+        """rule: its name, for messages."""
+        self._rule, self._reference, self._detector = rule, reference, detector
+        self._beside: dict[str, Beside] = {}
+        self._found: dict[str, Lookup | None] = {}
+        self._told: set[tuple[str, int]] = set()
 
-    def grow(self, num_series: int) -> None:
-        """Make room for so many series."""
-        self._beside.grow(num_series)
-
-    def judge(
-        self, step: int, names: Sequence[str], slots: npt.NDArray[np.int64], values: np.ndarray, own: State
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (score, baseline, how far the sisters moved) of each series; the last is NaN where no sister has the step.
-
-        own: the watch's state of these series, before it takes the values in.
-        """
-        score, baseline, moved = np.zeros(len(names)), np.full(len(names), np.nan), np.full(len(names), np.nan)
-        spread = rolling.spread(own)
+    def judge(self, step: int, names: Sequence[str], values: np.ndarray) -> Found:
+        """Score one value of each scalar beside its sisters, and take it in."""
+        found = Found(len(names))
         for at, name in enumerate(names):
             lookup = self._lookup(name)
-            if lookup is None or (found := lookup.at(step)) is None:
+            if lookup is None:
                 continue
-            score[at], baseline[at], moved[at] = self._beside.judge(
-                int(slots[at]), float(values[at]), float(spread[at]), *found, lookup.num_runs
+            beside = self._beside.get(name)
+            if beside is None:
+                beside = self._beside[name] = Beside(self._detector, lookup.num_kept)
+            logarithms, numbers = lookup.around(step)
+            found.score[at], found.direction[at], found.forecast[at], found.moved[at] = beside.judge(
+                float(values[at]), logarithms, numbers
             )
-        return score, baseline, moved
+            for copy in beside.copies.tolist():
+                if (name, copy) not in self._told:
+                    self._told.add((name, copy))
+                    log.warning("rules: %s", self._blindness(name, copy, lookup.num_kept))
+        return found
 
-    def _lookup(self, name: str) -> _Lookup | None:
+    def _lookup(self, name: str) -> Lookup | None:
         if name not in self._found:
             series = self._reference.series
             key = name if name in series else role if (role := _role(name)) in series else None
-            self._found[name] = None if key is None else _Lookup(series[key])
+            self._found[name] = None if key is None else Lookup(series[key])
         return self._found[name]
+
+    @property
+    def blind(self) -> list[str]:
+        """Sisters that are, for all that can be seen, the run itself, in words."""
+        each = (
+            (name, at, len(beside.state["lag"])) for name, beside in self._beside.items() for at in beside.copies.tolist()
+        )
+        return [self._blindness(*one) for one in each]
+
+    def _blindness(self, name: str, sister: int, num: int) -> str:
+        return (
+            f'rule "{self._rule}": sister {sister + 1} of {num} logs the very numbers of this run as {name}: it is the run '
+            "itself or a copy of it, and is set aside while that lasts; name other runs on the same data under reference"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything that changes, for a snapshot."""
-        return self._beside.to_dict()
+        return {name: beside.to_dict() for name, beside in self._beside.items()}
 
     def take_dict(self, data: dict[str, Any]) -> None:
         """Take back what `to_dict` gave."""
-        self._beside.take_dict(data)
+        for name, one in data.items():
+            if (lookup := self._lookup(name)) is not None:
+                self._beside[name] = Beside(self._detector, lookup.num_kept)
+                self._beside[name].take_dict(one)
 
 
-class _Lookup:
+class Found:
+    """What the sisters say of one step's scalars, each [scalars]."""
+
+    def __init__(self, num: int) -> None:
+        self.score = np.zeros(num)
+        """How far the run is from what the sisters forecast; at least 1.0 is anomalous, 0.0 where nothing can be said."""
+        self.direction = np.zeros(num, dtype=np.int8)
+        """+1 above the forecast, -1 below."""
+        self.forecast = np.full(num, np.nan)
+        """In the unit of the values; NaN where no sister has the step."""
+        self.moved = np.full(num, np.nan)
+        """How far the sisters moved, in units of the rule's own score; NaN where no sister that follows has the step."""
+
+
+class Lookup:
     """Numbers of one scalar's sisters by step."""
 
     def __init__(self, series: ReferenceSeries) -> None:
-        self._steps, self._medians, self._unrest = series.arrays()
-        self.num_runs = series.num_runs
+        self._steps, self._values = series.arrays()
+        self.num_kept = self._values.shape[1]
+        self._logarithms = logarithm(self._values)
+        self._nothing = np.full(self.num_kept, np.nan)
 
-    def at(self, step: int) -> tuple[float, float] | None:
-        """Return median and unrest at a step; None where no sister has it."""
-        place = int(np.searchsorted(self._steps, step))
-        if place == len(self._steps) or int(self._steps[place]) != step:
-            return None
-        return float(self._medians[place]), float(self._unrest[place])
+    def around(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return [lags, sisters] logarithms and numbers at a step and beside it; NaN where a sister has none."""
+        logarithms, numbers = [], []
+        for lag in LAGS:
+            place = int(np.searchsorted(self._steps, step + lag))
+            is_there = place < len(self._steps) and int(self._steps[place]) == step + lag
+            logarithms.append(self._logarithms[place] if is_there else self._nothing)
+            numbers.append(self._values[place] if is_there else self._nothing)
+        return np.stack(logarithms), np.stack(numbers).astype(np.float32)
 
 
 def _role(name: str) -> str:
