@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from sentinel.cli.backtest_tables import show_alarms, show_difference
+from sentinel.cli.backtest_tables import show_alarms, show_difference, spelt
 from sentinel.cli.code import allow_code_option
 from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, say
 
@@ -77,13 +77,17 @@ def backtest(
     from sentinel.cli.backtest_jobs import judged
     from sentinel.daemon.backtest import Settings, read_sister
     from sentinel.daemon.config import load_config
+    from sentinel.errors import SentinelError
 
     with tempfile.TemporaryDirectory(prefix="sentinel-backtest-") as scratch:
         found = find_subjects(subjects, state_dir, Path(scratch))
         sides = [_pack(packs)] + ([_pack(_named(against))] if against else [])
         sisters = tuple(dict.fromkeys(str(path) for one in reference for path, _ in _subjects_at(one)))
-        for path in sisters:
-            read_sister(path)
+        try:
+            for path in sisters:
+                read_sister(path)
+        except SentinelError as error:
+            raise click.UsageError(f"--reference: {error}") from error
         settings = [
             Settings(
                 pack=pack,
@@ -133,7 +137,7 @@ def _sum_up(outcomes: Sequence[Outcome], least: int, num_failed: int) -> None:
     incidents = {(name, alarm.incident) for name, alarm in told}
     rules = Counter(alarm.rule for _, alarm in told)
     of_rules = ", ".join(f"{rule} {count}" for rule, count in sorted(rules.items(), key=lambda one: (-one[1], one[0])))
-    text = f"{_count(len(outcomes), 'subject')}, {num_rows} rows judged: {_count(len(told), 'alarm')}"
+    text = f"{_count(len(outcomes), 'subject')}, {_count(num_rows, 'row')} judged: {_count(len(told), 'alarm')}"
     if told:
         text += f" in {_count(len(incidents), 'incident')} of {len({name for name, _ in told})} ({of_rules})"
     if len(told) < len(alarms):
@@ -163,12 +167,27 @@ def find_subjects(given: Sequence[str], state_dir: str | None, scratch: Path) ->
                 shutil.copyfileobj(sys.stdin.buffer, file)
             found[str(path)] = False
             continue
+        if not one:
+            raise click.UsageError(
+                "expected a log or a recorded run, got an empty name; is a variable of the shell not set?"
+            )
+        if Path(one).is_fifo():
+            # A pipe, as `<(zstdcat a.log.zst)` makes, is read once; logs are looked at twice.
+            path = scratch / Path(one).name
+            with Path(one).open("rb") as source, path.open("wb") as file:
+                shutil.copyfileobj(source, file)
+            found[str(path)] = False
+            continue
         for path, is_run in _subjects_at(one):
             found.setdefault(str(path), is_run)
     names = _names([Path(path) for path in found])
     return [
         Subject(
-            name=name, path=path, is_run=is_run, state_dir=state_dir or "" if is_run else "", run=Path(path).absolute().name
+            name=name,
+            path=path,
+            is_run=is_run,
+            state_dir=state_dir or "" if is_run else "",
+            run=spelt(Path(path).absolute().name),
         )
         for (path, is_run), name in zip(found.items(), names, strict=True)
     ]  # fmt: skip
@@ -202,7 +221,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
     """Return what to call each: its last part where no other has it, else its path."""
     last = [path.absolute().name for path in paths]
     times = Counter(last)
-    return [name if times[name] == 1 else str(path) for name, path in zip(last, paths, strict=True)]
+    return [spelt(name if times[name] == 1 else str(path)) for name, path in zip(last, paths, strict=True)]
 
 
 def _columns(given: Sequence[str]) -> dict[str, str]:

@@ -40,12 +40,19 @@ def _alarm_cells(alarm: Alarm, verdict: str) -> tuple[str, ...]:
     return (alarm.file, str(alarm.i), where, channel, *numbers, alarm.rule, verdict, alarm.severity.value)
 
 
+def spelt(name: str) -> str:
+    """Return a file's name with what is no UTF-8 in it spelt out: names are bytes, and JSON has no place for those."""
+    return os.fsencode(name).decode(errors="backslashreplace")
+
+
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
     """Print rows under their heads; `right` are the columns of numbers."""
+    # Names come from files: nothing in them may move a terminal's cursor.
+    rows = [[cell if cell.isprintable() else ascii(cell)[1:-1] for cell in row] for row in rows]
     if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
         _show_rich(columns, rows, right)
         return
@@ -74,9 +81,7 @@ def _show_rich(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Seq
 # -- two packs ---------------------------------------------------------------------------------------------------------
 
 
-def show_difference(
-    results: Sequence[Sequence[Outcome | str]], packs: Sequence[Pack], least: int, as_json: bool
-) -> int:
+def show_difference(results: Sequence[Sequence[Outcome | str]], packs: Sequence[Pack], least: int, as_json: bool) -> int:
     """Print what two packs say of the same subjects, rule by rule and subject by subject; return the exit code."""
     from sentinel.daemon.backtest import compare, new_alarms
 
@@ -137,7 +142,12 @@ def _as_data(
         "packs": [pack.pack_hash for pack in packs],
         "rules": list(total),
         "files": [
-            {"file": side.name, "path": side.path, "num_rows": side.num_rows, **msgspec.to_builtins(one)}
+            {
+                "file": side.name,
+                "path": spelt(side.path),
+                "num_rows": side.num_rows,
+                **msgspec.to_builtins(one),
+            }
             for side, one in by_subject
         ],
         "new": list(gained),

@@ -11,7 +11,7 @@ from sentinel.anomaly import Anomaly, Incident, Severity
 from sentinel.daemon.config import JudgingConfig
 from sentinel.daemon.judge import Judge, Verdict
 from sentinel.daemon.references import Scalars, sisters_at, with_reference
-from sentinel.daemon.replay import judged_again
+from sentinel.daemon.replay import check_written, judged_again
 from sentinel.errors import StoreError
 from sentinel.ingest.decision import Tick
 from sentinel.ingest.follow import RunFollower
@@ -146,6 +146,7 @@ def judge_subject(subject: Subject, settings: Settings, tell: Callable[[float], 
     finally:
         for writer in writers:
             writer.close()
+    check_written(writers)
     return outcome
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -64,6 +64,7 @@ def replay(
                 result.num_incomplete += _is_incomplete(one)
         for lines, table in ((anomalies, "anomalies"), (incidents, "incidents")):
             lines.close()
+            check_written([lines])
             if journal is not None and result.first_difference is None:
                 result.first_difference = _difference(journal, table, lines)
     finally:
@@ -105,6 +106,13 @@ def judged_again(
                 judge.reload(rules)
             judged_by = wanted
         yield one, judge.judge_tick(one) if isinstance(one, Tick) else judge.judge(one.decision, one)
+
+
+def check_written(logs: Iterable[AppendLog]) -> None:
+    """Raise StoreError where lines could not be written: a daemon waits for its disk, a command says so and ends."""
+    for log in logs:
+        if log.problem:
+            raise StoreError(f"{log.problem}; give a directory that can be written with -o")
 
 
 def _is_incomplete(view: StepView) -> bool:

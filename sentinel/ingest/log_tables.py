@@ -111,9 +111,9 @@ def read_csv(
     """
     names: list[str] = list(header or ())
     labels, points = RowLabels(), Points()
-    told: list[int] = []
+    told = [at for at, name in enumerate(names) if label_of(name)]
     """Columns that say whose numbers a row has."""
-    long: tuple[str, str, str] | None = None
+    long = _long(names)
     for at, (line, cells, is_torn) in enumerate(_records(rows.path, lines, delimiter)):
         if not names or (at and not is_all_numbers(cells) and _is_header(cells)):
             if not at or cells != names:
@@ -121,8 +121,8 @@ def read_csv(
                 told = [at for at, name in enumerate(names) if label_of(name)]
                 long = _long(names)
             continue
-        if not at and not header:
-            continue
+        if not at and (not header or not any(_is_number(cell) for cell in cells if cell.strip())):
+            continue  # the file's own header
         if len(cells) > len(names) and not any(cell.strip() for cell in cells[len(names) :]):
             cells = cells[: len(names)]
         if len(cells) != len(names):

@@ -15,6 +15,8 @@ from sentinel.record import ROW_DTYPE
 from sentinel.version import VERSION
 
 _RANK = 0
+LOT_ROWS = 4096
+"""Rows that are objects at once (chosen)."""
 _OF_A_STEP = ("scalars", "ended")
 """What of a step depends on more than its tensors, of which there are none."""
 
@@ -32,19 +34,7 @@ def log_views(log: Log, run: str) -> Iterator[StepView]:
         if isinstance(attribute, cached_property) and name not in _OF_A_STEP:
             getattr(like, name)
     shared = {**vars(like), "ended": frozenset({_RANK})}
-    channels = list(log.columns)
-    values = np.column_stack([log.columns[channel] for channel in channels]).tolist()
-    present = np.column_stack([log.present[channel] for channel in channels])
-    is_full = np.all(present, axis=1).tolist()
-    everything = sorted(channels)
-    at = [channels.index(channel) for channel in everything]
-    for row, (step, attempt) in enumerate(zip(log.steps.tolist(), log.attempts.tolist(), strict=True)):
-        of_row = values[row]
-        if is_full[row]:
-            told = {channel: of_row[i] for channel, i in zip(everything, at, strict=True)}
-        else:
-            held = present[row]
-            told = {channel: of_row[i] for channel, i in zip(everything, at, strict=True) if held[i]}
+    for step, attempt, told in _told(log):
         end = EndStep(step=step, num_rows=0, num_calls=0, scalars=told)
         view = object.__new__(StepView)
         view.__dict__.update(shared)
@@ -52,3 +42,18 @@ def log_views(log: Log, run: str) -> Iterator[StepView]:
         view.parts = [RankStep(rank=_RANK, descriptor=descriptor, rows=rows, end_step=end, time=0.0)]
         view.__dict__["scalars"] = {name: Scalar(value, {_RANK: value}) for name, value in told.items()}
         yield view
+
+
+def _told(log: Log) -> Iterator[tuple[int, int, dict[str, float]]]:
+    """Yield (step, attempt, channel -> number) of each row; in lots, for objects take ten times the memory of arrays."""
+    channels = sorted(log.columns)
+    for first in range(0, log.num_rows, LOT_ROWS):
+        lot = slice(first, first + LOT_ROWS)
+        values = np.column_stack([log.columns[channel][lot] for channel in channels]).tolist()
+        present = np.column_stack([log.present[channel][lot] for channel in channels])
+        is_full = np.all(present, axis=1).tolist()
+        for row, (step, attempt) in enumerate(zip(log.steps[lot].tolist(), log.attempts[lot].tolist(), strict=True)):
+            told = dict(zip(channels, values[row], strict=True))
+            if not is_full[row]:
+                told = {channel: told[channel] for channel, is_held in zip(channels, present[row], strict=True) if is_held}
+            yield step, attempt, told

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -340,3 +342,58 @@ def test_a_log_that_no_rule_watches_says_so(tmp_path: Path, capsys: pytest.Captu
 
     said = "no rule watches its columns (alpha, beta) but for NaN and infinity; say --column loss=NAME"
     assert said in blind and "no rule watches" not in watched
+
+
+# -- files as they lie about -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9.csv", b"two\nlines\x1b[31m.csv", b"[bold]x.csv", b"-o.csv"])
+def test_names_of_files_are_told_and_nothing_in_them_reaches_the_terminal(
+    name: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_csv(tmp_path / os.fsdecode(name), losses())
+
+    (alarm,) = alarms(capsys, path)
+    assert os.fsencode(alarm["file"]) == name.replace(b"\xe9", b"\\xe9")
+    assert run_cli(["rules", "backtest", str(path), "--against", "default", "--json"]) == 0
+    assert run_cli(["rules", "backtest", str(path)]) == 1
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_pipe_is_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = write_csv(tmp_path / "a.csv", losses()).read_bytes()
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(text,))
+    writer.start()
+
+    (alarm,) = alarms(capsys, tmp_path / "pipe")
+    writer.join()
+
+    assert (alarm["file"], alarm["i"]) == ("pipe", SPIKE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["LOG", ""], "got an empty name"),
+        (["LOG", "-o", "LOG/out"], "Not a directory"),
+        (["LOG", "--reference", "EMPTY"], "got an empty file"),
+    ],
+)
+def test_what_cannot_be_done_is_2_and_said(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_csv(tmp_path / "a.csv", losses())
+    (tmp_path / "EMPTY").touch()
+    given = [one.replace("LOG", str(path)).replace("EMPTY", str(tmp_path / "EMPTY")) for one in arguments]
+
+    assert run_cli(["rules", "backtest", *given]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_header_given_takes_the_place_of_the_files_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_csv(tmp_path / "a.csv", losses())
+
+    (alarm,) = alarms(capsys, path, "--header", "step,loss,gnorm")
+
+    assert (alarm["channel"], alarm["i"]) == ("loss", SPIKE)
