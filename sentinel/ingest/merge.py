@@ -14,6 +14,7 @@ from sentinel import native
 from sentinel.ingest.decision import Decision
 from sentinel.ingest.digest import Digest, digest
 from sentinel.ingest.naming import Names, make_names, segment_of
+from sentinel.ingest.own_rows import OwnRows
 from sentinel.ingest.replicas import CopySet, Differing, Holder, Replicas, Shard, added_copies, differing, is_empty
 from sentinel.ingest.tables import coupled_modules, joined, look_up
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, Health, TensorInfo
@@ -276,6 +277,14 @@ class Layout:
                 self._shares.clear()
             self._shares[ranks] = known
         return known
+
+    def own_rows(self, watched: npt.NDArray[np.bool_], is_in_all: npt.NDArray[np.bool_]) -> OwnRows:
+        """Return what finds the ranks' own rows of some tensors: [tensors] which, and which of them are taken as one."""
+        return OwnRows(self, watched, is_in_all)
+
+    def table_of(self, rank: int) -> npt.NDArray[np.int32]:
+        """Return a rank's table of logical tensors: [local ids] index, -1 for ids that stand for nothing."""
+        return self._to_logical[rank]
 
     def tables_of(self, rank: int) -> tuple[int, int, int]:
         """Return where a rank's tables of logical tensors and of copies lie in memory, and how long they are."""

@@ -10,6 +10,7 @@
     prepare_forms(forms, hits) -> judge           for detect/forms.py is the numpy of it
     prepare_digest(...) -> digest(parts, ...)     the rows of all ranks merged, and what is odd; None likewise, see
                                                   ingest/digest.py
+    take_rows(parts, ...) -> statistics, entries  some of those rows, as they are; None likewise
     crc32(data, value, begin, end) -> int         as zlib's
 
 `implementation` says which one this process has: `avx512`, `avx2` or `portable` (C, chosen at run time), or `numpy`.
@@ -43,6 +44,7 @@ if _library is not None:
     judge_forms: Callable[..., int] | None = _library.judge_forms
     prepare_forms: Callable[[np.ndarray, np.ndarray], JudgeForms] | None = _library.prepare_forms
     prepare_digest: Callable[[np.ndarray, np.ndarray], DigestRows] | None = _library.prepare_digest
+    take_rows: Callable[[bytes, int, int], tuple[np.ndarray, np.ndarray, int]] | None = _library.take_rows
     crc32 = _library.crc32
 else:
     from sentinel.native import fallback as _fallback
@@ -57,6 +59,7 @@ else:
     judge_forms = None
     prepare_forms = None
     prepare_digest = None
+    take_rows = None
     crc32 = _fallback.crc32
 
 __all__ = [
@@ -76,4 +79,5 @@ __all__ = [
     "pack_layouts",
     "prepare_digest",
     "prepare_forms",
+    "take_rows",
 ]

@@ -86,6 +86,8 @@ class Library:
                 library.sentinel_judge_forms.restype = i64
                 library.sentinel_digest_rows.argtypes = [pointer, i64, i64, pointer, pointer, i64, i64, pointer, pointer]
                 library.sentinel_digest_rows.restype = i64
+                library.sentinel_take_rows.argtypes = [pointer, i64, pointer, pointer, i64]
+                library.sentinel_take_rows.restype = i64
             for function, address in ((quick.sentinel_crc32, ctypes.c_char_p), (slow.sentinel_crc32, pointer)):
                 function.argtypes = [address, i64, i64, ctypes.c_uint32, i32]
                 function.restype = ctypes.c_uint32
@@ -106,6 +108,7 @@ class Library:
         self._fold_rows = slow.sentinel_fold_rows
         self._merge_rows = slow.sentinel_merge_rows
         self._digest, self._digest_quickly = slow.sentinel_digest_rows, quick.sentinel_digest_rows
+        self._take_rows = quick.sentinel_take_rows
         self._crc32, self._crc32_of_bytes = slow.sentinel_crc32, quick.sentinel_crc32
         self._judge_forms, self._judge_forms_quickly = slow.sentinel_judge_forms, quick.sentinel_judge_forms
 
@@ -319,6 +322,15 @@ class Library:
             return out[:num_stats_bytes].view(STATS), flags[:num_tensors], flags[num_tensors:], bad_rows, odd
 
         return digest
+
+    def take_rows(self, parts: bytes, num_parts: int, room: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """Return the statistics of the rows that have an entry, [room] STATS, their entries, [room] int32, and how many.
+
+        parts: the words of STEP_PART for each rank, whose `to_logical` gives the entry of each tensor id, -1: none. In order
+        of parts and rows; where there are more than `room` the others are only counted. Keeps the GIL.
+        """
+        stats, entries = np.empty(room, STATS), np.empty(room, np.int32)
+        return stats, entries, self._take_rows(parts, num_parts, stats.ctypes.data, entries.ctypes.data, room)
 
     def crc32(self, data: bytes | bytearray | memoryview, value: int = 0, begin: int = 0, end: int | None = None) -> int:
         """Return the crc32 of data[begin:end] as zlib.crc32 gives it, three times as fast. Much data releases the GIL."""

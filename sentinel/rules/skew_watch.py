@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,9 +12,8 @@ import numpy as np
 
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.detect import GroupDetector, Scores
-from sentinel.moments import Moments
 from sentinel.place import Place
-from sentinel.record import Kind, is_of_kind
+from sentinel.record import is_of_kind
 from sentinel.rules import wording
 from sentinel.rules.facts import finite, tensor_anomaly
 from sentinel.rules.rank_episodes import RankEpisodes
@@ -44,6 +44,56 @@ class _Told:
     value: np.ndarray
 
 
+_NOTHING = _Told([], np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
+
+
+class _Looked:
+    """The rows of one layout that a rule looks at."""
+
+    def __init__(self, layout: Layout, watched: np.ndarray, input_of: Mapping[int, int]) -> None:
+        """watched: [tensors] bool; input_of: index of an output -> index of its input."""
+        self.layout = layout
+        tensors = layout.tensors
+        self.own = own = layout.own_rows(watched, np.array([one.kind == IN_ALL for one in tensors], np.bool_))
+        index, self.number = np.unique(own.index, return_inverse=True)
+        """[entries] position of its quantity in `_quantity`."""
+        self._quantity = [
+            (tensors[at].kind, tensors[at].name, at) if at >= 0 else (IN_ALL, ALL_GRADIENTS, -1) for at in index.tolist()
+        ]
+        place = {at: number for number, at in enumerate(index.tolist())}
+        self._input = np.array([place.get(input_of.get(at, -2), -1) for at in index.tolist()], np.int64)
+        """[quantities] position of that of the input; -1: there is none."""
+        entry_of = {pair: entry for entry, pair in enumerate(zip(self.number.tolist(), own.rank.tolist(), strict=True))}
+        wanted = zip(self._input[self.number].tolist(), own.rank.tolist(), strict=True)
+        self._input_entry = np.array([entry_of.get(pair, -1) for pair in wanted], np.int64)
+        self._known: tuple[bytes, _Told] = (b"", _NOTHING)
+
+    def of_several(self, is_here: np.ndarray) -> np.ndarray:
+        """Return which entries are there, as that of another rank is."""
+        several = np.bincount(self.number[is_here], minlength=len(self._quantity)) > 1
+        found: np.ndarray = is_here & several[self.number]
+        return found
+
+    def over_inputs(self, values: np.ndarray, is_told: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return each output over its input, and which of them are told: where all ranks tell both, and an input above 0."""
+        num_told = np.bincount(self.number[is_told], minlength=len(self._quantity))
+        below = np.where(self._input_entry >= 0, values[self._input_entry], np.nan)
+        is_over = is_told & (self._input_entry >= 0) & is_told[self._input_entry] & (below > 0)
+        is_whole = (np.bincount(self.number[is_over], minlength=len(num_told)) == num_told) & (num_told > 0)
+        is_whole &= num_told[self._input] == num_told
+        return values / below, is_told & is_whole[self.number]
+
+    def told(self, values: np.ndarray, is_told: np.ndarray) -> _Told:
+        """Return what the entries tell that are told; nearly always they are those of the step before."""
+        key = is_told.tobytes()
+        if self._known[0] != key:
+            numbers = np.unique(self.number[is_told])
+            quantity = [self._quantity[one] for one in numbers.tolist()]
+            number = np.searchsorted(numbers, self.number[is_told])
+            self._known = (key, _Told(quantity, number, self.own.rank[is_told], values[:0]))
+        return replace(self._known[1], value=values[is_told])
+
+
 class SkewWatch(RankEpisodes):
     """Logged values by rank, and statistics of each rank's own rows. One episode a rank and quantity.
 
@@ -58,8 +108,7 @@ class SkewWatch(RankEpisodes):
         self._has_scalars = has_scalars and "scalar" in rule.match.kind
         self._slot_of: dict[tuple[str, str, int, int], int] = {}
         """(kind, name, rank, size of the world): when the world changes, ranks do other work."""
-        self._layouts: list[tuple[Layout, np.ndarray, dict[int, int]]] = []
-        """(layout, which tensors are looked at, output -> input)."""
+        self._layouts: list[_Looked] = []
         self._known: tuple[Layout, _Told, np.ndarray, np.ndarray] | None = None
         """What the ranks of the last step told, and where its entries stand: slots and groups."""
 
@@ -97,9 +146,9 @@ class SkewWatch(RankEpisodes):
         if (
             known is not None
             and known[0] is view.layout
-            and known[1].quantity == told.quantity
-            and np.array_equal(known[1].number, told.number)
-            and np.array_equal(known[1].rank, told.rank)
+            and (known[1].quantity is told.quantity or known[1].quantity == told.quantity)
+            and (known[1].number is told.number or np.array_equal(known[1].number, told.number))
+            and (known[1].rank is told.rank or np.array_equal(known[1].rank, told.rank))
         ):
             return known[2], known[3]
         keys = [
@@ -115,79 +164,58 @@ class SkewWatch(RankEpisodes):
     # -- what was told ---------------------------------------------------------------------------------------------------
 
     def _told(self, view: StepView) -> _Told:
-        quantity: list[tuple[str, str, int]] = []
-        number: list[np.ndarray] = []
-        rank: list[np.ndarray] = []
-        value: list[np.ndarray] = []
-
-        def add(kind: str, name: str, index: int, ranks: np.ndarray, values: np.ndarray) -> None:
-            number.append(np.full(len(ranks), len(quantity)))
-            quantity.append((kind, name, index))
-            rank.append(ranks)
-            value.append(values)
-
-        if self._has_scalars:
-            for name, scalar in view.scalars.items():
-                if len(scalar.by_rank) > 1 and self.rule.match.takes_name(name):
-                    by_rank = sorted(scalar.by_rank.items())
-                    add("scalar", name, -1, np.array([r for r, _ in by_rank]), np.array([v for _, v in by_rank]))
-        if self._kinds and view.num_rows:
-            for index, ranks, values in self._of_rows(view):
-                tensor = view.tensors[index] if index >= 0 else None
-                add(*((tensor.kind, tensor.name) if tensor else (IN_ALL, ALL_GRADIENTS)), index, ranks, values)
-        empty = np.zeros(0, dtype=np.int64)
+        scalars = self._of_scalars(view) if self._has_scalars else _NOTHING
+        rows = self._of_rows(view) if self._kinds and view.num_rows else _NOTHING
+        if not scalars.quantity or not rows.quantity:
+            return scalars if scalars.quantity else rows
         return _Told(
-            quantity,
-            np.concatenate([empty, *number]),
-            np.concatenate([empty, *rank]).astype(np.int64),
-            np.concatenate([np.zeros(0), *value]).astype(np.float64),
+            [*scalars.quantity, *rows.quantity],
+            np.concatenate([scalars.number, rows.number + len(scalars.quantity)]),
+            np.concatenate([scalars.rank, rows.rank]),
+            np.concatenate([scalars.value, rows.value]),
         )
 
-    def _of_rows(self, view: StepView) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """Return (tensor, ranks, statistic of each rank's own rows), NaN where they hold what is not finite."""
-        watched, input_of = self._watched(view.layout)
-        if not watched.any():
-            return []
-        rows = np.flatnonzero((view.row_logical >= 0) & watched[view.row_logical])
-        if not rows.size:
-            return []
-        index = np.where(view.rows["kind"][rows] == Kind.WGRAD_UNREDUCED, -1, view.row_logical[rows]).astype(np.int64)
-        pairs, inverse = np.unique(np.stack([index, view.row_rank[rows]]), axis=1, return_inverse=True)
-        inverse = inverse.ravel()
-        moments = Moments.merge_groups(view.rows[rows], inverse, pairs.shape[1])
-        values = np.array(moments.statistic(self.statistic), dtype=np.float64)
-        values[np.bincount(inverse, weights=np.isin(rows, view.bad_rows), minlength=len(values)) > 0] = np.nan
-        starts = np.flatnonzero(np.r_[True, pairs[0, 1:] != pairs[0, :-1]])
-        ends = np.r_[starts[1:], pairs.shape[1]]
-        found = [
-            (int(pairs[0, start]), pairs[1, start:end], values[start:end])
-            for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
-            if end - start > 1
-        ]
-        if not self._per_input:
-            return found
-        told = {index: (ranks, values) for index, ranks, values in found}
-        return [
-            (index, ranks, values / told[at][1])
-            for index, ranks, values in found
-            if (at := input_of.get(index, -1)) in told and np.array_equal(told[at][0], ranks) and (told[at][1] > 0).all()
-        ]
+    def _of_scalars(self, view: StepView) -> _Told:
+        quantity: list[tuple[str, str, int]] = []
+        number: list[int] = []
+        rank: list[int] = []
+        value: list[float] = []
+        for name, scalar in view.scalars.items():
+            if len(scalar.by_rank) > 1 and self.rule.match.takes_name(name):
+                number += [len(quantity)] * len(scalar.by_rank)
+                quantity.append(("scalar", name, -1))
+                by_rank = sorted(scalar.by_rank.items())
+                rank += [one for one, _ in by_rank]
+                value += [one for _, one in by_rank]
+        return _Told(quantity, np.array(number, np.int64), np.array(rank, np.int64), np.array(value, np.float64))
 
-    def _watched(self, layout: Layout) -> tuple[np.ndarray, dict[int, int]]:
-        """Return by tensor whether the rule looks (one more, for rows that no descriptor knows), and output -> input."""
-        for known, mask, input_of in self._layouts:
-            if known is layout:
-                return mask, input_of
-        mask = np.zeros(len(layout.tensors) + 1, dtype=bool)
-        for tensor in layout.tensors:
-            mask[tensor.index] = self._takes(tensor)
+    def _of_rows(self, view: StepView) -> _Told:
+        """Return the statistic of each rank's own rows, NaN where they hold what is not finite; of two ranks and more."""
+        looked = self._looked_at(view.layout)
+        if not len(looked.number):
+            return _NOTHING
+        moments, num_rows = looked.own.take(view)
+        values = np.array(moments.statistic(self.statistic), dtype=np.float64)
+        stats = moments.stats
+        values[(stats["num_nan"] + stats["num_pos_inf"] + stats["num_neg_inf"]) > 0] = np.nan
+        is_told = looked.of_several(num_rows > 0)
+        if self._per_input:
+            values, is_told = looked.over_inputs(values, is_told)
+        return looked.told(values, is_told)
+
+    def _looked_at(self, layout: Layout) -> _Looked:
+        for known in self._layouts:
+            if known.layout is layout:
+                return known
+        mask = np.array([self._takes(tensor) for tensor in layout.tensors], np.bool_)
         input_of = _inputs(layout) if self._per_input else {}
         if self._per_input:
             mask[[one.index for one in layout.tensors if one.index not in input_of]] = False
         self._thin_out(layout, mask)
         mask[[at for index, at in input_of.items() if mask[index]]] = True
-        self._layouts = [*self._layouts[-1:], (layout, mask, input_of)]
-        return mask, input_of
+        looked = _Looked(layout, mask, input_of)
+        self._layouts = [*self._layouts[-1:], looked]
+        return looked
 
     def _thin_out(self, layout: Layout, mask: np.ndarray) -> None:
         """Leave so many sites of each stage, evenly over its depth, first and last among them: the cost is bounded."""
