@@ -30,7 +30,7 @@ ROWS = np.zeros(1, ROW_DTYPE)
 def descriptor(num_tensors: int) -> Descriptor:
     return Descriptor(
         version="0", place=Place(), chunks=(), row_fields=row_fields(ROW_DTYPE), row_bytes=ROW_DTYPE.itemsize,
-        tensors=tuple(TensorInfo(id=at, name=f"blocks.{at}.fc", kind="activation", site_pos=at) for at in range(num_tensors)),
+        tensors=tuple(TensorInfo(id=at, name=f"{at}.fc", kind="activation", site_pos=at) for at in range(num_tensors)),
     )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def test_a_table_that_doubles_or_shrinks_is_written_whole(tmp_path: Path) -> Non
 def test_every_row_is_read_with_the_descriptor_of_its_writer(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Growth, changes and returns in any order; a disk that fills up, small files, short memories, restarts of the reader."""
+    """Growth, changes, returns; a disk that fills up, small files, short memories, restarts of the reader."""
     rng = random.Random(seed)
     short = seed % 3
     monkeypatch.setattr(layouts, "MAX_KNOWN", (2, 16, 5)[short])
