@@ -53,6 +53,8 @@ FAULTS: dict[str, tuple[str, list[dict[str, object]], str, set[str], set[str]]] 
     "flip: weight x4": ("hardware", [{"type": "flip", "module": "blocks.1.mlp.fc1", "steps": [AT], "dp_rank": 1}], "",
                         COMPARED, set()),
     "flip: absurd weight": ("hardware", [], "absurd", COMPARED, set()),
+    "flip: top exponent bit": ("hardware", [], "top", COMPARED, {"hardware", "unknown"}),
+    "flip: a norm of one tensor-parallel rank": ("hardware", [], "norm", set(), COMPARED),
     "weights of one replica scaled": ("program", [], "reload", {"unknown"}, set()),
 }  # fmt: skip
 
@@ -69,7 +71,7 @@ def train(folder: Path, layout: tuple[int, int, int], faults: list[dict[str, obj
         "--width", "32", "--sequence", "32", "--micro-batches", "2", "--micro-batch", "8", "--faults", str(plan),
         "--print-every", "1000",
     ]  # fmt: skip
-    told = {"SENTINEL_DIR": str(folder), "ATTRIBUTION_FAULT": kind, "ATTRIBUTION_STEP": str(AT)}
+    told = {"SENTINEL_DIR": str(folder), "ATTRIBUTION_FAULT": kind, "ATTRIBUTION_STEP": str(AT), "ATTRIBUTION_DP": str(dp)}
     done = subprocess.run(command, env={**os.environ, **told}, capture_output=True, text=True, timeout=400, check=False)
     if done.returncode:
         raise RuntimeError(f"{folder}: the trainer failed\n{done.stderr[-2000:]}")
@@ -109,6 +111,8 @@ def main() -> None:
             shape = tuple(map(int, layout.split(",")))
             for name, (cause, faults, kind, replicated, alone) in FAULTS.items():
                 right = replicated if shape[1] > 1 else alone
+                if "tensor-parallel" in name and shape[2] == 1:
+                    continue
                 if not right or (options.faults and not any(word in name for word in options.faults)):
                     continue
                 words = name.translate({ord(" "): "-", ord(":"): None, ord(","): None})

@@ -1,6 +1,7 @@
 """examples/gpt/train.py with more ways to go wrong: those of `attribution_real.py`. Same options.
 
-ATTRIBUTION_FAULT names what happens at ATTRIBUTION_STEP: `lr`, `attention`, `zeroed`, `absurd`, `reload`; empty: nothing.
+ATTRIBUTION_FAULT names what happens at ATTRIBUTION_STEP: `lr`, `attention`, `zeroed`, `absurd`, `top`, `norm`, `reload`; empty:
+nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class MoreFaults(gpt_faults.Faults):
 
     def __init__(self, faults: Any, dp_rank: int = 0, tp_rank: int = 0) -> None:
         super().__init__(faults, dp_rank, tp_rank)
-        self._dp_rank, self._chunks = dp_rank, list[nn.Module]()
+        self._dp_rank, self._tp_rank, self._chunks = dp_rank, tp_rank, list[nn.Module]()
+        self._last_dp_rank = int(os.environ.get("ATTRIBUTION_DP", "1")) - 1
 
     def plant(self, chunks: Iterable[nn.Module]) -> None:
         """Note the modules, too."""
@@ -49,8 +51,16 @@ class MoreFaults(gpt_faults.Faults):
                     weight.register_hook(torch.zeros_like)
                 elif KIND == "absurd" and name.endswith("blocks.1.mlp.fc1.weight") and self._dp_rank == 1:
                     one.data.view(torch.int32).view(-1)[one.numel() // 2] ^= 1 << 29
+                elif KIND == "top" and name.endswith("blocks.1.mlp.fc1.weight") and self._is_struck():
+                    one.data.view(torch.int32).view(-1)[one.numel() // 2] ^= 1 << 30
+                elif KIND == "norm" and name.endswith("blocks.1.ln2.weight") and self._tp_rank == 1:
+                    one.data.view(torch.int32).view(-1)[one.numel() // 2] ^= 1 << 20
                 elif KIND == "reload" and self._dp_rank == 1:
                     one.mul_(1.001)
+
+    def _is_struck(self) -> bool:
+        """On one rank alone: of the last replica, the first of its tensor-parallel group."""
+        return self._dp_rank == self._last_dp_rank and self._tp_rank == 0
 
 
 def learning_rate(step: int, options: Any) -> float:

@@ -12,9 +12,10 @@ import numpy as np
 from sentinel.anomaly import Anomaly
 from sentinel.ingest.merge import Layout, StepView
 from sentinel.ingest.replicas import NAN_CHECKSUM, Differing
+from sentinel.order.case import is_entry
 from sentinel.order.causal import is_nonfinite
 from sentinel.order.phase import Phase, scalar_phase
-from sentinel.order.step_facts import Divergence, FirstBad, StepFacts, Upstream
+from sentinel.order.step_facts import Apart, Divergence, FirstBad, OddWeight, StepFacts, Stray, Upstream
 from sentinel.order.suspicion import is_narrow
 from sentinel.record import Flag, Kind
 
@@ -28,6 +29,20 @@ ODD_SPREADS, ODD_SHARE = 8.0, 0.2
 """Spreads, and share of the median, by which one replica's loss is above the others' when it stands apart (chosen)."""
 ABSURD = 16.0
 """Times that a single element is beyond all others of its tensor (chosen)."""
+
+ALONE = 0.9
+"""Share of the kurtosis that one element alone would make, from which it counts as alone (chosen): of two it is half."""
+STEEP = 0.99
+"""The same from which one element is nearly all of a weight (chosen): the others come to a tenth of it at most."""
+EVERY = 16
+"""Steps between two looks at weights while nothing is amiss (chosen)."""
+APART = 1.3
+"""Times by which an output of one replica is larger or smaller than the others' when it is not like them (chosen): batches
+of one distribution are alike within some percent."""
+LIKE = 3.0
+"""Times by which the kurtosis of one replica differs from the others' when all of its elements grew alike (chosen)."""
+MIN_ELEMENTS = 64
+"""Elements of a tensor of which one can stand out (chosen)."""
 
 _RATE = re.compile(r"(^|[._/-])(lr|learning_rate)([._/-]|_group\d+|_\d+|$)", re.IGNORECASE)
 _SCALE = re.compile(r"(loss|grad|amp)[._ -]?scale", re.IGNORECASE)
@@ -50,6 +65,8 @@ class FactReader:
         """[tensors]"""
         self._is_forward = np.zeros(0, np.bool_)
         """[tensors] whether it is of the forward, and merged over replicas."""
+        self._by_name: dict[tuple[str, str], list[int]] = {}
+        """(kind, name) -> places of tensors; made when it is asked for."""
 
     def read(self, view: StepView, anomalies: Sequence[Anomaly], ongoing: Collection[str]) -> StepFacts:
         """Return the facts of a closed step. anomalies: of the step, in total order; ongoing: see `StepFacts`."""
@@ -61,6 +78,8 @@ class FactReader:
         ends = [part.end_step for part in view.parts if part.end_step is not None]
         is_whole = len(ends) >= len(view.places) and not any(end.is_partial for end in ends)
         first_bad = self._bad(view)
+        rates = {name: one.mean for name, one in scalars.items() if _RATE.search(name) and math.isfinite(one.mean)}
+        onsets = [one for one in anomalies if one.event == "onset"]
         return StepFacts(
             ongoing=frozenset(ongoing),
             lanes=self._lanes,
@@ -78,7 +97,13 @@ class FactReader:
                 if scalar_phase(name) in (Phase.LOSS, Phase.NORM) and math.isfinite(one.mean)
             },
             odd_lanes=self._odd_lanes(view),
-            rates={name: one.mean for name, one in scalars.items() if _RATE.search(name) and math.isfinite(one.mean)},
+            num_outputs=int(np.count_nonzero(self._is_forward & view.present)) if onsets or ongoing else 0,
+            strays=self._strays(view, onsets),
+            odd_weights=self._odd_weights(view, max(rates.values(), default=1.0))
+            if onsets or view.step % EVERY == 0
+            else (),
+            apart=self._apart(view) if any(scalar_phase(one.tag_name) is Phase.LOSS for one in onsets) else {},
+            rates=rates,
             loss_scale=scales[0] if scales and math.isfinite(scales[0]) else None,
             has_narrow=self._has_narrow,
             is_skipped=view.is_skipped,
@@ -102,6 +127,7 @@ class FactReader:
         if self._layout is not None and self._layout() is layout:
             return
         self._layout = weakref.ref(layout)
+        self._by_name = {}
         is_weight = [tensor.kind == "param" for tensor in layout.tensors]
         self._weights = np.flatnonzero(np.array(is_weight, np.bool_))
         replicated = {one.index for one in layout.replicas} | {one.index for one in layout.added_copies}
@@ -116,6 +142,83 @@ class FactReader:
         self._has_narrow = any(map(is_narrow, {tensor.dtype for tensor in layout.tensors}))
         self._lanes = {rank: place.coordinate("dp") for rank, place in layout.places.items()}
         self._num_lanes = max((place.dp_size for place in layout.places.values()), default=1)
+
+    def _places(self, view: StepView, kind: str, names: Collection[str]) -> list[int]:
+        """Return the places of tensors of a kind, in forward order."""
+        if not self._by_name:
+            for tensor in view.tensors:
+                self._by_name.setdefault((tensor.kind, tensor.name), []).append(tensor.index)
+        found = [index for name in names for index in self._by_name.get((kind, name), ())]
+        return sorted(found, key=lambda index: (view.tensors[index].depth, view.tensors[index].site_pos, index))
+
+    def _strays(self, view: StepView, onsets: Sequence[Anomaly]) -> dict[str, Stray]:
+        names = {one.tag_name for one in onsets if one.kind == "activation" and not is_nonfinite(one)}
+        found: dict[str, Stray] = {}
+        for index in self._places(view, "activation", names)[:MAX_BIRTHS] if names else ():
+            tensor = view.tensors[index]
+            at = np.flatnonzero(view.row_logical == index)
+            lanes, peaks, tails = self._lane_of[view.row_rank[at]], _peaks(view.rows[at]), _tails(view.rows[at])
+            if not len(at) or not np.isfinite(peaks).all():
+                continue
+            # Where one element makes the tail, that says more than which is the largest.
+            odd = int(np.lexsort((peaks, tails >= ALONE))[-1])
+            others = lanes != lanes[odd]
+            usual = float(np.median(peaks[others])) if others.any() else 0.0
+            counts = view.rows["count"][at].astype(np.float64)
+            tail = float(np.median((tails * counts)[others])) if others.any() else 0.0
+            own, position = float(tails[odd] * counts[odd]), int(view.site_pos[index])
+            is_earlier = (self._depth < tensor.depth) | ((self._depth == tensor.depth) & (view.site_pos < position))
+            before = self._is_forward & is_earlier & view.present
+            found[tensor.name] = Stray(
+                lane=int(lanes[odd]), rank=int(view.row_rank[at[odd]]), value=float(peaks[odd]), usual=usual,
+                is_alone=bool(tails[odd] >= ALONE), is_whole=tail > 0.0 and tail / LIKE <= own <= tail * LIKE,
+                num_before=int(np.count_nonzero(before)),
+                upstream=self._past(view, tensor.depth, position, int(lanes[odd])),
+            )  # fmt: skip
+        return found
+
+    def _odd_weights(self, view: StepView, rate: float) -> tuple[OddWeight, ...]:
+        of_weights = np.flatnonzero((view.rows["kind"] == Kind.PARAM) & (view.row_logical >= 0))
+        tails = _tails(view.rows[of_weights])
+        found = []
+        for at in of_weights[tails >= STEEP].tolist()[:MAX_BIRTHS]:
+            row, rank, name = view.rows[at], int(view.row_rank[at]), view.tensors[int(view.row_logical[at])].name
+            of_gradient = self._places(view, "wgrad", [name])
+            rows = np.flatnonzero(np.isin(view.row_logical, of_gradient) & (view.row_rank == rank))
+            found.append(
+                OddWeight(
+                    step=view.step, name=name, rank=rank, value=max(float(row["min"]), float(row["max"]), key=abs),
+                    num_elements=int(row["count"]), rate=rate,
+                    gradient=float(np.max(_peaks(view.rows[rows]))) if len(rows) else 0.0,
+                )
+            )  # fmt: skip
+        return tuple(found)
+
+    def _apart(self, view: StepView) -> dict[int, Apart]:
+        """Return, for each replica, its first output that is not like the others'."""
+        at = np.flatnonzero((view.rows["kind"] == Kind.ACTIVATION) & (view.row_logical >= 0))
+        at = at[self._is_forward[view.row_logical[at]]]
+        found: dict[int, Apart] = {}
+        if not len(at) or self._num_lanes < 2:
+            return found
+        logical, lanes = view.row_logical[at], self._lane_of[view.row_rank[at]]
+        order = np.lexsort((lanes, logical, view.site_pos[logical], self._depth[logical]))
+        logical, lanes, at = logical[order], lanes[order], at[order]
+        some = view.rows[at]
+        with np.errstate(all="ignore"):
+            rms = np.sqrt(some["m2"] / np.maximum(some["count"].astype(np.float64), 1.0) + some["mean"] ** 2)
+        ends = np.flatnonzero(np.r_[logical[1:] != logical[:-1], True]) + 1
+        begin = 0
+        for end in ends.tolist():
+            tensor, values = view.tensors[int(logical[begin])], rms[begin:end]
+            for own in np.flatnonzero(np.isfinite(values)).tolist() if end - begin > 1 else ():
+                lane, usual = int(lanes[begin + own]), float(np.median(np.delete(values, own)))
+                times = float(values[own]) / usual if usual > 0.0 else 1.0
+                if lane not in found and not 1.0 / APART <= times <= APART:
+                    front = is_entry(tensor.depth, tensor.border, tensor.segment)
+                    found[lane] = Apart(name=tensor.name, times=times, is_entry=front)
+            begin = end
+        return found
 
     def _first_bad(self, view: StepView) -> dict[int, int]:
         """Return, for each replica whose forward was not finite, the place of its first bad row; masks of -inf are meant."""
@@ -203,13 +306,31 @@ class FactReader:
         return Upstream(num_measured=num_measured, num_blocks=num_blocks, unlike=unlike)
 
 
+def _peaks(rows: np.ndarray) -> np.ndarray:
+    """Return the largest value of each row, without its sign; infinite where some value is not finite."""
+    is_bad = (rows["num_nan"] | rows["num_pos_inf"] | rows["num_neg_inf"]) != 0
+    peaks = np.maximum(np.abs(rows["min"].astype(np.float64)), np.abs(rows["max"].astype(np.float64)))
+    return np.where(is_bad, np.inf, peaks)
+
+
+def _tails(rows: np.ndarray) -> np.ndarray:
+    """Return the kurtosis of each row as a share of what one element alone would make it; 0 where it has too few."""
+    count = rows["count"].astype(np.float64)
+    with np.errstate(all="ignore"):
+        # As shares of the second moment: its square overflows where a value is 1e200.
+        share = rows["m4"] / np.maximum(rows["m2"], 1e-300) / np.maximum(rows["m2"], 1e-300)
+    return np.where((count >= MIN_ELEMENTS) & np.isfinite(share), share, 0.0)
+
+
 _OF_FORWARD = frozenset({"activation", "activation_in"})
 
 
 def _first(view: StepView, differing: Iterable[Differing]) -> list[Differing]:
     """Return some of the differing tensors, weights before gradients."""
     order = {"param": 0, "exp_avg": 1, "exp_avg_sq": 1}
-    return sorted(differing, key=lambda one: (order.get(view.tensors[one.index].kind, 2), one.index))[:MAX_DIVERGENCES]
+    found = sorted(differing, key=lambda one: (order.get(view.tensors[one.index].kind, 2), one.index))
+    last = [one for one in found[MAX_DIVERGENCES:] if order.get(view.tensors[one.index].kind, 2) == 2][:1]
+    return [*found[: MAX_DIVERGENCES - len(last)], *last]  # However many weights differ, one gradient is among them.
 
 
 def _divergence(view: StepView, one: Differing) -> Divergence:

@@ -10,7 +10,7 @@ from sentinel.anomaly import Anomaly
 from sentinel.order.causal import is_nonfinite
 from sentinel.order.origin import Origin
 from sentinel.order.phase import Phase, phase_of
-from sentinel.order.step_facts import Divergence, StepFacts, Upstream
+from sentinel.order.step_facts import Apart, Divergence, OddWeight, StepFacts, Stray, Upstream
 
 MAX_SIGNS = 256
 """Series of an incident that a verdict looks at, the earliest (chosen)."""
@@ -19,16 +19,20 @@ MAX_NOTES = 64
 MAX_BIRTHS = 32
 """Places where non-finite values were born that are kept (chosen)."""
 MAX_DIVERGENCES = 32
+MAX_STRAYS = 16
 MAX_SAMPLES = 4096
 """Ids of samples that an incident lists (chosen)."""
 
-FLOW = frozenset(
-    {Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.WGRAD_UNREDUCED, Phase.WGRAD, Phase.NORM}
-)
+FLOW = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.WGRAD_UNREDUCED, Phase.WGRAD, Phase.NORM})
 """Phases that a batch shows in, and is gone from in the next step; weights and optimizer state remember."""
 
 _SHARED_KINDS = frozenset({"param", "wgrad", "exp_avg", "exp_avg_sq"})
 """All data-parallel ranks hold the same of these: a rank's own says nothing of its data."""
+
+
+def is_entry(depth: int, border: str, segment: str) -> bool:
+    """Tell whether a tensor of the forward is made of the data before the first block."""
+    return depth == 0 and (border in ("chunk_input", "block_input") or segment.rpartition(".")[2] == "stem")
 
 
 class Sign(msgspec.Struct, kw_only=True):
@@ -67,6 +71,10 @@ class Sign(msgspec.Struct, kw_only=True):
     level: int = 0
     """Of its severity."""
     message: str = ""
+    depth: int = 0
+    site_pos: int = 0
+    is_entry: bool = False
+    """Of the forward, before the first block: what is made of the data before anything else is."""
 
 
 class Note(msgspec.Struct, kw_only=True):
@@ -136,6 +144,17 @@ class Case(msgspec.Struct, kw_only=True):
     """Of each loss: its median and spread in the steps before."""
     risen: dict[int, float] = {}
     """Step -> spreads by which a loss stood above its usual value in it; the first `MAX_NOTES` steps that were noted."""
+    strays: dict[str, Stray] = {}
+    """Of the step in which it opened: module -> what its output looked like; at most `MAX_STRAYS`."""
+    odd_weights: list[OddWeight] = []
+    """Those that were not so before; at most `MAX_STRAYS`."""
+    known_odd: tuple[str, ...] = ()
+    """Weights that were so before it opened."""
+    apart: dict[int, Apart] = {}
+    """Data-parallel replica -> the first of its outputs that was not like the others', at the newest onset in a loss."""
+    odd_gradients: list[tuple[int, tuple[int, ...]]] = []
+    """Steps in which copies of reduced gradients differed, with the rank of the odd one; without one where nobody can tell.
+    At most `MAX_STRAYS`."""
     births: list[Birth] = []
     num_births: int = 0
     divergences: list[Divergence] = []
@@ -145,6 +164,8 @@ class Case(msgspec.Struct, kw_only=True):
     num_compared: int = 0
     """Weights whose copies were compared in the newest step that did; 0: none ever."""
     num_weights: int = 0
+    num_outputs: int = 0
+    """Tensors of the forward that were measured in the newest step that had any."""
     num_alike: int = 0
     """Steps of the attempt, before the divergence, in which all copies were the same."""
     last_alike: int = -1
@@ -179,6 +200,11 @@ class Case(msgspec.Struct, kw_only=True):
         for anomaly in group:
             self.num_lanes = max(self.num_lanes, anomaly.dp_size)
             self._take(anomaly)
+            if facts is None:
+                continue
+            stray = facts.strays.get(anomaly.tag_name) if anomaly.kind == "activation" else None
+            if stray is not None and anomaly.step == self.opened and len(self.strays) < MAX_STRAYS:
+                self.strays.setdefault(anomaly.tag_name, stray)
 
     def _take(self, a: Anomaly) -> None:
         key = "\x1f".join(map(str, (a.rule, a.kind, a.tag_name, a.statistic, a.rank, a.micro_step)))
@@ -199,6 +225,8 @@ class Case(msgspec.Struct, kw_only=True):
                 is_inf=is_bad and (a.value_text in ("inf", "-inf") or a.statistic == "infs"), dtype=a.dtype,
                 value=a.value, baseline=a.baseline, score=a.score, reference_score=a.reference_score,
                 level=a.severity.level, message=a.message if a.kind == "precision" or is_bad else "",
+                depth=a.depth, site_pos=a.site_pos,
+                is_entry=phase is Phase.FORWARD and is_entry(a.depth, a.border, a.segment),
             )  # fmt: skip
             if len(self.signs) < MAX_SIGNS:
                 self.signs[key] = sign
@@ -211,6 +239,8 @@ class Case(msgspec.Struct, kw_only=True):
     def _lanes_of(self, a: Anomaly) -> tuple[int, ...]:
         if a.dp_size <= 1 or a.kind in _SHARED_KINDS:
             return ()
+        if a.detector == "RankSkew" and len(self.lane_of) == 2 and a.kind == "scalar":
+            return ()  # Of two, each is as far from the other.
         if a.moved_ranks and self.lane_of:
             return tuple(sorted({self.lane_of[rank] for rank in a.moved_ranks if rank in self.lane_of}))
         return (a.place["dp"],) if a.rank is not None and "dp" in a.place else ()
@@ -293,13 +323,28 @@ class Case(msgspec.Struct, kw_only=True):
         if facts.num_compared:
             self.num_compared, self.num_weights = facts.num_compared, facts.num_weights
             self.is_differing = facts.num_differing > 0
-        if facts.divergences and self.divergence_step < 0 and any(s.statistic == "checksum" for s in self.signs.values()):
-            self.divergence_step, self.num_differing = step, facts.num_differing
-            self.divergences = list(facts.divergences[:MAX_DIVERGENCES])
+        self._compare(step, facts)
+        known = {*self.known_odd, *(one.name for one in self.odd_weights)}
+        news = [one for one in facts.odd_weights if one.name not in known]
+        self.odd_weights = [*self.odd_weights, *news][:MAX_STRAYS] if news else self.odd_weights
+        self.apart = facts.apart or self.apart
+        self.num_outputs = facts.num_outputs or self.num_outputs
         self.has_narrow |= facts.has_narrow
         if facts.loss_scale is not None:
             self.scale_now, self.has_scaler = facts.loss_scale, True
         self.num_seen += 1
+
+    def _compare(self, step: int, facts: StepFacts) -> None:
+        """Take the copies that differ in a step. Gradients may, a step before the weights that they are added to."""
+        if not facts.divergences or not any(sign.statistic == "checksum" for sign in self.signs.values()):
+            return
+        if self.divergence_step < 0 and any(one.kind != "wgrad" for one in facts.divergences):
+            self.divergence_step, self.num_differing = step, facts.num_differing
+            self.divergences = list(facts.divergences[:MAX_DIVERGENCES])
+        of_gradients = [one for one in facts.divergences if one.kind == "wgrad"]
+        if of_gradients and len(self.odd_gradients) < MAX_STRAYS:
+            ranks = {one.accused if one.is_sure else () for one in of_gradients}
+            self.odd_gradients = [*self.odd_gradients, (step, ranks.pop() if len(ranks) == 1 else ())]
 
     def _bear_again(self, step: int, facts: StepFacts) -> None:
         """Take what is born non-finite anew in series whose episodes are still open: it has no record of its own."""
@@ -338,6 +383,11 @@ class Case(msgspec.Struct, kw_only=True):
         self.births = sorted([*self.births, *other.births], key=lambda one: one.step)[:MAX_BIRTHS]
         self.num_births += other.num_births
         self.num_quiet = min(self.num_quiet, other.num_quiet)
+        if other.opened == self.opened:
+            for name, stray in other.strays.items():
+                if len(self.strays) < MAX_STRAYS:
+                    self.strays.setdefault(name, stray)
+        self.odd_weights = [*self.odd_weights, *other.odd_weights][:MAX_STRAYS]
         for step, ids in other.samples.items():
             self.samples.setdefault(step, ids)
         if self.divergence_step < 0 <= other.divergence_step:

@@ -21,7 +21,8 @@ import msgspec
 
 from sentinel.anomaly import Anomaly, Incident, Severity, incident_id
 from sentinel.errors import ConfigError
-from sentinel.order.case import Case, Jump
+from sentinel.order.background import MIN_LOSSES, Background
+from sentinel.order.case import Case
 from sentinel.order.causal import is_nonfinite, sort_key
 from sentinel.order.causes import leading_causes
 from sentinel.order.open_incident import (
@@ -35,16 +36,12 @@ from sentinel.order.open_incident import (
     series_of,
 )
 from sentinel.order.origin import origin
-from sentinel.order.phase import Phase, scalar_phase
 from sentinel.order.step_facts import StepFacts
-from sentinel.order.suspicion import CALM_STEPS, JUMP_STEPS, rose, usual
+from sentinel.order.suspicion import JUMP_STEPS, usual
 from sentinel.order.wording import born_words, is_liveness, place_words, root_words, title_words
 
 MAX_SERIES = 4096
 """Most series that an incident remembers, to know its own again (chosen); past it the newest are not remembered."""
-
-RECENT_LOSSES, MIN_LOSSES = 16, 8
-"""Values of a loss that say what is usual when an incident opens (chosen)."""
 
 MAX_FIRST_CAUSES = 64
 """Most first causes that an incident lists (chosen); a NaN on each of a thousand replicas needs no thousand names."""
@@ -69,49 +66,6 @@ class IncidentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name, least in (("quiet_steps", 1), ("near_steps", 1), ("episode_quiet_steps", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"incidents.{name} must be at least {least}, got {getattr(self, name)}")
-
-
-class Background(msgspec.Struct, kw_only=True):
-    """What the steps of the attempt have been like, for the verdicts of incidents that are yet to open."""
-
-    num_steps: int = 0
-    """Steps closed."""
-    num_alike: int = 0
-    """Of those, steps in which copies of weights were compared and all the same."""
-    last_alike: int = -1
-    trouble_step: int = -1
-    """Newest step with an anomaly graver than info; -1: none."""
-    rates: dict[str, float] = {}
-    """Learning rates of the step before."""
-    highest: dict[str, float] = {}
-    """The highest of each so far."""
-    jump: Jump | None = None
-    """The newest rise of a learning rate that no schedule explains."""
-    loss_scale: float | None = None
-    """Of the step before."""
-    losses: dict[str, list[float]] = {}
-    """The newest values of each loss, of steps without an anomaly in it."""
-
-    def see(self, step: int, anomalies: Iterable[Anomaly], facts: StepFacts) -> None:
-        """Take a closed step."""
-        self.num_steps += 1
-        if facts.num_compared and not facts.num_differing:
-            self.num_alike, self.last_alike = self.num_alike + 1, step
-        if any(a.event == "onset" and a.severity is not Severity.INFO for a in anomalies):
-            self.trouble_step = step
-        self.loss_scale = facts.loss_scale
-        moved = {a.tag_name for a in anomalies if a.kind == "scalar"}
-        for name, value in facts.results.items():
-            if name not in moved and scalar_phase(name) is Phase.LOSS:
-                self.losses[name] = [*self.losses.get(name, [])[-RECENT_LOSSES + 1 :], value]
-
-    def see_rates(self, step: int, facts: StepFacts) -> None:
-        """Take the learning rates of a closed step."""
-        for name, rate in sorted(facts.rates.items()):
-            before, highest = self.rates.get(name), self.highest.get(name, 0.0)
-            if before is not None and self.num_steps >= CALM_STEPS and rose(before, rate, highest):
-                self.jump = Jump(step=step, index=self.num_steps, name=name, before=before, after=rate)
-            self.rates[name], self.highest[name] = rate, max(highest, rate)
 
 
 class _State(msgspec.Struct, kw_only=True):
@@ -398,6 +352,7 @@ class IncidentTracker:
             scale_before=before.loss_scale,
             trouble_step=before.trouble_step,
             num_before=before.num_steps,
+            known_odd=before.odd_weights,
             losses={name: usual(values) for name, values in sorted(before.losses.items()) if len(values) >= MIN_LOSSES},
         )
 

@@ -13,6 +13,7 @@ from sentinel.order.causal import is_nonfinite
 from sentinel.order.origin import Origin
 from sentinel.order.phase import Phase, phase_of
 from sentinel.order.verdict import suspect
+from sentinel.order.verdict_advice import advice
 from sentinel.order.wording import born_words, root_words, title_words
 
 SUSPECTED = "suspected "
@@ -56,7 +57,9 @@ class OpenIncident(msgspec.Struct, kw_only=True):
     def suspect(self) -> None:
         """Say what it makes one suspect now, and why."""
         now, found = self.incident, suspect(self.case)
-        reasons = tuple(f"{SUSPECTED}{found.verdict}: {reason}" for reason in found.reasons)
+        todo = advice(self.case, found)
+        lines = (*found.reasons, todo) if todo else found.reasons
+        reasons = tuple(f"{SUSPECTED}{found.verdict}: {reason}" for reason in lines)
         told = tuple(line for line in now.evidence if line.startswith(SUSPECTED))
         is_same = (found.verdict, found.skip_steps) == (now.verdict, now.skip_steps)
         if is_same and (found.verdict != "unknown" or _without_figures(told) == _without_figures(reasons)):

@@ -51,6 +51,49 @@ class FirstBad(msgspec.Struct, frozen=True, kw_only=True):
     upstream: Upstream
 
 
+class Stray(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor of the forward that left its range, on the replica where it stands out most: what its numbers look like."""
+
+    lane: int
+    rank: int
+    value: float
+    """The largest of its values, without its sign."""
+    usual: float
+    """The same of the other replicas, their median; 0: there are none."""
+    is_alone: bool
+    """One element makes nearly all of the fourth moment: the kurtosis is the number of elements."""
+    is_whole: bool
+    """Its kurtosis is the other replicas': all elements grew alike."""
+    num_before: int
+    """Tensors of the forward that its replica had measured before it."""
+    upstream: Upstream
+
+
+class Apart(msgspec.Struct, frozen=True, kw_only=True):
+    """An output of one data-parallel replica that is not like the others'."""
+
+    name: str
+    times: float
+    """Its root mean square against the median of theirs."""
+    is_entry: bool
+    """It is made of the data before the first block."""
+
+
+class OddWeight(msgspec.Struct, frozen=True, kw_only=True):
+    """A weight of which one element is nearly all."""
+
+    step: int
+    name: str
+    rank: int
+    value: float
+    """That element."""
+    num_elements: int
+    gradient: float
+    """The largest value of its gradient in that step, without its sign; infinite: not finite, 0: not measured."""
+    rate: float
+    """The highest learning rate of the step; 1: none is logged."""
+
+
 class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One closed step."""
 
@@ -74,6 +117,15 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Id of a non-finite anomaly -> what its replica had measured before it."""
     first_bad: tuple[FirstBad, ...] = ()
     """Of each replica whose forward was not finite."""
+    num_outputs: int = 0
+    """Tensors of the forward that were measured."""
+    strays: dict[str, Stray] = {}
+    """Name of a module whose output left its range in this step -> what it looks like; the first few in forward order."""
+    odd_weights: tuple[OddWeight, ...] = ()
+    """In steps with an onset, and now and then in others: what was so before is no news."""
+    apart: dict[int, Apart] = {}
+    """Data-parallel replica -> the first output of its forward that is not like the others'; in steps with an onset in a
+    loss alone."""
     results: dict[str, float] = {}
     """Finite losses and gradient norms: what a step comes to."""
     odd_lanes: tuple[int, ...] = ()

@@ -22,6 +22,20 @@ WIDE = 5
 """Series of one step, the gradient norm among them, that a batch moves without the loss (chosen)."""
 ABSURD = 100.0
 """Times by which no part of a batch moves a layer (chosen)."""
+STEEP = 200
+"""Elements of a weight of which one may be called nearly all (chosen): where there are few, one may well be."""
+UPDATES = 1e3
+"""Times the learning rate, and the gradient where it is above 1, that an update moves an element by at most. Adam's is below
+(1 - b1) / sqrt(1 - b2), some 3 to 30, and momentum multiplies by 1 / (1 - b): 10 to 100 (chosen with room)."""
+PULSE_STEPS = 32
+"""Steps that bad data may last (chosen): what comes and goes at once is a stretch of it."""
+GONE = 0.25
+"""Share of its height below which a jump is gone at once, rather than fading (chosen)."""
+AVERAGES = frozenset({"exp_avg", "exp_avg_sq"})
+LOST = 0.3
+"""Share of what it was below which a running mean was lost rather than fell (chosen): with b1 = 0.9 it keeps nine tenths."""
+SILENT = 3
+"""Gradients that become exactly zero together when a narrow type cannot hold them (chosen): one alone is a layer's own."""
 HALF = 0.5
 """Share of its height below which a jump of the loss or gradient norm is over; what is left is its aftermath (chosen)."""
 PEAK = 0.75
@@ -52,8 +66,8 @@ STATES = frozenset(
 """Detectors of what a model is in, rather than of what befell it."""
 SURE_STATES = frozenset({"Drift", "Plateau", "DeadTensor", "DeadExpert"})
 """Of these, those that themselves wait until it has lasted."""
+_EXPERTS = re.compile(r"expert|moe|router|(^|[._])gate($|[._])", re.IGNORECASE)
 _NARROW = re.compile(r"float16|half|float8|fp8|e4m3|e5m2", re.IGNORECASE)
-
 
 
 class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +80,10 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
     """Of `batch`: the steps."""
     skip_lanes: tuple[int, ...] = ()
     """Of those, the data-parallel replicas whose part it was; empty: all."""
+    ranks: tuple[int, ...] = ()
+    """Of `hardware`: the ranks accused."""
+    since: int = -1
+    """Step from which on what was trained is to be doubted; -1: not known."""
 
 
 UNKNOWN = Suspicion()
@@ -97,6 +115,16 @@ def figures(sign: Sign) -> str:
     what = sign.name if sign.kind == "scalar" else f"{sign.statistic} of {sign.name} ({sign.kind})"
     value = "" if sign.value is None else f" {sign.value:.4g}"
     return what + value + ("" if sign.baseline is None else f" against {sign.baseline:.4g}")
+
+
+def times(sign: Sign) -> float:
+    """Return how many times its baseline a value is; 0 where either is not known."""
+    return abs(sign.value / sign.baseline) if sign.value is not None and sign.baseline else 0.0
+
+
+def is_of_experts(name: str) -> bool:
+    """Tell whether a module is one of few tokens, or chooses among those."""
+    return bool(_EXPERTS.search(name))
 
 
 def is_narrow(dtype: str) -> bool:

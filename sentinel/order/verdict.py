@@ -51,14 +51,19 @@ import msgspec
 
 from sentinel.order.case import Case
 from sentinel.order.phase import Phase
+from sentinel.order.step_facts import Divergence
 from sentinel.order.suspicion import (
     ALIKE_STEPS,
+    CALM_STEPS,
     FEW_TENSORS,
+    QUIET_STEPS,
     SCALE_FALL,
+    SILENT,
     Suspicion,
     figures,
     is_narrow,
     listed,
+    plural,
 )
 from sentinel.order.verdict_finite import finite
 from sentinel.order.verdict_nonfinite import nonfinite
@@ -106,6 +111,9 @@ def by_comparison(case: Case) -> Suspicion | None:
     if case.num_alike < ALIKE_STEPS:
         return Suspicion(reasons=(f"copies of {what} differ, and never were the same since they are compared",))
     since = f"bit-identical on all {first.num_copies} copies until step {case.last_alike}"
+    of_exchange = _by_exchange(case, found)
+    if of_exchange is not None:
+        return of_exchange
     # A weight, its gradient and its optimizer state may all differ.
     if case.num_differing > 4 * FEW_TENSORS or len(names) > FEW_TENSORS:
         return Suspicion(
@@ -136,6 +144,8 @@ def by_comparison(case: Case) -> Suspicion | None:
                     why + (f": {shown[0].change_words}" if shown else ""),
                     "replicas take the same update from the same gradient: neither data nor model can part them",
                 ),
+                ranks=ranks,
+                since=case.divergence_step,
             )
     if shown:
         one = shown[0]
@@ -146,6 +156,8 @@ def by_comparison(case: Case) -> Suspicion | None:
                 f"{one.kind} of {one.name} was {since}; at step {case.divergence_step} {who} changed: {one.change_words}",
                 "replicas take the same update from the same gradient: neither data nor model can part them",
             ),
+            ranks=(one.culprit,) if one.culprit is not None else one.accused,
+            since=case.divergence_step,
         )
     return Suspicion(
         reasons=(
@@ -155,13 +167,42 @@ def by_comparison(case: Case) -> Suspicion | None:
     )
 
 
+def _by_exchange(case: Case, found: list[Divergence]) -> Suspicion | None:
+    """Return what reduced gradients say that arrived otherwise on one rank in one step, and the weights that took them."""
+    at = [(step, ranks) for step, ranks in case.odd_gradients if step <= case.divergence_step]
+    if not at or not 0 <= case.divergence_step - at[0][0] <= 1 or case.num_alike < CALM_STEPS:
+        return None
+    ranks = at[0][1]
+    if len(ranks) != 1 or ranks == (0,) or any(not one.is_sure or one.accused != ranks for one in found):
+        return None
+    names = {one.name for one in found}
+    if any(other != ranks for _, other in case.odd_gradients) or 2 * len(names) > case.num_weights:
+        return None
+    seen = (
+        f"the reduced gradients of {plural(len(names), 'weight')}, {found[0].name} among them, arrived otherwise on rank "
+        f"{ranks[0]} alone at step {at[0][0]}, and its weights took them"
+    )
+    since = f"bit-identical on all {found[0].num_copies} copies until step {case.last_alike}"
+    if case.seen < at[-1][0] + QUIET_STEPS:
+        return Suspicion(reasons=(f"{seen}; {since}", "whether it comes again in the next steps is to be seen"))
+    return Suspicion(
+        verdict="hardware",
+        reasons=(
+            f"{seen}; {since}",
+            "a program that leaves a gradient out does so in every step: a link, a card, or a race in the exchange",
+        ),
+        ranks=ranks, since=at[0][0],
+    )  # fmt: skip
+
+
 def by_precision(case: Case) -> Suspicion | None:
     bad = [sign for sign in case.signs.values() if sign.is_bad]
     first_bad = min((sign.first_step for sign in bad), default=1 << 62)
     shares = [
         sign
         for sign in case.signs.values()
-        if (sign.kind == "precision" or sign.detector == "PrecisionLoss") and sign.first_step <= first_bad
+        if (sign.kind == "precision" or sign.detector == "PrecisionLoss")
+        and sign.first_step <= first_bad
         and (case.has_narrow or case.has_scaler)  # A format that nobody trains in may overflow.
     ]
     first = min((sign.first_step for sign in case.signs.values()), default=0)
@@ -189,6 +230,21 @@ def by_precision(case: Case) -> Suspicion | None:
                     f"at step {births[0].step} gradients overflowed under a loss scale{scale}, all of the forward finite",
                 ),
             )
+    silent = [
+        sign for sign in case.signs.values() if sign.value == 0.0 and sign.phase in _GRADIENTS and is_narrow(sign.dtype)
+    ]
+    begun = min((sign.first_step for sign in case.signs.values()), default=0)
+    names = sorted({sign.name for sign in silent if sign.first_step <= begun + 1})
+    forward = [sign for sign in case.signs.values() if sign.phase is Phase.FORWARD and sign.first_step <= begun + 1]
+    if len(names) >= SILENT and not forward and not bad:
+        scale = "" if case.scale_now is None else f", under a loss scale of {case.scale_now:.6g}"
+        return Suspicion(
+            verdict="precision",
+            reasons=(
+                f"the gradients of {len(names)} tensors are exactly 0 from step {begun} on{scale}: {listed(names, 3)}",
+                f"{silent[0].dtype} holds nothing below 6e-8, and all of the forward is as ever",
+            ),
+        )
     before, now = case.scale_before, case.scale_now
     if before is not None and now is not None and now > 0 and before / now >= SCALE_FALL:
         return Suspicion(verdict="precision", reasons=(f"the loss scale fell from {before:.6g} to {now:.6g}",))

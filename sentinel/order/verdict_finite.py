@@ -9,11 +9,14 @@ from sentinel.order.phase import Phase
 from sentinel.order.suspicion import (
     ABSURD,
     AFTERMATH_STEPS,
+    AVERAGES,
     HALF,
     LASTING_STEPS,
     LOSS_SPREADS,
+    LOST,
     PEAK,
     QUIET_STEPS,
+    SILENT,
     STATES,
     SURE_STATES,
     UNKNOWN,
@@ -24,7 +27,10 @@ from sentinel.order.suspicion import (
     is_after_jump,
     listed,
     plural,
+    times,
 )
+from sentinel.order.verdict_data import by_data
+from sentinel.order.verdict_element import by_output, by_weight
 
 
 def finite(case: Case, acquitted: str) -> Suspicion:
@@ -32,12 +38,24 @@ def finite(case: Case, acquitted: str) -> Suspicion:
     if not signs:
         return UNKNOWN
     notes = [note for note in case.notes if note.num_flow]
-    if case.jump is not None and notes and is_after_jump(case, notes[0].index):
+    begun = notes or case.notes
+    if case.jump is not None and begun and is_after_jump(case, begun[0].index):
         return by_jump(case)
+    of_element = by_weight(case) or by_output(case, acquitted)
+    if of_element is not None:
+        return of_element
+    lost = _lost_state(signs)
+    if lost is not None:
+        return lost
+    of_data = None if acquitted else by_data(case, signs, notes)
+    if of_data is not None:
+        return of_data
     first = min(sign.first_step for sign in signs)
     run = _longest_run(notes)
     strong = [note for note in notes if note.has_result or note.num_flow >= 3]
-    lasting = [sign for sign in signs if sign.streak >= LASTING_STEPS or sign.num_steps >= 2 * LASTING_STEPS]
+    # A running mean of gradients says no more than they do, and says it for longer.
+    own = [sign for sign in signs if sign.kind not in AVERAGES]
+    lasting = [sign for sign in own if sign.streak >= LASTING_STEPS or sign.num_steps >= 2 * LASTING_STEPS]
     jump = _jump(case)
     is_batch_like = jump is not None and jump.since <= first and not acquitted and not any(map(_outlives, signs))
     if jump is not None and is_batch_like and (jump.is_over or case.num_quiet >= QUIET_STEPS):
@@ -45,9 +63,7 @@ def finite(case: Case, acquitted: str) -> Suspicion:
         if peak and run <= AFTERMATH_STEPS:
             return _passed(case, signs, peak, f"{jump.left:.0%} of the jump was left {jump.num_after} steps after it")
     states = [
-        sign
-        for sign in signs
-        if sign.detector in STATES and (sign.detector in SURE_STATES or sign.streak >= LASTING_STEPS)
+        sign for sign in signs if sign.detector in STATES and (sign.detector in SURE_STATES or sign.streak >= LASTING_STEPS)
     ]
     began_so = any(sign.first_step <= first for sign in states)
     if is_batch_like and not began_so and run <= AFTERMATH_STEPS and case.num_quiet < QUIET_STEPS:
@@ -60,11 +76,10 @@ def finite(case: Case, acquitted: str) -> Suspicion:
     if states:
         one = min(states, key=lambda sign: (sign.first_step, sign.phase, sign.name))
         lasted = f", for {one.num_steps} steps" if one.num_steps > 1 else ""
-        return Suspicion(
-            verdict="model", reasons=(f"{one.detector}: {figures(one)} from step {one.first_step} on{lasted}",)
-        )
-    moved_first = [sign for sign in signs if sign.first_step == first and sign.phase in (Phase.PARAM, Phase.OPTIMIZER)]
-    state_lasts = [sign for sign in lasting if sign.phase in (Phase.PARAM, Phase.OPTIMIZER)]
+        return Suspicion(verdict="model", reasons=(f"{one.detector}: {figures(one)} from step {one.first_step} on{lasted}",))
+    of_states = [sign for sign in own if sign.phase in (Phase.PARAM, Phase.OPTIMIZER)]
+    moved_first = [sign for sign in of_states if sign.first_step == first]
+    state_lasts = [sign for sign in lasting if sign in of_states]
     if moved_first and (state_lasts or run >= LASTING_STEPS):
         one = min(moved_first, key=lambda sign: (sign.phase, sign.name))
         return Suspicion(
@@ -84,6 +99,25 @@ def finite(case: Case, acquitted: str) -> Suspicion:
     if acquitted:
         return Suspicion(reasons=(f"it moved at step {strong[0].step} and passed",))
     return _passed(case, signs, strong, f"the {case.num_quiet} whole steps after it were well: weights do not heal")
+
+
+def _lost_state(signs: list[Sign]) -> Suspicion | None:
+    """Return what running means of the optimizer say that fell faster than a mean can; None: none did."""
+    for sign in signs:
+        if sign.kind in AVERAGES:
+            of_step = [one for one in signs if one.kind == sign.kind and one.first_step == sign.first_step]
+            fallen = [one for one in of_step if one.baseline and times(one) < LOST and not one.is_bad]
+            names = {one.name for one in fallen}
+            if len(names) >= SILENT and len(fallen) == len(of_step):
+                one = min(fallen, key=lambda one: one.name)
+                return Suspicion(
+                    verdict="model",
+                    reasons=(
+                        f"{figures(one)} at step {one.first_step}, and so of {len(names)} weights: optimizer state was lost",
+                        "a running mean cannot fall so far in one step, whatever the gradients are",
+                    ),
+                )
+    return None
 
 
 class _Jump(msgspec.Struct, frozen=True):
@@ -150,7 +184,7 @@ def _passed(case: Case, signs: list[Sign], strong: list[Note], after: str) -> Su
         if len(lanes) == case.num_lanes:
             reasons.append(f"all {case.num_lanes} data-parallel replicas moved alike")
         else:
-            absurd = [sign for sign in at if sign.phase is Phase.FORWARD and _times(sign) >= ABSURD]
+            absurd = [sign for sign in at if sign.phase is Phase.FORWARD and times(sign) >= ABSURD]
             if absurd:
                 return Suspicion(
                     reasons=(
@@ -164,10 +198,6 @@ def _passed(case: Case, signs: list[Sign], strong: list[Note], after: str) -> Su
                 + (f"; the {case.num_compared} weights compared stay bit-identical" if case.num_compared else "")
             )
     return Suspicion(verdict="batch", reasons=tuple(reasons), skip_steps=steps, skip_lanes=skip_lanes)
-
-
-def _times(sign: Sign) -> float:
-    return abs(sign.value / sign.baseline) if sign.value is not None and sign.baseline else 0.0
 
 
 def _longest_run(notes: list[Note]) -> int:

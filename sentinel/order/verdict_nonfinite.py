@@ -19,12 +19,13 @@ from sentinel.order.suspicion import (
     figures,
     is_after_jump,
     is_narrow,
+    is_of_experts,
     listed,
     plural,
 )
+from sentinel.order.verdict_element import by_weight
 
 _LOSS = re.compile(r"loss|criterion", re.IGNORECASE)
-_EXPERTS = re.compile(r"expert|moe|router|(^|[._])gate($|[._])", re.IGNORECASE)
 
 
 def nonfinite(case: Case, acquitted: str) -> Suspicion:
@@ -41,6 +42,9 @@ def nonfinite(case: Case, acquitted: str) -> Suspicion:
                 f"{growth[0].step} on{first}",
             ),
         )
+    of_weight = by_weight(case)
+    if of_weight is not None:
+        return of_weight
     if case.jump is not None and is_after_jump(case, next((n.index for n in case.notes if n.num_bad), 0)):
         return by_jump(case)
     births = [one for one in case.births if one.step == case.births[0].step]
@@ -84,6 +88,9 @@ def nonfinite(case: Case, acquitted: str) -> Suspicion:
                 skip_steps=tuple(steps),
             )
         return Suspicion(reasons=(f"{every} went non-finite at step {one.step}; whether it passes is to be seen",))
+    of_rows = _of_rows(case, births, steps, acquitted)
+    if of_rows is not None:
+        return of_rows
     if case.num_lanes <= 1:
         alone = "there is one data-parallel replica: nothing to compare, a machine cannot be told from its data"
         return Suspicion(reasons=(f"non-finite first in {one.kind} of {one.name} at step {one.step}", alone))
@@ -96,6 +103,31 @@ def nonfinite(case: Case, acquitted: str) -> Suspicion:
     return Suspicion(
         reasons=(f"{one.kind} of {one.name} went non-finite at step {one.step} where replicas were merged already",)
     )
+
+
+def _of_rows(case: Case, births: list[Birth], steps: list[int], acquitted: str) -> Suspicion | None:
+    """Return what whole rows say that went non-finite once: tokens, samples; None: it was no such thing."""
+    one = births[0]
+    lanes = _lanes_of(births)
+    if acquitted or len(steps) > 1 or any(birth.phase is not Phase.FORWARD for birth in births) or is_narrow(one.dtype):
+        return None
+    if any(birth.num_bad < 2 for birth in births) or len({birth.name for birth in births}) > 1:
+        return None
+    if case.num_lanes > 1 and len(lanes) != 1:
+        return None
+    front = one.depth == 0 and (one.border in ("chunk_input", "block_input") or one.place.rpartition(".")[2] == "stem")
+    if case.num_quiet < (QUIET_STEPS if front else WELL_STEPS):
+        return None
+    who = f" on data-parallel replica {lanes[0]} of {case.num_lanes}" if case.num_lanes > 1 and lanes else ""
+    where = "the first that is computed of the data" if front else "whole tokens or samples rather than one number"
+    return Suspicion(
+        verdict="batch",
+        reasons=(
+            f"{one.num_bad} elements of {one.name} went non-finite at step {one.step}{who}: {where}",
+            f"the {case.num_quiet} steps after it were well, with the same weights and other data",
+        ),
+        skip_steps=(one.step,), skip_lanes=lanes if case.num_lanes > 1 else (),
+    )  # fmt: skip
 
 
 def _lanes_of(births: Iterable[Birth]) -> tuple[int, ...]:
@@ -152,9 +184,10 @@ def _one_replica(case: Case, births: list[Birth], acquitted: str) -> Suspicion:
             f"its data had passed {plural(upstream.num_blocks, 'block')} and {plural(upstream.num_measured, 'tensor')} like "
             "the other replicas' before that",
             f"the {case.num_compared} weights compared are bit-identical on all replicas, and nothing was amiss before",
-            "one replica, one rank, one moment: test it before it is trusted; a kernel that reads what nobody wrote looks "
-            "the same",
+            "one replica, one rank, one moment; a kernel that reads what nobody wrote looks the same",
         ),
+        ranks=tuple(ranks),
+        since=one.step,
     )
 
 
@@ -168,7 +201,7 @@ def _doubt(case: Case, births: list[Birth]) -> str:
         return "it was born in several places at once"
     if is_narrow(one.dtype):
         return f"{one.dtype} overflows on good machines"
-    if _EXPERTS.search(one.name) or one.ep_size > 1:
+    if is_of_experts(one.name) or one.ep_size > 1:
         return "experts see few tokens, and some batches give them none"
     if upstream is None or not upstream.num_measured:
         return "what came before it in its replica was not measured"
@@ -241,6 +274,8 @@ def _recurring(case: Case, steps: list[int]) -> Suspicion | None:
                 f"the {case.num_compared} weights compared are bit-identical on all replicas, and what came before each was "
                 "like the others'",
             ),
+            ranks=tuple(ranks),
+            since=steps[0],
         )
     return Suspicion(
         reasons=(
