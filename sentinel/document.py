@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,11 @@ import yaml
 MAX_DEPTH = 32
 MAX_NODES = 100_000
 """A pack is small; what unfolds to more than this is a mistake or an attack (aliases of aliases)."""
+_EXPONENT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+"""1e6 is a number to whoever writes it, as to YAML 1.2 and JSON; to YAML 1.1, which the parser reads, it is text."""
+_MERGE = "tag:yaml.org,2002:merge"
+_HINTS = {"found character '\\t' that cannot start any token": "found a tab; indent with spaces",
+          "but found another document": "found a second document behind ---; give each a file of its own"}  # fmt: skip
 
 
 class BrokenDocument(ValueError):
@@ -55,6 +61,7 @@ def parse(text: str) -> Located | None:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = error.problem or error.context or "broken"
+        problem = _HINTS.get(problem, problem)
         raise BrokenDocument(mark.line + 1 if mark else 1, f"not YAML: {problem}") from error
     except yaml.YAMLError as error:
         raise BrokenDocument(1, f"not YAML: {' '.join(str(error).split())}") from error
@@ -72,25 +79,37 @@ class _Reader:
     def read(self, node: yaml.Node, depth: int, key_line: int) -> Located:
         line = node.start_mark.line + 1
         self._num_nodes += 1
-        if depth > MAX_DEPTH or self._num_nodes > MAX_NODES:
+        if depth > MAX_DEPTH:
             raise BrokenDocument(line, "nested too deeply")
+        if self._num_nodes > MAX_NODES:
+            raise BrokenDocument(line, f"expected at most {MAX_NODES:,} values, aliases unfolded; got more by here")
         if isinstance(node, yaml.MappingNode):
             return Located(self._mapping(node, depth), line, key_line)
         if isinstance(node, yaml.SequenceNode):
             return Located([self.read(item, depth + 1, 0) for item in node.value], line, key_line)
         try:
+            if isinstance(node, yaml.ScalarNode) and node.style is None and _EXPONENT.fullmatch(node.value):
+                return Located(float(node.value), line, key_line)
             return Located(self._loader.construct_object(node), line, key_line)
         except (ValueError, yaml.YAMLError) as error:
             raise BrokenDocument(line, f'cannot read "{node.value}" as {node.tag.rpartition(":")[2]}') from error
 
     def _mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Located]:
         found: dict[str, Located] = {}
+        merged: dict[str, Located] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
+            if key_node.tag == _MERGE:
+                below = self.read(value_node, depth + 1, line)
+                for one in below.value if isinstance(below.value, list) else [below]:
+                    if not isinstance(one.value, dict):
+                        raise BrokenDocument(line, '"<<" merges mappings; expected an alias of one, such as *name')
+                    merged = {**one.value, **merged}  # of several the first counts
+                continue
             key = key_node.value
             if not isinstance(key, str):
                 raise BrokenDocument(line, "a key must be text")
             if key in found:
                 raise BrokenDocument(line, f'key "{key}" is there twice, first on line {found[key].key_line}')
             found[key] = self.read(value_node, depth + 1, line)
-        return found
+        return {**merged, **found}

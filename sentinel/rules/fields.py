@@ -24,6 +24,9 @@ MATCH_KEYS = ("kind", "name", "statistic", "rank", "aggregate")
 SEVERITIES = tuple(severity.value for severity in Severity)
 
 
+_NUMBER = re.compile(r"[-+]?[\d.]+(?:[eE][-+]?\d+)?")
+
+
 class Fields:
     """Reads the fields of one rule, complaining where each was written."""
 
@@ -166,6 +169,9 @@ class Fields:
         except RuleError as error:
             text = str(error)
             named = next((key for key in args if re.search(rf"\b{re.escape(key)}\b", text)), None)
+            if named is not None and text.endswith("got str") and isinstance(args[named].value, str):
+                written = args[named].value
+                text = f'{text} "{written}"' + ("; write it without quotes" if _NUMBER.fullmatch(written.strip()) else "")
             where = args[named].where if named else item.where if item else 0
             self._complain("args" if item else "name", where or self._given["name"].where, text)
         defaults = tuple(getattr(cls, "statistics", ()))
@@ -179,6 +185,8 @@ class Fields:
         if rule.match.aggregate and not is_series_detector(cls):
             what = f"match.aggregate: {rule.detector} watches no series of values; leave it out, or take another detector"
             self._complain(key, where, what)
+        if getattr(cls, "over", "") == "copies" and not tensors:
+            self._complain(key, where, f"{rule.detector} compares copies of tensors; a scalar has none")
         if VALUE in rule.match.statistic and tensors:
             self._complain(key, where, 'match.statistic: "value" is for kind scalar only')
         if rule.match.kind == ("scalar",) and rule.match.statistic not in ((), (VALUE,)):

@@ -48,6 +48,10 @@ def lint_rule(rule: Rule, names: Mapping[str, Collection[str]] | None) -> list[F
     for glob in rule.match.name:
         if glob != glob.strip():
             notes.append(f'match.name "{glob}" begins or ends with a blank: no name does')
+        if any(sign in glob for sign in ("\\", "^", "$", "(", ".+", "{")):
+            notes.append(f'match.name "{glob}" is a glob, no regular expression: * is any text, ? and [0-9] one sign')
+        elif glob.count("[") > glob.count("]"):
+            notes.append(f'match.name "{glob}" has a "[" without "]": it takes a name with that sign in it')
     notes += _limits(rule)
     file, _, _ = rule.source.rpartition(":")
     if names is not None and Path(file).parent != PACKS:
@@ -73,7 +77,7 @@ def lint_together(pack: Pack, builtin: Pack) -> list[Finding]:
             found.append(_finding(rule, f'does what rule "{other.name}" ({other.source}) does: all is told twice'))
         below = of_default.get(rule.name)
         if below is not None and below.detector != rule.detector:
-            what = f'replaces the rule of that name of the default pack, whose detector is {below.detector}'
+            what = f"replaces the rule of that name of the default pack, whose detector is {below.detector}"
             found.append(_finding(rule, f"{what}: nothing does its work now; call yours otherwise to have both"))
     if not pack.rules:
         found.append(Finding(file="rules", line=1, message="no rule is on: nothing will ever be told"))

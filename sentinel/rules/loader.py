@@ -159,6 +159,10 @@ def _draft(item: Located, file: str, reading: Reading) -> Draft | None:
     if not isinstance(name.value, str) or not name.value.strip():
         reading.complain(file, name.where, f'"name" must be text, got {show(name.value)}')
         return None
+    if not name.value.isprintable():
+        what = f'"name" must be text that can be printed, got {name.value!a}'
+        reading.complain(file, name.where, what)
+        return None
     unknown_keys(item.value, RULE_KEYS, f'rule "{name.value}": ', file, reading)
     return Draft(name.value, item.value, file, item.line)
 

@@ -62,6 +62,8 @@ LINT = {
         "{name: loss-spike, detector: Threshold, match: {kind: scalar, name: loss}, args: {above: 9}}",
         "replaces the rule of that name of the default pack, whose detector is LossSpike",
     ),
+    "a regular expression": (r"{name: a, detector: AnomalyNan, match: {name: 'layers\.\d+'}}", "no regular expression"),
+    "an open bracket": ("{name: a, detector: AnomalyNan, match: {name: 'layers.[0'}}", 'has a "[" without "]"'),
     "a blank": ('{name: a, detector: AnomalyNan, match: {kind: wgrad, name: "head "}}', "begins or ends with a blank"),
 }  # fmt: skip
 

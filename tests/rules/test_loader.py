@@ -10,7 +10,7 @@ from sentinel.detect import DETECTORS, Scores
 from sentinel.errors import RuleError
 from sentinel.record import KIND_LABELS
 from sentinel.rules.listing import check_packs, list_detectors, list_rules
-from sentinel.rules.loader import builtin_packs, load_pack
+from sentinel.rules.loader import builtin_packs, load_pack, read_pack
 from sentinel.rules.schema import Match
 
 NAN = "rules:\n  - name: a\n    detector: AnomalyNan\n    "
@@ -76,7 +76,7 @@ rules:
 
 
 def test_args_merge_by_key_while_the_detector_stays(pack):
-    first = pack('rules: [{name: a, detector: LossSpike, match: {kind: scalar}, args: {k: 9, floor: 0.2}}]', "1.yaml")
+    first = pack("rules: [{name: a, detector: LossSpike, match: {kind: scalar}, args: {k: 9, floor: 0.2}}]", "1.yaml")
     second = pack("rules: [{name: a, args: {k: 10}}]", "2.yaml")
     third = pack("rules: [{name: a, detector: HiddenNan}]", "3.yaml")
 
@@ -167,7 +167,7 @@ def test_aliases_of_aliases_are_refused(pack):
     for last, this in zip("abcdefg", "bcdefgh", strict=True):
         bomb += f"{this}: &{this} [{','.join(f'*{last}' for _ in range(10))}]\n"
 
-    assert "nested too deeply" in errors_of(pack(bomb))
+    assert "aliases unfolded" in errors_of(pack(bomb))
 
 
 def test_missing_paths_and_empty_directories_are_named(tmp_path):
@@ -276,3 +276,36 @@ def test_a_misspelt_rule_to_switch_off_is_guessed(tmp_path):
     (problem,) = check_packs([tmp_path / "mine.yaml"]).errors
 
     assert problem.message == 'rule "loss-spik": there is no such rule to switch off; did you mean "loss-spike"?'
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rules:\n\t- name: a\n", ":2: not YAML: found a tab; indent with spaces"),
+        ("rules: []\n---\nrules: []\n", "found a second document behind ---"),
+        ("rules:\n  - {name: a, detector: Threshold, args: {above: '0.5'}}\n", 'got str "0.5"; write it without quotes'),
+        ('rules: [{name: "a\\e[31m", detector: AnomalyNan}]', "text that can be printed"),
+        ("rules: [{name: a, detector: ReplicaDivergence, match: {kind: scalar}}]", "compares copies of tensors"),
+        ("rules: [{name: a, <<: 5, detector: AnomalyNan}]", '"<<" merges mappings'),
+        ("rules:\n  - &a {<<: *a, name: b}\n", "nested too deeply"),
+    ],
+)
+def test_slips_of_the_hand_are_named_with_what_to_do(text, words, tmp_path):
+    (tmp_path / "a.yaml").write_text(text)
+
+    _, problems = read_pack([tmp_path / "a.yaml"])
+
+    assert words in str(problems[0]) and len(problems) == 1
+
+
+def test_numbers_with_exponents_and_merged_mappings_are_what_they_look_like(tmp_path):
+    (tmp_path / "a.yaml").write_text(
+        "rules:\n"
+        "  - &a {name: a, detector: Threshold, match: {kind: wgrad, statistic: norm}, args: {above: 1e6}}\n"
+        "  - {<<: *a, name: b, severity: critical}\n"
+    )
+
+    pack = load_pack([tmp_path / "a.yaml"], builtin=False)
+
+    assert [rule.args for rule in pack.rules] == [{"above": 1e6}] * 2
+    assert [(rule.name, rule.severity.value) for rule in pack.rules] == [("a", "warning"), ("b", "critical")]
