@@ -144,17 +144,20 @@ class Healthy:
         rows["tensor"] = rows["call_id"] = np.arange(num_tensors)
         rows["kind"] = np.array([int(Kind.of(name)) for name in KINDS])[kind]
         rows["bad_call_id"], rows["bad_micro_step"], rows["count"] = NONE_ID, -1, 1000
-        self._is_param = kind == 0
+        self._is_param, self._is_own = kind == 0, kind >= 2
 
-    def rows(self, step: int) -> np.ndarray:
-        """Return one rank's rows."""
+    def rows(self, step: int) -> Iterator[np.ndarray]:
+        """Yield each rank's rows, in one array: of the same weights and reduced gradients, of data of its own."""
         rows, rng = self._rows, self._rng
-        n = len(rows)
-        norm = self._level * np.exp(self._noise * rng.standard_normal(n))
-        rows["m2"], rows["m4"] = norm**2, (3.0 + 0.1 * rng.random(n)) * norm**4 / 1000
-        rows["min"], rows["max"] = -norm, norm
-        rows["checksum"] = np.where(self._is_param, 12345 + step, 0)
-        return rows
+        n, is_own = len(rows), self._is_own
+        common = rng.standard_normal(n)
+        while True:
+            noise = np.where(is_own, rng.standard_normal(n), common)
+            norm = self._level * np.exp(self._noise * noise)
+            rows["m2"], rows["m4"] = norm**2, (3.0 + 0.1 * np.abs(noise)) * norm**4 / 1000
+            rows["min"], rows["max"] = -norm, norm
+            rows["checksum"] = np.where(self._is_param, 12345 + step, 0)
+            yield rows
 
     def scalars(self) -> dict[str, float]:
         """Return what the trainer logs."""
@@ -201,12 +204,9 @@ class Timed:
 
     def step(self, step: int) -> list[float]:
         """Run one step; return the seconds of PARTS."""
-        rows, scalars = self.healthy.rows(step), self.healthy.scalars()
         is_planted = step >= WARMUP_STEPS and step % PLANT_EVERY == 0
-        if is_planted:
-            rows = plant(rows)
-        for rank in self.ranks:
-            rank.reader.put(rank.step(step, rows, scalars))
+        for rank, rows in zip(self.ranks, self.healthy.rows(step), strict=False):
+            rank.reader.put(rank.step(step, plant(rows) if is_planted else rows, self.healthy.scalars()))
         clock = time.thread_time
         t0 = clock()
         records = self.follower.poll()
@@ -276,7 +276,7 @@ def memory(num_series: int) -> str:
     layout = Layout({0: make_descriptor(0, 1, num_series)})
     healthy, views = Healthy(num_series), []
     for step in range(3):
-        rows = healthy.rows(step).copy()
+        rows = next(healthy.rows(step)).copy()
         end = EndStep(step=step, num_rows=num_series, num_calls=num_series)
         part = RankStep(rank=0, descriptor=layout.descriptors[0], rows=rows, end_step=end, time=float(step))
         views.append(StepView(run="benchmark", attempt=0, step=step, layout=layout, parts=[part]))

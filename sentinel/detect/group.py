@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -10,6 +10,14 @@ from sentinel.detect.detector import Scores, State
 
 Points = dict[str, np.ndarray]
 """Named columns, one value a member; the members of all groups lie one behind the other."""
+
+
+class StepPoints(Points):
+    """The points of one step on their way through `score` and `learn`, which begin with the same arithmetic."""
+
+    made: Any = None
+    """What `score` made of them, for `learn`; None: nothing yet."""
+
 
 
 @runtime_checkable

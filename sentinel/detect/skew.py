@@ -8,9 +8,10 @@ from typing import ClassVar, Literal
 import msgspec
 import numpy as np
 
+from sentinel import native
 from sentinel.detect.detector import Scores, State
 from sentinel.detect.forms import JUST_BELOW_ONE
-from sentinel.detect.group import Points
+from sentinel.detect.group import Points, StepPoints
 from sentinel.errors import ConfigError
 
 UNIT = 0.02
@@ -90,7 +91,7 @@ class RankSkew(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def learn(self, points: Points, group: np.ndarray, state: State, anomalous: np.ndarray) -> None:
         """Follow each rank's usual difference and its spread, never what stands out; count how long that lasts."""
-        residual, _, raw, _ = self._measured(points, group, state)
+        residual, _, raw, _ = _made(points) or self._measured(points, group, state)
         known = np.isfinite(residual)
         is_out = known & (raw >= 1.0) & (state["count"] >= self.warmup)
         streak = np.where(known, np.where(is_out, state["streak"] + 1, 0), state["streak"])
@@ -147,6 +148,8 @@ class RankSkew(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             is_other = is_pair & (other > CLEAR * moved)
             raw = np.where(is_other, 0.0, raw)
             is_sure = ~is_pair | (moved > CLEAR * other)
+        if isinstance(points, StepPoints):
+            points.made = residual, middle, raw, is_sure
         return residual, middle, raw, is_sure
 
 
@@ -169,8 +172,19 @@ class GainSkew(RankSkew, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Relative difference from the peers' median that is always normal; chosen: four times what healthy gains scatter."""
 
 
+def _made(points: Points) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
+    return points.made if isinstance(points, StepPoints) else None
+
+
 def _medians(values: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return for each member the median of its group (NaN left out; NaN: none is known), and how many are known."""
+    if native.group_medians is not None:
+        return native.group_medians(values, group)
+    return medians_in_numpy(values, group)
+
+
+def medians_in_numpy(values: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As native.group_medians."""
     _, number = np.unique(group, return_inverse=True)
     order = np.lexsort((values, number))  # NaN sorts last
     ordered = values[order]

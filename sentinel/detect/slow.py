@@ -10,7 +10,7 @@ import numpy as np
 
 from sentinel.detect.detector import Scores, State
 from sentinel.detect.forms import JUST_BELOW_ONE
-from sentinel.detect.group import Points, members_of
+from sentinel.detect.group import Points, StepPoints, members_of
 from sentinel.errors import ConfigError
 
 _RATE = 0.05
@@ -80,7 +80,8 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def learn(self, points: Points, group: np.ndarray, state: State, anomalous: np.ndarray) -> None:
         """Follow the usual ratio and its spread, never further than what is normal; count how long it lasts."""
-        ratio, busy, _, _, against = self._measured(points, group, state)
+        made = points.made if isinstance(points, StepPoints) else None
+        ratio, busy, _, _, against = made or self._measured(points, group, state)
         known = np.isfinite(busy)
         is_high = known & (self._raw(ratio, state) >= 1.0)
         state["streak"] = np.where(is_high, state["streak"] + 1, 0)
@@ -114,7 +115,7 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         busy = np.where(np.isfinite(wait) & np.isfinite(step), np.maximum(step - wait, 0.0), np.nan)
         ratio, against = np.ones(len(step)), np.full(len(step), np.nan)
         peers_wait, peers_busy = np.full(len(step), np.nan), np.full(len(step), np.nan)
-        for members in members_of(group):
+        for members in members_of(group) if np.isfinite(busy).any() else ():
             known = members[np.isfinite(busy[members])]
             for one in members_of(stage[known]):
                 of_stage = known[one]
@@ -129,6 +130,8 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         excess = busy - peers_busy
         matters = (excess > _LEAST_SHARE * step) & (peers_wait >= 0.5 * excess) & (peers_busy > 0)
         ratio[matters] = busy[matters] / peers_busy[matters]
+        if isinstance(points, StepPoints):
+            points.made = ratio, busy, peers_wait, peers_busy, against
         return ratio, busy, peers_wait, peers_busy, against
 
 

@@ -11,6 +11,7 @@
     prepare_digest(...) -> digest(parts, ...)     the rows of all ranks merged, and what is odd; None likewise, see
                                                   ingest/digest.py
     take_rows(parts, ...) -> statistics, entries  some of those rows, as they are; None likewise
+    group_medians(values, group) -> medians       of small groups; None likewise, see detect/skew.py
     crc32(data, value, begin, end) -> int         as zlib's
 
 `implementation` says which one this process has: `avx512`, `avx2` or `portable` (C, chosen at run time), or `numpy`.
@@ -45,6 +46,7 @@ if _library is not None:
     prepare_forms: Callable[[np.ndarray, np.ndarray], JudgeForms] | None = _library.prepare_forms
     prepare_digest: Callable[[np.ndarray, np.ndarray], DigestRows] | None = _library.prepare_digest
     take_rows: Callable[[bytes, int, int], tuple[np.ndarray, np.ndarray, int]] | None = _library.take_rows
+    group_medians: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]] | None = _library.group_medians
     crc32 = _library.crc32
 else:
     from sentinel.native import fallback as _fallback
@@ -60,6 +62,7 @@ else:
     prepare_forms = None
     prepare_digest = None
     take_rows = None
+    group_medians = None
     crc32 = _fallback.crc32
 
 __all__ = [
@@ -71,6 +74,7 @@ __all__ = [
     "count_below",
     "crc32",
     "fold_rows",
+    "group_medians",
     "implementation",
     "judge_forms",
     "measure",

@@ -148,6 +148,7 @@ EXPORT int64_t sentinel_measure_one(uint64_t pointer, int64_t numel, int32_t dty
 #include "rows.h"
 #include "forms.h"
 #include "digest.h"
+#include "groups.h"
 #include "crc.h"
 #include "rolling.h"
 #include "quick.h"

@@ -88,6 +88,8 @@ class Library:
                 library.sentinel_digest_rows.restype = i64
                 library.sentinel_take_rows.argtypes = [pointer, i64, pointer, pointer, i64]
                 library.sentinel_take_rows.restype = i64
+                library.sentinel_group_medians.argtypes = [pointer, pointer, i64, i64, *[pointer] * 5]
+                library.sentinel_group_medians.restype = None
             for function, address in ((quick.sentinel_crc32, ctypes.c_char_p), (slow.sentinel_crc32, pointer)):
                 function.argtypes = [address, i64, i64, ctypes.c_uint32, i32]
                 function.restype = ctypes.c_uint32
@@ -109,6 +111,7 @@ class Library:
         self._merge_rows = slow.sentinel_merge_rows
         self._digest, self._digest_quickly = slow.sentinel_digest_rows, quick.sentinel_digest_rows
         self._take_rows = quick.sentinel_take_rows
+        self._group_medians = quick.sentinel_group_medians
         self._crc32, self._crc32_of_bytes = slow.sentinel_crc32, quick.sentinel_crc32
         self._judge_forms, self._judge_forms_quickly = slow.sentinel_judge_forms, quick.sentinel_judge_forms
 
@@ -331,6 +334,24 @@ class Library:
         """
         stats, entries = np.empty(room, STATS), np.empty(room, np.int32)
         return stats, entries, self._take_rows(parts, num_parts, stats.ctypes.data, entries.ctypes.data, room)
+
+    def group_medians(self, values: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return for each member the median of its group (NaN left out; NaN: none is known), and how many are known.
+
+        values: [members] float64; group: [members] integers, at least 0. Fit for groups of up to some thousand members.
+        """
+        values, group = np.ascontiguousarray(values, np.float64), np.ascontiguousarray(group, np.int64)
+        num, num_groups = len(values), int(group.max(initial=-1)) + 1
+        if len(group) != num or (num and int(group.min()) < 0):
+            raise ValueError(f"expected a group of at least 0 for each of {num} members")
+        median, words = np.empty(num), np.empty(2 * num + 2 * num_groups + 1, np.int64)
+        at = words.ctypes.data
+        begins, middles = at + 8 * num, at + 8 * (num + num_groups + 1)
+        self._group_medians(
+            values.ctypes.data, group.ctypes.data, num, num_groups, median.ctypes.data, at, begins, middles,
+            middles + 8 * num_groups,
+        )  # fmt: skip
+        return median, words[:num]
 
     def crc32(self, data: bytes | bytearray | memoryview, value: int = 0, begin: int = 0, end: int | None = None) -> int:
         """Return the crc32 of data[begin:end] as zlib.crc32 gives it, three times as fast. Much data releases the GIL."""

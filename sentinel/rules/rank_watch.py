@@ -8,6 +8,7 @@ import numpy as np
 
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.detect import GroupDetector, Scores
+from sentinel.detect.group import StepPoints
 from sentinel.rules import wording
 from sentinel.rules.facts import finite
 from sentinel.rules.rank_episodes import RankEpisodes
@@ -54,10 +55,10 @@ class RankWatch(RankEpisodes):
         keys = [(part.rank, part.descriptor.place.world_size) for part in parts]
         slots = np.array([self._slot_of.setdefault(key, len(self._slot_of)) for key in keys], dtype=np.int64)
         self._grow(len(self._slot_of))
-        points = {
-            "step_s": np.array([end.step_time_s if end.step_time_s > 0 else np.nan for end in ends]),
-            "wait_s": np.array([end.wait_s if end.wait_s >= 0 else np.nan for end in ends]),
-        }
+        points = StepPoints(
+            step_s=np.array([end.step_time_s if end.step_time_s > 0 else np.nan for end in ends]),
+            wait_s=np.array([end.wait_s if end.wait_s >= 0 else np.nan for end in ends]),
+        )
         stage = points["stage"] = np.array([part.descriptor.place.pp_rank for part in parts], dtype=np.int64)
         state, group = self._gather(slots), np.zeros(len(parts), dtype=np.int64)
         scores = self.detector.score(points, group, state)

@@ -12,6 +12,7 @@ import numpy as np
 
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.detect import GroupDetector, Scores
+from sentinel.detect.group import StepPoints
 from sentinel.place import Place
 from sentinel.record import is_of_kind
 from sentinel.rules import wording
@@ -128,7 +129,7 @@ class SkewWatch(RankEpisodes):
         slots, group = self._places_of(view, told)
         state = self._gather(slots)
         is_own = np.array([kind != "scalar" for kind, _, _ in told.quantity])[told.number]
-        points = {"value": told.value, "is_own": is_own}
+        points = StepPoints(value=told.value, is_own=is_own)
         scores = self.detector.score(points, group, state)
         anomalous = scores.score >= 1.0
         self.detector.learn(points, group, state, anomalous)
