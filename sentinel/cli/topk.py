@@ -23,17 +23,26 @@ from sentinel.order.topk import RESULT_NAME, Entry, TopK
 from sentinel.order.topk import topk as find_topk
 from sentinel.order.wording import born_words
 
+MAX_STEPS = 1_000_000
+"""Steps that may be named (chosen): each is held."""
+
 
 def steps_of(ctx: click.Context, param: click.Parameter, value: str | None) -> frozenset[int] | None:
     """Return the steps that `1,2,40-45` names."""
     if value is None:
         return None
     steps: set[int] = set()
+    num_steps = 0
     for word in value.split(","):
         first, dash, last = word.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise click.BadParameter(f'expected steps like 1,2 or 40-45, got "{word}"', ctx, param)
-        steps.update(range(int(first), int(last if dash else first) + 1))
+        is_sound = len(word) < 40 and first.isdecimal() and (not dash or last.isdecimal())
+        if not is_sound or (dash and int(last) < int(first)):
+            raise click.BadParameter(f'expected steps like 1,2 or 40-45, got "{word[:40]}"', ctx, param)
+        begin, end = int(first), int(last if dash else first) + 1
+        num_steps += end - begin
+        if num_steps > MAX_STEPS:
+            raise click.BadParameter(f'expected at most {MAX_STEPS:,} steps, got more with "{word}"', ctx, param)
+        steps.update(range(begin, end))
     return frozenset(steps)
 
 
@@ -69,7 +78,8 @@ def topk(
 ) -> int:
     """Name the anomalies that came first, whatever the order of files.
 
-    Writes them to anomaly_analyse.json, under msProbe's keys. Exit 1 when there are any, 0 when there are none.
+    Writes them to anomaly_analyse.json, under msProbe's keys. Exit 1 when there are any, 0 when there are none, 2 when none
+    are found and some could not be read.
     """
     directory = place_of(directory, incident)
     found = find_topk(directory, k, steps, incident, order=order, min_severity=Severity(min_severity))
@@ -90,7 +100,8 @@ def topk(
         click.echo(json.dumps(as_object(found), allow_nan=False))
     else:
         show(found)
-    return FOUND if found.entries else CLEAN
+    # Nothing found where something could not be read is no good news.
+    return FOUND if found.entries else BAD_USAGE if found.num_malformed else CLEAN
 
 
 def place_of(directory: str | None, incident: str | None) -> str:

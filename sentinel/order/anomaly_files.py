@@ -123,8 +123,8 @@ def chunks(part: FileRange) -> Iterator[tuple[memoryview, int, bool]]:
             have += num
             if not cut:
                 if have == len(buffer):
-                    view.release()
-                    buffer.extend(bytes(len(buffer)))
+                    # What was yielded before may still be looked at: the old buffer stays as it is.
+                    buffer = buffer + bytes(len(buffer))
                 continue
             yield view[:cut], offset, False
             offset += cut

@@ -16,7 +16,7 @@ import msgspec
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.errors import ConfigError
-from sentinel.order.anomaly_files import FileRange, anomaly_files, ranges_of
+from sentinel.order.anomaly_files import Damage, FileRange, anomaly_files, ranges_of
 from sentinel.order.msprobe import from_msprobe, msprobe_key
 from sentinel.order.revisions import find_incident, incident_members, incident_revisions
 from sentinel.order.selection import MSPROBE_LINE, RECORD, Candidate, Findings, Record, Wanted
@@ -99,8 +99,9 @@ def topk(
         revisions = incident_revisions(directory)
         ids = incident_members(revisions, find_incident(revisions, incident))
     wanted = Wanted(k, order, None if steps is None else frozenset(steps), ids, min_severity.level)
-    ranges = [part for path in files for part in ranges_of(path)]
+    ranges, unreadable = _ranges(files)
     findings = _read_all(ranges, wanted, processes)
+    findings.damage.add(unreadable)
     # Whatever file was read first, the same ones are said first.
     return TopK(
         entries=tuple(_entry(item) for item in findings.earliest.items),
@@ -111,6 +112,19 @@ def topk(
         malformed=tuple(sorted(findings.damage.malformed)[:8]),
         num_malformed=findings.damage.num_malformed,
     )
+
+
+def _ranges(files: Collection[Path]) -> tuple[list[FileRange], Damage]:
+    """Return the files in ranges, and which cannot be opened: one rank's must not hide what the others say."""
+    ranges: list[FileRange] = []
+    damage = Damage()
+    for path in files:
+        try:
+            path.open("rb").close()
+            ranges += ranges_of(path)
+        except OSError as error:
+            damage.note_file(f"{path}: {error.strerror}")
+    return ranges, damage
 
 
 def _entry(candidate: Candidate) -> Entry:

@@ -100,3 +100,21 @@ def test_steps_may_be_ranges(run, capsys):
 
     steps = {record["step"] for record in json.loads(capsys.readouterr().out)["anomalies"]}
     assert steps == {1, 2, 5}
+
+
+def test_files_that_cannot_be_read_hide_nothing_and_are_no_good_news(tmp_path, capsys):
+    write_run(tmp_path, "run", 41)
+    line = (tmp_path / "run" / "anomalies" / "000001.jsonl").read_bytes()
+    (tmp_path / "some" / "c.jsonl").mkdir(parents=True)
+    # A line longer than the buffer, behind one that is looked at while the buffer grows.
+    (tmp_path / "some" / "a.jsonl").write_bytes(line + b"x" * 3_000_000 + b"\n" + line.replace(b":41,", b":40,"))
+    (tmp_path / "b.json").write_text("[]")
+
+    assert run_cli(["topk", "-d", str(tmp_path / "some"), "--json"]) == 1
+    captured = capsys.readouterr()
+    assert [one["step"] for one in json.loads(captured.out)["anomalies"]] == [40, 41]
+    assert "2 lines could not be read" in captured.err
+    assert run_cli(["topk", "-d", str(tmp_path / "b.json")]) == 2
+    for steps in ("0-99999999999", "9" * 5000):
+        assert run_cli(["topk", "-d", str(tmp_path / "run"), "-s", steps]) == 2
+    assert "at most 1,000,000 steps" in capsys.readouterr().err
