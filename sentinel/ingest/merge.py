@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from functools import cached_property
-from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -13,56 +12,26 @@ import numpy.typing as npt
 from sentinel import native
 from sentinel.ingest.decision import Decision
 from sentinel.ingest.digest import Digest, digest
-from sentinel.ingest.naming import Names, make_names, segment_of
+from sentinel.ingest.naming import Names, make_names
 from sentinel.ingest.own_rows import OwnRows
+from sentinel.ingest.placing import WEIGHT_KINDS, Placed, Placing, is_named_alike
+from sentinel.ingest.placing import LogicalTensor as LogicalTensor
 from sentinel.ingest.replicas import CopySet, Differing, Holder, Replicas, Shard, added_copies, differing, is_empty
-from sentinel.ingest.tables import coupled_modules, joined, look_up
-from sentinel.messages import ChunkInfo, Descriptor, EndStep, Health, TensorInfo
+from sentinel.ingest.tables import joined, look_up, table_of
+from sentinel.messages import Descriptor, EndStep, Health
 from sentinel.moments import Moments
 from sentinel.native.library import DigestRows
 from sentinel.place import Place
 from sentinel.record import Kind
 
-MERGED_AXES = ("dp", "tp", "cp", "ep")
-WEIGHT_KINDS = frozenset({"param", "wgrad", "exp_avg", "exp_avg_sq"})
-"""Data-parallel ranks hold copies of these; of all else each holds its own part of the batch."""
-KEPT_APART = ("unknown", "partial")
-"""Placements that nobody may merge over: each rank keeps its own series, told apart by its coordinate."""
-
+MAX_LAYOUTS, MANY_TENSORS = 8, 100_000
+"""Layouts that are remembered; of so many tensors, two (chosen)."""
 MAX_SHARES = 4
 """Sets of ranks of which a layout remembers what they hold."""
 
 
-_Coordinates: TypeAlias = tuple[tuple[str, int], ...]
-
-
-class LogicalTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor of the model, however many ranks hold it; or one rank's part where parts cannot be merged."""
-
-    index: int
-    name: str
-    """Canonical name."""
-    kind: str
-    key: str
-    """Names the series: name, kind, and the coordinates over which it is not merged. The same in every layout of a run."""
-    depth: int
-    site_pos: int
-    pp_stage: int
-    vpp_stage: int
-    ranks: tuple[int, ...]
-    place: dict[str, int] = {}
-    """Coordinates over which this series is not merged; empty: it is the whole tensor."""
-    consumers: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
-    segment: str = ""
-    border: str = ""
-    border_index: int = -1
-    communicates: bool = False
-    is_partial: bool = False
-    """Each rank holds a summand: only what is not finite in it means anything."""
-    num_elements: int = 0
-    dtype: str = ""
-    """As the rank that is named first says it."""
+MAX_REMEMBERED = 200_000
+"""Tensors of all ranks up to which a layout remembers where each belongs, for the layout after it."""
 
 
 class Scalar(msgspec.Struct, frozen=True):
@@ -76,10 +45,14 @@ class Scalar(msgspec.Struct, frozen=True):
 class Layout:
     """Which logical tensor each rank's tensor is, for one set of descriptors; built once, used every step."""
 
-    def __init__(self, descriptors: Mapping[int, Descriptor]) -> None:
+    def __init__(self, descriptors: Mapping[int, Descriptor], like: Layout | None = None) -> None:
+        """like: an earlier one; what did not change since is taken from it. The layout is the same with and without."""
         self.descriptors = dict(sorted(descriptors.items()))
         self.places: dict[int, Place] = {rank: d.place for rank, d in self.descriptors.items()}
-        self.names: Names = make_names(self.descriptors)
+        if like is not None and not is_named_alike(like.descriptors, self.descriptors):
+            like = None
+        self.names: Names = make_names(self.descriptors) if like is None else like.names
+        self._placed: dict[int, list[Placed]] = {}
         self.tensors: list[LogicalTensor] = []
         self._to_logical: dict[int, npt.NDArray[np.int32]] = {}
         self._to_copy: dict[int, npt.NDArray[np.int32]] = {}
@@ -89,55 +62,49 @@ class Layout:
         """Distinct shards, copies taken as one."""
         self._tables: dict[int, tuple[int, int, int]] = {}
         self._shares: dict[frozenset[int], npt.NDArray[np.float64]] = {}
-        self._build()
+        self._build({} if like is None else like._placed)
 
-    def _build(self) -> None:
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_placed": {}}
+
+    def _build(self, remembered: Mapping[int, list[Placed]]) -> None:
         keys: dict[tuple[str, str, tuple[tuple[str, int], ...]], int] = {}
-        drafts: list[dict[str, object]] = []
+        first: list[tuple[Placing, Placed]] = []
         ranks: list[list[int]] = []
         copies: dict[tuple[int, Shard], tuple[list[Holder], int]] = {}
         dtypes: dict[int, dict[str, list[Holder]]] = {}
-        known_names: dict[tuple[object, ...], str] = {}
+        known_names: dict[object, dict[tuple[str, str], str]] = {}
+        is_remembering = sum(len(one.tensors) for one in self.descriptors.values()) <= MAX_REMEMBERED
         for rank, descriptor in self.descriptors.items():
-            chunks = {chunk.vpp_stage: chunk for chunk in descriptor.chunks}
-            coupled = coupled_modules(descriptor)
-            size = max((tensor.id for tensor in descriptor.tensors), default=-1) + 1
-            to_logical = np.full(size, -1, np.int32)
-            to_copy = np.full(size, -1, np.int32)
-            where: dict[tuple[bool, tuple[tuple[str, str], ...], str], tuple[_Coordinates, Shard]] = {}
-            map_key = tuple(descriptor.name_map.items())
-            for tensor in descriptor.tensors:
-                chunk = chunks.get(tensor.chunk, ChunkInfo(vpp_stage=tensor.chunk, depth=0))
-                # Ranks by tensors are many, their placements and names are few.
-                placed = (tensor.kind in WEIGHT_KINDS, tuple(tensor.placements.items()), tensor.part)
-                if placed not in where:
-                    where[placed] = self._coordinates(tensor, descriptor.place)
-                apart, sharded = where[placed]
-                # The chunk itself has the name of what its tensor is to the whole model.
-                kind = tensor.kind if not tensor.name or tensor.name.startswith(":") else ""
-                known = (tensor.name, kind, chunk.depth, map_key, tuple(chunk.offsets.items()))
-                name = known_names.get(known)
-                if name is None:
-                    name = self.names.of(tensor.name, chunk.depth, descriptor.name_map, chunk.offsets, kind)
-                    known_names[known] = name
-                at = keys.setdefault((name, tensor.kind, apart), len(drafts))
-                if at == len(drafts):
-                    draft = self._draft(tensor, chunk, descriptor, name, apart, at)
-                    draft["communicates"] = (tensor.chunk, tensor.name.partition(":")[0]) in coupled
-                    drafts.append(draft)
+            placing = Placing(self.names, descriptor, known_names)
+            before = iter(remembered.get(rank, ()))
+            parts = [
+                known if (known := next(before, None)) is not None and known.tensor is tensor else placing.place(tensor)
+                for tensor in descriptor.tensors
+            ]
+            if is_remembering:
+                self._placed[rank] = parts
+            at_logical, at_copy = [], []
+            for part in parts:
+                at = keys.setdefault(part.key, len(first))
+                if at == len(first):
+                    first.append((placing, part))
                     ranks.append([])
                 ranks[at].append(rank)
-                to_logical[tensor.id] = at
-                copy = copies.setdefault((at, sharded), ([], len(copies)))
-                copy[0].append((rank, tensor.id))
-                to_copy[tensor.id] = copy[1]
+                at_logical.append(at)
+                holders, number = copies.setdefault((at, part.sharded), ([], len(copies)))
+                tensor = part.tensor
+                holders.append((rank, tensor.id))
+                at_copy.append(number)
                 if tensor.kind in WEIGHT_KINDS:
-                    dtypes.setdefault(copy[1], {}).setdefault(tensor.dtype, []).append((rank, tensor.id))
-            self._to_logical[rank], self._to_copy[rank] = to_logical, to_copy
+                    dtypes.setdefault(number, {}).setdefault(tensor.dtype, []).append((rank, tensor.id))
+            ids = np.array([part.tensor.id for part in parts], np.int64)
+            self._to_logical[rank] = table_of(ids, at_logical)
+            self._to_copy[rank] = table_of(ids, at_copy)
         self.num_copies = len(copies)
         self.tensors = [
-            msgspec.convert({**draft, "ranks": tuple(held)}, LogicalTensor)
-            for draft, held in zip(drafts, ranks, strict=True)
+            placing.logical(part, at, tuple(held))
+            for at, ((placing, part), held) in enumerate(zip(first, ranks, strict=True))
         ]
         self.is_left_out = np.array([one.is_partial for one in self.tensors], np.bool_)
         """[num_tensors] whether it has no statistics of its own."""
@@ -188,64 +155,6 @@ class Layout:
     def replicas_of(self, number: int) -> list[Replicas]:
         """Return the copies of the shard of this number; of each type of numbers its own."""
         return self._replicas_by_number.get(number, [])
-
-    @staticmethod
-    def _coordinates(tensor: TensorInfo, place: Place) -> tuple[_Coordinates, Shard]:
-        """(coordinates kept apart, what tells the shard): ranks that differ in neither hold replicas."""
-        is_data = tensor.kind not in WEIGHT_KINDS
-        apart: list[tuple[str, int]] = []
-        sharded: list[tuple[str, int | str]] = []
-        # Stages hold different tensors; only what has the same name on all of them (a line of code) says that it is apart.
-        for axis in (*MERGED_AXES, *(("pp",) if tensor.placements.get("pp") in KEPT_APART else ())):
-            if place.size(axis) <= 1:
-                continue
-            usual = ("shard" if is_data else "replicate") if axis == "dp" else "unknown"
-            word = tensor.placements.get(axis, usual)
-            if word in KEPT_APART:
-                apart.append((axis, place.coordinate(axis)))
-            elif word == "shard" and not tensor.part:
-                sharded.append((axis, place.coordinate(axis)))
-        if tensor.part:
-            sharded.append(("part", tensor.part))
-        return tuple(apart), tuple(sharded)
-
-    def _draft(
-        self,
-        tensor: TensorInfo,
-        chunk: ChunkInfo,
-        descriptor: Descriptor,
-        name: str,
-        apart: tuple[tuple[str, int], ...],
-        at: int,
-    ) -> dict[str, object]:
-        def full(local: str, kind: str = "") -> str:
-            return self.names.of(local, chunk.depth, descriptor.name_map, chunk.offsets, kind)
-
-        segment = segment_of(tensor, chunk)
-        if segment in ("stem", "head"):
-            segment = segment if self.names.num_depths <= 1 else f"{self.names.wholes[chunk.depth]}.{segment}"
-        elif segment or (not chunk.blocks and chunk.segments):
-            segment = full(segment)
-        where = "".join(f"@{axis}{coordinate}" for axis, coordinate in apart)
-        return {
-            "index": at,
-            "name": name,
-            "kind": tensor.kind,
-            "key": f"{name}/{tensor.kind}{where}",
-            "depth": chunk.depth,
-            "site_pos": tensor.site_pos,
-            "pp_stage": descriptor.place.pp_rank,
-            "vpp_stage": chunk.vpp_stage,
-            "place": dict(apart),
-            "consumers": tuple(full(one, tensor.kind) for one in tensor.consumers),
-            "also": tuple(full(one, tensor.kind) for one in tensor.also),
-            "segment": segment,
-            "border": tensor.border,
-            "border_index": tensor.border_index,
-            "is_partial": "partial" in tensor.placements.values(),
-            "num_elements": int(np.prod(tensor.shape, dtype=np.int64)) if tensor.shape else 1,
-            "dtype": tensor.dtype,
-        }
 
     def held_by(self, ranks: Set[int]) -> npt.NDArray[np.bool_]:
         """Return which logical tensors are whole when only these ranks speak: [num_tensors]."""
@@ -302,6 +211,24 @@ class Layout:
     def copies_of(self, rank: int, tensor_ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
         """Return the number of the shard that each local id is a copy of; -1 for ids that the descriptor does not know."""
         return look_up(self._to_copy.get(rank), tensor_ids)
+
+
+class LayoutCache:
+    """The layouts that were needed last: a model whose tensors take turns goes back and forth between a few."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Layout] = {}
+
+    def of(self, key: Hashable, make: Callable[[], Mapping[int, Descriptor]]) -> Layout:
+        """Return the layout of a key, built of the descriptors that `make` returns where it is not known."""
+        layout = self._known.pop(key, None)
+        if layout is None:
+            layout = Layout(make(), next(reversed(self._known.values()), None))
+            most = MAX_LAYOUTS if len(layout.tensors) <= MANY_TENSORS else 2
+            while len(self._known) >= most:
+                del self._known[next(iter(self._known))]
+        self._known[key] = layout
+        return layout
 
 
 class RankStep(msgspec.Struct, frozen=True, kw_only=True):

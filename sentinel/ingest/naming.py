@@ -101,7 +101,7 @@ def segment_of(tensor: TensorInfo, chunk: ChunkInfo) -> str:
     for block in chunk.blocks:
         if name == block or name.startswith(block + "."):
             return block
-    if not chunk.blocks:
+    if not chunk.blocks or not chunk.segments:
         return chunk.segments[0] if chunk.segments else ""
     position = {module: at for at, module in enumerate(chunk.modules)}
     module = name

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sentinel.errors import ConfigError
-from sentinel.ingest.merge import WEIGHT_KINDS, Layout, RankStep, StepView
+from sentinel.ingest.merge import Layout, RankStep, StepView
+from sentinel.ingest.placing import WEIGHT_KINDS
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
 from sentinel.moments import EMPTY
 from sentinel.place import Place

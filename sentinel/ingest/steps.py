@@ -10,7 +10,7 @@ import msgspec
 from sentinel.ingest.attempts import Attempt, Attempts, AttemptState, Ended, Stint
 from sentinel.ingest.decision import Decision, Described, RankFacts, RankPart, Tick
 from sentinel.ingest.follow import Life, Position, Record
-from sentinel.ingest.merge import Layout, RankStep, StepView
+from sentinel.ingest.merge import Layout, LayoutCache, RankStep, StepView
 from sentinel.ingest.parts import OpenStep, Part, earlier
 from sentinel.messages import Bye, Descriptor, EndStep, Health
 from sentinel.wire.frame import FrameType
@@ -78,7 +78,7 @@ class StepAssembler:
         """Attempt -> newest step that was closed at the snapshot, and life -> newest frame then: counted already."""
         self._counted_seq: dict[bytes, int] = {}
         self._replays: deque[Decision | Tick] = deque()
-        self._layouts: dict[tuple[tuple[int, bytes, int], ...], Layout] = {}
+        self._layouts = LayoutCache()
 
     @property
     def num_open_steps(self) -> int:
@@ -376,19 +376,12 @@ class StepAssembler:
 
     def _layout(self, table: Mapping[int, tuple[bytes, int]]) -> Layout:
         key = tuple([(rank, life, layout_id) for rank, (life, layout_id) in sorted(table.items())])
-        layout = self._layouts.get(key)
-        if layout is None:
-            descriptors = {}
-            for rank, life_id, layout_id in key:
-                life = self._lives.get(life_id)
-                descriptor = life.layouts.get(layout_id, life.descriptor) if life is not None else None
-                if descriptor is not None:
-                    descriptors[rank] = descriptor
-            layout = Layout(descriptors)
-            while len(self._layouts) >= 2:
-                del self._layouts[next(iter(self._layouts))]
-            self._layouts[key] = layout
-        return layout
+        return self._layouts.of(key, lambda: self._descriptors(key))
+
+    def _descriptors(self, key: Iterable[tuple[int, bytes, int]]) -> dict[int, Descriptor]:
+        lives = ((rank, self._lives.get(life), layout_id) for rank, life, layout_id in key)
+        found = ((rank, life.layouts.get(at, life.descriptor)) for rank, life, at in lives if life is not None)
+        return {rank: descriptor for rank, descriptor in found if descriptor is not None}
 
     def _count_late(self, rank: int, num_rows: int, num_frames: int) -> None:
         if num_rows:

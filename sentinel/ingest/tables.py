@@ -19,6 +19,8 @@ def coupled_modules(descriptor: Descriptor) -> set[tuple[int, str]]:
     place = descriptor.place
     cut = {axis for axis in ("tp", "cp") if place.size(axis) > 1}
     found: set[tuple[int, str]] = set()
+    if not cut:
+        return found
     for tensor in descriptor.tensors:
         if tensor.kind in ("param", "wgrad") and any(tensor.placements.get(axis) == "shard" for axis in cut):
             module = tensor.name.rpartition(".")[0]
@@ -26,6 +28,13 @@ def coupled_modules(descriptor: Descriptor) -> set[tuple[int, str]]:
                 found.add((tensor.chunk, module))
                 module = module.rpartition(".")[0]
     return found
+
+
+def table_of(ids: npt.NDArray[np.int64], values: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Return a table that has each value at its id, -1 elsewhere; of an id that is there twice the last."""
+    table = np.full(int(ids.max(initial=-1)) + 1, -1, np.int32)
+    table[ids] = values
+    return table
 
 
 def look_up(table: npt.NDArray[np.int32] | None, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:

@@ -1,0 +1,195 @@
+"""Where each rank's tensor belongs: which logical tensor it is part of, and which shard; remembered between layouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import msgspec
+
+from sentinel.ingest.naming import Names, segment_of
+from sentinel.ingest.replicas import Shard
+from sentinel.ingest.tables import coupled_modules
+from sentinel.messages import ChunkInfo, Descriptor, TensorInfo
+from sentinel.place import Place
+
+MERGED_AXES = ("dp", "tp", "cp", "ep")
+WEIGHT_KINDS = frozenset({"param", "wgrad", "exp_avg", "exp_avg_sq"})
+"""Data-parallel ranks hold copies of these; of all else each holds its own part of the batch."""
+KEPT_APART = ("unknown", "partial")
+"""Placements that nobody may merge over: each rank keeps its own series, told apart by its coordinate."""
+NAMING_KINDS = ("param", "wgrad")
+"""Kinds that the names and couplings of other tensors depend on."""
+
+_Coordinates: TypeAlias = tuple[tuple[str, int], ...]
+
+
+class LogicalTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor of the model, however many ranks hold it; or one rank's part where parts cannot be merged."""
+
+    index: int
+    name: str
+    """Canonical name."""
+    kind: str
+    key: str
+    """Names the series: name, kind, and the coordinates over which it is not merged. The same in every layout of a run."""
+    depth: int
+    site_pos: int
+    pp_stage: int
+    vpp_stage: int
+    ranks: tuple[int, ...]
+    place: dict[str, int] = {}
+    """Coordinates over which this series is not merged; empty: it is the whole tensor."""
+    consumers: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    segment: str = ""
+    border: str = ""
+    border_index: int = -1
+    communicates: bool = False
+    is_partial: bool = False
+    """Each rank holds a summand: only what is not finite in it means anything."""
+    num_elements: int = 0
+    dtype: str = ""
+    """As the rank that is named first says it."""
+
+
+class Placed:
+    """One rank's tensor, and where it belongs."""
+
+    __slots__ = ("chunk", "is_coupled", "key", "logical", "sharded", "tensor")
+
+    def __init__(self, tensor: TensorInfo, chunk: ChunkInfo, key: tuple[str, str, _Coordinates], sharded: Shard) -> None:
+        self.tensor = tensor
+        self.chunk = chunk
+        self.key = key
+        """(canonical name, kind, coordinates kept apart): ranks that have it hold the same logical tensor."""
+        self.sharded = sharded
+        """What tells the shard: ranks that do not differ in it hold replicas."""
+        self.is_coupled = False
+        """Whether it belongs to a module that communicates."""
+        self.logical: LogicalTensor | None = None
+        """As it was in the layout made last, where this rank was the first to name it."""
+
+
+class Placing:
+    """Places the tensors of one rank."""
+
+    def __init__(self, names: Names, descriptor: Descriptor, known: dict[object, dict[tuple[str, str], str]]) -> None:
+        """known: canonical names found so far, of all ranks: they have much the same."""
+        self._names = names
+        self._descriptor = descriptor
+        self._chunks = {chunk.vpp_stage: chunk for chunk in descriptor.chunks}
+        self._coupled = coupled_modules(descriptor)
+        self._where: dict[tuple[bool, tuple[tuple[str, str], ...], str], tuple[_Coordinates, Shard]] = {}
+        self._known = {
+            stage: known.setdefault((one.depth, tuple(descriptor.name_map.items()), tuple(one.offsets.items())), {})
+            for stage, one in self._chunks.items()
+        }
+
+    def place(self, tensor: TensorInfo) -> Placed:
+        """Return where one tensor of the descriptor belongs."""
+        chunk = self._chunks.get(tensor.chunk) or ChunkInfo(vpp_stage=tensor.chunk, depth=0)
+        # Tensors are many, their placements and names are few.
+        placed = (tensor.kind in WEIGHT_KINDS, tuple(tensor.placements.items()), tensor.part)
+        if placed not in self._where:
+            self._where[placed] = coordinates(tensor, self._descriptor.place)
+        apart, sharded = self._where[placed]
+        # The chunk itself has the name of what its tensor is to the whole model.
+        kind = tensor.kind if not tensor.name or tensor.name.startswith(":") else ""
+        name = self._full(chunk, tensor.name, kind)
+        found = Placed(tensor, chunk, (name, tensor.kind, apart), sharded)
+        found.is_coupled = (tensor.chunk, tensor.name.partition(":")[0]) in self._coupled
+        return found
+
+    def logical(self, one: Placed, at: int, ranks: tuple[int, ...]) -> LogicalTensor:
+        """Return the logical tensor that it is the first to name: the `at`th, held by `ranks`."""
+        known = one.logical
+        if known is not None:
+            if known.index != at or known.ranks != ranks:
+                known = msgspec.structs.replace(known, index=at, ranks=ranks)
+        else:
+            known = self._made(one, at, ranks)
+        one.logical = known
+        return known
+
+    def _made(self, one: Placed, at: int, ranks: tuple[int, ...]) -> LogicalTensor:
+        tensor, chunk, (name, kind, apart) = one.tensor, one.chunk, one.key
+        segment = segment_of(tensor, chunk)
+        if segment in ("stem", "head"):
+            segment = segment if self._names.num_depths <= 1 else f"{self._names.wholes[chunk.depth]}.{segment}"
+        elif segment or (not chunk.blocks and chunk.segments):
+            segment = self._full(chunk, segment)
+        where = "".join(f"@{axis}{coordinate}" for axis, coordinate in apart)
+        return LogicalTensor(
+            index=at,
+            name=name,
+            kind=kind,
+            key=f"{name}/{kind}{where}",
+            depth=chunk.depth,
+            site_pos=tensor.site_pos,
+            pp_stage=self._descriptor.place.pp_rank,
+            vpp_stage=chunk.vpp_stage,
+            ranks=ranks,
+            place=dict(apart),
+            consumers=tuple(self._full(chunk, name, kind) for name in tensor.consumers),
+            also=tuple(self._full(chunk, name, kind) for name in tensor.also),
+            segment=segment,
+            border=tensor.border,
+            border_index=tensor.border_index,
+            communicates=one.is_coupled,
+            is_partial="partial" in tensor.placements.values(),
+            num_elements=math.prod(tensor.shape),
+            dtype=tensor.dtype,
+        )
+
+    def _full(self, chunk: ChunkInfo, local: str, kind: str = "") -> str:
+        known = self._known.setdefault(chunk.vpp_stage, {})
+        name = known.get((local, kind))
+        if name is None:
+            name = self._names.of(local, chunk.depth, self._descriptor.name_map, chunk.offsets, kind)
+            known[local, kind] = name
+        return name
+
+
+def coordinates(tensor: TensorInfo, place: Place) -> tuple[_Coordinates, Shard]:
+    """(coordinates kept apart, what tells the shard): ranks that differ in neither hold replicas."""
+    is_data = tensor.kind not in WEIGHT_KINDS
+    apart: list[tuple[str, int]] = []
+    sharded: list[tuple[str, int | str]] = []
+    # Stages hold different tensors; only what has the same name on all of them (a line of code) says that it is apart.
+    for axis in (*MERGED_AXES, *(("pp",) if tensor.placements.get("pp") in KEPT_APART else ())):
+        if place.size(axis) <= 1:
+            continue
+        usual = ("shard" if is_data else "replicate") if axis == "dp" else "unknown"
+        word = tensor.placements.get(axis, usual)
+        if word in KEPT_APART:
+            apart.append((axis, place.coordinate(axis)))
+        elif word == "shard" and not tensor.part:
+            sharded.append((axis, place.coordinate(axis)))
+    if tensor.part:
+        sharded.append(("part", tensor.part))
+    return tuple(apart), tuple(sharded)
+
+
+def is_named_alike(before: Mapping[int, Descriptor], now: Mapping[int, Descriptor]) -> bool:
+    """Return whether what did not change between two sets of descriptors has its names and places still.
+
+    So it is while the same ranks stand where they stood, with the same chunks and weights.
+    """
+    return before.keys() == now.keys() and all(_has_same_weights(before[rank], one) for rank, one in now.items())
+
+
+def _has_same_weights(before: Descriptor, now: Descriptor) -> bool:
+    if before is now:
+        return True
+    if (before.place, before.layer_offset, before.name_map) != (now.place, now.layer_offset, now.name_map):
+        return False
+    kept = len(before.tensors)
+    if before.chunks != now.chunks or len(now.tensors) < kept:
+        return False
+    changed = [pair for pair in zip(before.tensors, now.tensors, strict=False) if pair[0] is not pair[1]]
+    return not any(
+        one.kind in NAMING_KINDS
+        for one in (*(one for pair in changed if pair[0] != pair[1] for one in pair), *now.tensors[kept:])
+    )

@@ -1,0 +1,203 @@
+"""Layouts that change while a run goes on, on several ranks: against a run that says everything anew in each step."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from sentinel.daemon.judge import Judge
+from sentinel.ingest.follow import RunFollower
+from sentinel.ingest.merge import Layout, LayoutCache
+from sentinel.ingest.steps import StepAssembler, snapshot_positions
+from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
+from sentinel.moments import Moments
+from sentinel.place import Place
+from sentinel.record import NONE_ID, ROW_DTYPE, STATS_DTYPE, Kind
+from sentinel.rules.loader import load_pack
+from sentinel.testing import FakeClock
+from sentinel.wire.frame import FrameType, encode_message, row_fields, run_id_of
+from sentinel.wire.spool import SpoolWriter, life_folder
+
+NUM_RANKS = 2
+KINDS = ("activation", "dgrad", "saturation")
+NUM_STEPS = 40
+
+
+class Rank:
+    """One rank of a mixture of experts: an expert without a token is not called, and has no row."""
+
+    def __init__(self, run_dir: Path, rank: int, *, is_lavish: bool) -> None:
+        """is_lavish: the reference, which describes everything whole before each step."""
+        life = rank.to_bytes(4, "big") * 4
+        folder = life_folder(run_dir, rank, life)
+        self.out = SpoolWriter(folder, life, rank, run_id_of("r"), 0, clock=FakeClock(), file_bytes=60_000)
+        self.is_lavish, self.rng = is_lavish, random.Random(rank)
+        self.tensors: list[TensorInfo] = []
+        self.place = Place(rank=rank, world_size=NUM_RANKS, dp_rank=rank, dp_size=NUM_RANKS)
+        self.num_rows = 0
+        for number in range(4):
+            for kind in ("param", "wgrad"):
+                self._entry(f"experts.{number}.fc.weight", kind)
+
+    def _entry(self, name: str, kind: str) -> int:
+        for one in self.tensors:
+            if (one.name, one.kind) == (name, kind):
+                return one.id
+        placements = {"dp": "replicate" if kind in ("param", "wgrad") else "shard"}
+        self.tensors.append(
+            TensorInfo(id=len(self.tensors), name=name, kind=kind, shape=(4, 4), dtype="float32", placements=placements)
+        )
+        return len(self.tensors) - 1
+
+    def step(self, step: int) -> None:
+        """Train one step: other experts each time, now and then read by other modules, or placed anew."""
+        rng = self.rng
+        chosen = [one for one in range(4) if rng.random() < 0.5]
+        held = [one.id for one in self.tensors if one.kind in ("param", "wgrad")]
+        held += [self._entry(f"experts.{one}.fc", kind) for one in chosen for kind in KINDS]
+        if rng.random() < 0.3:
+            at = rng.randrange(len(self.tensors))
+            fresh: dict[str, Any] = {"site_pos": step} if rng.random() < 0.5 else {"consumers": (f"experts.{step % 4}.fc",)}
+            self.tensors[at] = msgspec.structs.replace(self.tensors[at], **fresh)
+        elif rng.random() < 0.2:  # Back to what it was at first.
+            self.tensors = [msgspec.structs.replace(one, site_pos=0, consumers=()) for one in self.tensors]
+        names = tuple(f"experts.{one}.fc" for one in range(4))
+        descriptor = Descriptor(
+            version="0", place=self.place, chunks=(ChunkInfo(vpp_stage=0, depth=0, segments=("stem",), modules=names),),
+            tensors=tuple(self.tensors), row_fields=row_fields(ROW_DTYPE), row_bytes=ROW_DTYPE.itemsize,
+        )  # fmt: skip
+        if self.is_lavish:
+            self.out.append(FrameType.DESCRIPTOR, encode_message(descriptor))
+        else:
+            self.out.describe(descriptor)
+        rows = np.zeros(len(held), ROW_DTYPE)
+        rows["bad_call_id"] = NONE_ID
+        for row, number in zip(rows, held, strict=True):
+            values = np.random.default_rng((number, step)).normal(size=16)
+            if step > 24 and "experts.1" in self.tensors[number].name:
+                values = values * 0.0 if step % 2 else values * 1e4
+            if step == 32 and number == 3:
+                values[2] = np.nan
+            row["tensor"], row["kind"], row["call_id"] = number, Kind.of(self.tensors[number].kind), number
+            stats = Moments.of(values).stats[0]
+            for name in STATS_DTYPE.names or ():
+                row[name] = stats[name]
+        self.num_rows += self.out.append_rows(rows, step=step)
+        end = EndStep(step=step, num_rows=len(rows), num_calls=len(rows), scalars={"loss": 1.0 / (step + 1)})
+        self.out.append(FrameType.END_STEP, encode_message(end), step=step)
+
+
+class Daemon:
+    """Follows, assembles and judges; may be killed, and goes on from its snapshot."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.found: list[bytes] = []
+        self.layouts: list[Layout] = []
+        self._begin(None)
+
+    def _begin(self, saved: tuple[bytes, bytes] | None) -> None:
+        self.follower, self.judge = RunFollower(self.run_dir), Judge(load_pack())
+        self.assembler = StepAssembler("r", on_decision=lambda decision: None, late_after_steps=0, late_after_s=0.0)
+        if saved is not None:
+            self.follower.restore(snapshot_positions(saved[0]))
+            self.assembler.restore(saved[0], self.follower.lives)
+            self.judge.restore(saved[1])
+
+    def listen(self) -> None:
+        while records := self.follower.poll():
+            self.assembler.take(records, 0.0)
+            for view in self.assembler.close(0.0, self.follower.behind):
+                verdict = self.judge.judge(view.decision, view)
+                self.found += [msgspec.json.encode(one) for one in verdict.anomalies]
+                if not any(one is view.layout for one in self.layouts):
+                    self.layouts.append(view.layout)
+
+    def kill(self) -> None:
+        self._begin((self.assembler.snapshot(), self.judge.snapshot()))
+
+
+def train(run_dir: Path, seed: int, *, is_lavish: bool, kills: bool) -> tuple[Daemon, list[Rank]]:
+    rng = random.Random(seed)
+    ranks = [Rank(run_dir, rank, is_lavish=is_lavish) for rank in range(NUM_RANKS)]
+    for rank in ranks:
+        rank.rng.seed(100 * seed + rank.place.rank)
+    daemon = Daemon(run_dir)
+    for step in range(NUM_STEPS):
+        order = rng.sample(ranks, NUM_RANKS)
+        order[0].step(step)
+        if rng.random() < 0.3:
+            daemon.listen()  # In the middle of a step: one rank has spoken.
+            if kills and rng.random() < 0.5:
+                daemon.kill()
+        order[1].step(step)
+        if rng.random() < 0.4:
+            daemon.listen()
+    daemon.listen()
+    return daemon, ranks
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_verdicts_are_those_of_a_run_that_says_everything_anew(seed: int, tmp_path: Path) -> None:
+    lavish, lavish_ranks = train(tmp_path / "lavish", seed, is_lavish=True, kills=False)
+    thrifty, ranks = train(tmp_path / "thrifty", seed, is_lavish=False, kills=False)
+    killed, _ = train(tmp_path / "killed", seed, is_lavish=False, kills=True)
+
+    assert lavish.found == thrifty.found == killed.found
+    assert len(lavish.found) > 5, "there is something to compare"
+    num_rows = sum(rank.num_rows for rank in ranks)
+    assert num_rows == sum(rank.num_rows for rank in lavish_ranks) > 800
+    assert lavish.judge.num_rows_judged == thrifty.judge.num_rows_judged == killed.judge.num_rows_judged == num_rows
+    assert 1 < len(thrifty.layouts) <= len(lavish.layouts)
+    sizes = [sum(file.stat().st_size for file in (tmp_path / name).rglob("*.spool")) for name in ("lavish", "thrifty")]
+    assert sizes[1] < 0.75 * sizes[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_layout_made_after_another_is_the_same_as_one_made_alone(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    cache = LayoutCache()
+    descriptors: dict[int, Descriptor] = {}
+    for rank in range(3):
+        place = Place(rank=rank, world_size=3, dp_rank=rank, dp_size=3)
+        descriptors[rank] = Descriptor(
+            version="0", place=place, chunks=(ChunkInfo(vpp_stage=0, depth=0, modules=("a", "b"), blocks=("b.0", "b.1")),),
+            tensors=(), row_fields=(), row_bytes=1,
+        )  # fmt: skip
+    num_kept = 0
+    former: Layout | None = None
+    for turn in range(60):
+        rank = rng.randrange(3)
+        one = descriptors[rank]
+        tensors = list(one.tensors)
+        action = rng.random()
+        if action < 0.5 or not tensors:
+            kind = rng.choice(("param", "activation", "dgrad", "exp_avg"))
+            placements = {"dp": rng.choice(("shard", "replicate", "unknown", "partial"))}
+            name = rng.choice(("a", "b.0.fc", "b.1.fc", "", ":logits")) + f".{turn % 7}"
+            tensors.append(TensorInfo(id=len(tensors), name=name, kind=kind, placements=placements, shape=(2, turn)))
+        elif action < 0.9:
+            at = rng.randrange(len(tensors))
+            fresh = rng.choice(({"site_pos": turn}, {"also": ("a",)}, {"dtype": "bf16"}, {"placements": {"dp": "shard"}}))
+            tensors[at] = msgspec.structs.replace(tensors[at], **fresh)
+        else:
+            one = msgspec.structs.replace(one, name_map={"a": f"x{turn}"})
+        descriptors = {**descriptors, rank: msgspec.structs.replace(one, tensors=tuple(tensors))}
+        layout, alone = cache.of(turn, lambda now=descriptors: now), Layout(descriptors)  # type: ignore[misc]
+        assert layout.tensors == alone.tensors and layout.names == alone.names
+        assert layout.replicas == alone.replicas and layout.num_copies == alone.num_copies
+        assert layout._pieces == alone._pieces
+        for which in descriptors:
+            ids = np.arange(len(descriptors[which].tensors) + 1, dtype=np.uint32)
+            np.testing.assert_array_equal(layout.logical_of(which, ids), alone.logical_of(which, ids))
+            np.testing.assert_array_equal(layout.copies_of(which, ids), alone.copies_of(which, ids))
+        if former is not None:
+            num_kept += sum(any(one is known for known in former.tensors) for one in layout.tensors)
+        former = layout
+    assert num_kept > 200, "most of it is taken from the one before"
+    assert cache.of(59, lambda: pytest.fail("known")) is former
