@@ -123,9 +123,20 @@ def always(*verdicts: str) -> Callable[[SyntheticRun], set[str]]:
     return lambda run: set(verdicts)
 
 
-def where_compared(*otherwise: str) -> Callable[[SyntheticRun], set[str]]:
-    """`hardware` where there is a second copy."""
-    return lambda run: {"hardware"} if run.dp > 1 else set(otherwise)
+def where_compared(*otherwise: str, cause: str = "hardware") -> Callable[[SyntheticRun], set[str]]:
+    """The cause alone where there is a second copy of the weights."""
+    return lambda run: {cause} if has_copies(run) else set(otherwise)
+
+
+def told_apart(*otherwise: str, cause: str = "hardware") -> Callable[[SyntheticRun], set[str]]:
+    """The cause alone where replicas do the same work apart: they exchange no tokens, and their weights are compared."""
+
+    def right(run: SyntheticRun) -> set[str]:
+        if has_copies(run):
+            return {cause} if getattr(run, "ep", 1) == 1 else {cause, *otherwise}
+        return set(otherwise)
+
+    return right
 
 
 def has_replicas(run: SyntheticRun) -> bool:
@@ -133,9 +144,14 @@ def has_replicas(run: SyntheticRun) -> bool:
     return run.dp > 1
 
 
-def has_majority(run: SyntheticRun) -> bool:
-    """At least three."""
-    return run.dp > 2
+def has_copies(run: SyntheticRun) -> bool:
+    """Some weight is held twice."""
+    return run.dp > 1 and not getattr(run, "is_sharded", False)
+
+
+def has_odd_one(run: SyntheticRun) -> bool:
+    """Copies among which most are equal."""
+    return run.dp > 2 and has_copies(run)
 
 
 def batch_of(
@@ -360,6 +376,18 @@ def again(places: list[tuple[int, str, int]]) -> Callable[..., list[Nan | BitFli
     return lambda run, step: [Nan(step=step + s, module=m, rank=struck_rank(run, m, dp)) for s, m, dp in places]
 
 
+def on_one_rank(steps: list[int]) -> Callable[..., list[Nan | BitFlip]]:
+    """In several modules of one rank of the last replica's last stage, and of no other."""
+
+    def plant(run: SyntheticRun, step: int) -> list[Nan | BitFlip]:
+        rank = struck_rank(run, LAST)
+        inside = [name for name in run.modules() if name in run.modules_of(rank) and name.endswith((".mlp", ".attn"))]
+        names = [inside[-1 - at % len(inside)] for at in range(len(steps))]
+        return [Nan(step=step + s, module=name, rank=rank) for s, name in zip(steps, names, strict=True)]
+
+    return plant
+
+
 LAST = "layers.3.mlp"
 PLANTS = [
     Plant("batch, all replicas", "batch", always("batch"), batch_of(2.2, 1.6, 3.0)),
@@ -370,13 +398,13 @@ PLANTS = [
     Plant("batch of one replica", "batch", always("batch"), batch_of(3.0, 1.8, 6.0, one=True), needs=has_replicas),
     Plant("labels, all replicas: loss 0/0", "batch", always("batch"), bad_labels(one=False)),
     Plant("labels of one replica: loss 0/0", "batch", always("batch"), bad_labels(one=True), needs=has_replicas),
-    Plant("data: NaN in the first block of one replica", "batch", always("batch", "unknown"), a_row,
+    Plant("data: NaN in the first block of one replica", "batch", always("batch"), a_row,
           faults=nan("layers.0.attn"), needs=has_replicas),
-    Plant("data: a token NaN in a late block of one replica", "batch", always("batch", "unknown"), a_row,
+    Plant("data: a token NaN in a late block of one replica", "batch", always("batch"), a_row,
           faults=nan("layers.2.attn"), needs=has_replicas),
-    Plant("data: NaN on all replicas, once", "batch", lambda run: {"batch"} if run.dp > 1 else {"unknown"},
+    Plant("data: NaN on all replicas, once", "batch", lambda run: {"unknown"} if run.dp == 1 else {"batch"} if getattr(run, "ep", 1) == 1 else {"batch", "unknown"},
           faults=everywhere("layers.1.attn", 1)),
-    Plant("bad data of one replica, ten steps", "batch", always("unknown", "batch"), poor_shard, steps=24,
+    Plant("bad data of one replica, ten steps", "batch", where_compared("unknown", "batch", cause="batch"), poor_shard, steps=24,
           needs=has_replicas),
     Plant("lr x100, logged", "model", always("model"), rising(100.0, logged=True)),
     Plant("lr x100, not logged", "model", always("model"), rising(100.0, logged=False)),
@@ -384,7 +412,7 @@ PLANTS = [
     Plant("explodes, then NaN", "model", always("model"), then_nan),
     Plant("attention x30", "model", always("model"), attention),
     Plant("zeroed gradient of a layer", "model", always("model"), zeroed),
-    Plant("NaN on all replicas, every step", "model", lambda run: {"model"} if run.dp > 1 else {"model", "unknown"},
+    Plant("NaN on all replicas, every step", "model", lambda run: {"model"} if run.dp > 1 and getattr(run, "ep", 1) == 1 else {"model", "unknown"},
           faults=everywhere("layers.1.attn", 6)),
     Plant("fragile module, 3 steps apart", "model", always("model", "unknown"), a_row, needs=has_replicas, steps=30,
           faults=again([(0, LAST, 0), (3, LAST, 1), (6, LAST, 0), (9, LAST, 1)])),
@@ -392,22 +420,21 @@ PLANTS = [
           faults=again([(0, LAST, 0), (15, LAST, 1), (30, LAST, 0), (45, LAST, 1)])),
     Plant("fp16: gradients overflow under a scale", "precision", always("precision"), overflow(False), dtype="float16"),
     Plant("fp16: forward overflows on one replica", "precision", always("precision"), overflow(True), dtype="float16"),
-    Plant("flip: low bit of a weight", "hardware", where_compared("unknown"), flip("low"), needs=has_replicas),
-    Plant("flip: weight x4", "hardware", where_compared("unknown"), flip("quarter"), needs=has_replicas),
-    Plant("flip: absurd weight", "hardware", where_compared("unknown", "model"), flip("absurd")),
-    Plant("NaN on one rank, inside", "hardware", where_compared("unknown"), faults=nan("layers.2.mlp")),
-    Plant("NaN on one rank, inside, not skipped", "hardware", where_compared("unknown", "model"),
+    Plant("flip: low bit of a weight", "hardware", where_compared("unknown"), flip("low"), needs=has_copies),
+    Plant("flip: weight x4", "hardware", where_compared("unknown"), flip("quarter"), needs=has_copies),
+    Plant("flip: absurd weight", "hardware", always("hardware"), flip("absurd")),
+    Plant("NaN on one rank, inside", "hardware", told_apart("unknown"), faults=nan("layers.2.mlp")),
+    Plant("NaN on one rank, inside, not skipped", "hardware", told_apart("unknown", "model"),
           faults=nan("layers.2.mlp", skipped=False)),
-    Plant("inf on one rank, inside", "hardware", where_compared("unknown"), faults=nan("layers.2.attn", value="inf")),
+    Plant("inf on one rank, inside", "hardware", told_apart("unknown"), faults=nan("layers.2.attn", value="inf")),
     Plant("NaN on one rank, backward", "hardware", always("unknown", "hardware"),
           faults=nan("layers.2.mlp", "backward")),
     Plant("NaN in a weight gradient", "hardware", always("unknown"), faults=nan("layers.2.mlp", "wgrad")),
     Plant("NaN on one rank, again and again", "hardware",
-          lambda run: {"hardware"} if run.dp > 2 else {"hardware", "unknown"}, needs=has_replicas, steps=60,
-          faults=again([(0, "layers.2.mlp", 1), (9, LAST, 1), (17, "layers.1.mlp", 1), (30, "layers.3.attn", 1),
-                        (41, "layers.2.attn", 1)])),
-    Plant("one product lost, finite", "hardware", always("unknown", "hardware"), lost_product, needs=has_replicas),
+          lambda run: told_apart("unknown")(run) if run.dp > 2 else {"hardware", "unknown"}, needs=has_replicas, steps=60,
+          faults=on_one_rank([0, 9, 17, 30, 41])),
+    Plant("one product lost, finite", "hardware", told_apart("unknown"), lost_product, needs=has_replicas),
     Plant("straggler", "hardware", always("unknown", "hardware"), straggler, needs=has_replicas, steps=40),
-    Plant("weights of one rank reloaded", "program", always("unknown"), reloaded, needs=has_replicas),
-    Plant("gradient left out of the reduction", "program", always("unknown"), unreduced, needs=has_replicas),
+    Plant("weights of one rank reloaded", "program", always("unknown"), reloaded, needs=has_copies),
+    Plant("gradient left out of the reduction", "program", always("unknown"), unreduced, needs=has_copies),
 ]  # fmt: skip

@@ -9,20 +9,23 @@ from collections.abc import Callable
 
 import msgspec
 import numpy as np
-from attribution_faults import Plant, Said, always, batch_of, has_replicas, is_lane, replace_element, rising
+from attribution_faults import (
+    Plant,
+    Said,
+    always,
+    batch_of,
+    has_copies,
+    has_odd_one,
+    has_replicas,
+    is_lane,
+    replace_element,
+    rising,
+    told_apart,
+    where_compared,
+)  # fmt: skip
 
 from sentinel.record import Kind
 from sentinel.testing import SyntheticRun
-
-
-def has_copies(run: SyntheticRun) -> bool:
-    """Some weight is held twice."""
-    return run.dp > 1 and not getattr(run, "is_sharded", False)
-
-
-def has_odd_one(run: SyntheticRun) -> bool:
-    """Copies among which most are equal."""
-    return run.dp > 2 and has_copies(run)
 
 
 def compared(*otherwise: str, majority: bool = False) -> Callable[[SyntheticRun], set[str]]:
@@ -264,19 +267,19 @@ HELD_OUT = [
     Plant("fp16: loss scale falls", "precision", always("precision"), scale_falls, dtype="float16"),
     Plant("fp16: gradients underflow", "precision", always("precision"), gradients_underflow, dtype="float16"),
     Plant("data: NaN in the samples of one replica", "batch", always("batch"), input_nan, needs=has_replicas),
-    Plant("data: NaN in the samples, one replica in all", "batch", always("batch", "unknown"), input_nan,
+    Plant("data: NaN in the samples, one replica in all", "batch", always("batch"), input_nan,
           needs=lambda run: run.dp == 1),
     Plant("label noise, one step", "batch", always("batch"), labels(1.5, 1, one=False)),
-    Plant("label noise of one replica, 4 steps", "batch", always("batch", "unknown"), labels(1.6, 4, one=True),
+    Plant("label noise of one replica, 4 steps", "batch", where_compared("unknown", "batch", cause="batch"), labels(1.6, 4, one=True),
           needs=has_replicas),
     Plant("other data on one replica, one step", "batch", always("batch"), batch_of(1.6, 1.3, 1.8, one=True),
           needs=has_replicas),
     Plant("all-reduce: a bucket wrong on one rank", "hardware", compared("unknown", majority=True), bad_bucket,
           needs=has_copies),
     Plant("all-reduce: a sum wrong on all ranks", "hardware", always("hardware", "unknown"), bad_sum),
-    Plant("flip: top exponent bit of a weight", "hardware", compared("unknown"), top_bit),
+    Plant("flip: top exponent bit of a weight", "hardware", always("hardware"), top_bit),
     Plant("flip: weight x16", "hardware", compared("unknown", "nothing"), small_flip),
-    Plant("one activation element 1e8", "hardware", compared("unknown"), one_element),
+    Plant("one activation element 1e8", "hardware", told_apart("unknown"), one_element),
     Plant("products x3 on one rank from now on", "hardware", always("hardware", "unknown"), wrong_products,
           needs=has_replicas),
     Plant("straggler, three times as slow", "hardware", always("unknown", "hardware"), slow, needs=has_replicas, steps=40),

@@ -1,7 +1,7 @@
 """examples/gpt/train.py with more ways to go wrong: those of `attribution_real.py`. Same options.
 
-ATTRIBUTION_FAULT names what happens at ATTRIBUTION_STEP: `lr`, `attention`, `zeroed`, `absurd`, `top`, `norm`, `reload`; empty:
-nothing.
+ATTRIBUTION_FAULT names what happens at ATTRIBUTION_STEP: `lr`, `attention`, `zeroed`, `absurd`, `top`, `norm`, `reload`;
+empty: nothing.
 """
 
 from __future__ import annotations

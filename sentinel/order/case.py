@@ -73,6 +73,7 @@ class Sign(msgspec.Struct, kw_only=True):
     message: str = ""
     depth: int = 0
     site_pos: int = 0
+    ep_size: int = 1
     is_entry: bool = False
     """Of the forward, before the first block: what is made of the data before anything else is."""
 
@@ -225,7 +226,7 @@ class Case(msgspec.Struct, kw_only=True):
                 is_inf=is_bad and (a.value_text in ("inf", "-inf") or a.statistic == "infs"), dtype=a.dtype,
                 value=a.value, baseline=a.baseline, score=a.score, reference_score=a.reference_score,
                 level=a.severity.level, message=a.message if a.kind == "precision" or is_bad else "",
-                depth=a.depth, site_pos=a.site_pos,
+                depth=a.depth, site_pos=a.site_pos, ep_size=a.ep_size,
                 is_entry=phase is Phase.FORWARD and is_entry(a.depth, a.border, a.segment),
             )  # fmt: skip
             if len(self.signs) < MAX_SIGNS:
@@ -239,7 +240,7 @@ class Case(msgspec.Struct, kw_only=True):
     def _lanes_of(self, a: Anomaly) -> tuple[int, ...]:
         if a.dp_size <= 1 or a.kind in _SHARED_KINDS:
             return ()
-        if a.detector == "RankSkew" and len(self.lane_of) == 2 and a.kind == "scalar":
+        if a.detector == "RankSkew" and len(set(self.lane_of.values())) == 2 and a.kind == "scalar":
             return ()  # Of two, each is as far from the other.
         if a.moved_ranks and self.lane_of:
             return tuple(sorted({self.lane_of[rank] for rank in a.moved_ranks if rank in self.lane_of}))
@@ -343,7 +344,7 @@ class Case(msgspec.Struct, kw_only=True):
             self.divergences = list(facts.divergences[:MAX_DIVERGENCES])
         of_gradients = [one for one in facts.divergences if one.kind == "wgrad"]
         if of_gradients and len(self.odd_gradients) < MAX_STRAYS:
-            ranks = {one.accused if one.is_sure else () for one in of_gradients}
+            ranks = {one.accused for one in of_gradients if one.is_sure}
             self.odd_gradients = [*self.odd_gradients, (step, ranks.pop() if len(ranks) == 1 else ())]
 
     def _bear_again(self, step: int, facts: StepFacts) -> None:

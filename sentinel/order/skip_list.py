@@ -6,6 +6,10 @@ revision of an incident says which steps it suspects. What a later revision take
     skip = sentinel.skip_list("sentinel_runs/my-run")
     if step in skip: continue                          # the same batches in the same order
     kept = [i for i in indices if i not in skip.samples]
+    if step in skip.of(rank): ...                      # where each rank draws its own part
+
+A step is a whole one: all of its micro-batches. `sentinel export --format skip-list` writes the same as JSON lines, which
+`skip_list` reads too.
 """
 
 from __future__ import annotations
@@ -52,10 +56,27 @@ class _Told(msgspec.Struct, frozen=True):
 class SkipList(Container[int]):
     """Suspected batches. `step in skips` asks for a step, `sample in skips.samples` for a sample."""
 
-    def __init__(self, skips: Iterable[Skip] = ()) -> None:
+    def __init__(self, skips: Iterable[Skip] = (), problems: Iterable[str] = ()) -> None:
+        self.problems = tuple(problems)
+        """Lines that were not understood, in words, with file and line: what they said is not on the list."""
         self.skips = tuple(sorted(skips, key=lambda one: (one.step, one.attempt, one.incident)))
         self.steps = frozenset(one.step for one in self.skips)
         self.samples: frozenset[int | str] = frozenset(sample for one in self.skips for sample in one.samples)
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """First and last step of each stretch, rising."""
+        found: list[tuple[int, int]] = []
+        for step in sorted(self.steps):
+            if found and step == found[-1][1] + 1:
+                found[-1] = (found[-1][0], step)
+            else:
+                found.append((step, step))
+        return tuple(found)
+
+    def of(self, rank: int) -> SkipList:
+        """Return those whose part of the batch a rank had: those of all ranks, and its own."""
+        return SkipList((one for one in self.skips if not one.ranks or rank in one.ranks), self.problems)
 
     def __contains__(self, step: object) -> bool:
         return step in self.steps
@@ -73,33 +94,61 @@ class SkipList(Container[int]):
 def skip_list(run: str | os.PathLike[str], *, attempt: int | None = None) -> SkipList:
     """Return the suspected batches of a run, as of now: none while nothing is suspected.
 
-    run: its directory, or its `incidents.jsonl`. attempt: of this one alone. A torn last line is left out.
-    ConfigError when there is no such run.
+    run: its directory, its `incidents.jsonl`, or what `export --format skip-list` wrote. attempt: of this one alone. A torn
+    last line is left out; other lines that are not understood are told in `problems`. ConfigError when there is no such run,
+    when the directory holds runs instead of being one, or when no line of a file is understood.
     """
     path = Path(run)
     if path.is_dir():
+        held = [] if (path / "incidents.jsonl").exists() else _runs_in(path)
+        if held:
+            raise ConfigError(
+                f"{path}: expected a run's directory, got one that holds runs: name one of {len(held)}, {held[0]}"
+            )
         path = path / "incidents.jsonl"
     elif not path.is_file():
         raise ConfigError(f"{path}: expected a run's directory, or its incidents.jsonl; there is neither")
-    newest: dict[str, _Told] = {}
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        lines = []  # Nothing has happened yet.
-    decoder = msgspec.json.Decoder(_Told)
-    for line in lines:
-        try:
-            told = decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            continue
-        if told.id not in newest or newest[told.id].revision <= told.revision:
-            newest[told.id] = told
-    return SkipList(
+    told, skips, problems = _read(path)
+    if problems and not told and not skips:
+        raise ConfigError(f"{problems[0]}; no line of it is understood: expected incidents.jsonl, or an exported skip list")
+    skips += [
         Skip(
             attempt=one.attempt, step=step, ranks=one.skip_ranks, samples=one.skip_samples, incident=one.id,
             reason=next((line.removeprefix(REASON) for line in one.evidence if line.startswith(REASON)), ""),
         )
-        for one in newest.values()
-        if one.verdict == "batch" and one.state != "merged" and attempt in (None, one.attempt)
+        for one in told.values()
+        if one.verdict == "batch" and one.state != "merged"
         for step in one.skip_steps
-    )  # fmt: skip
+    ]  # fmt: skip
+    return SkipList((one for one in skips if attempt in (None, one.attempt)), problems)
+
+
+def _runs_in(path: Path) -> list[Path]:
+    return sorted(one for one in path.iterdir() if (one / "incidents.jsonl").exists() or (one / "spool").is_dir())
+
+
+def _read(path: Path) -> tuple[dict[str, _Told], list[Skip], list[str]]:
+    """Return the newest revision of each incident, exported entries, and what was not understood."""
+    newest: dict[str, _Told] = {}
+    skips: list[Skip] = []
+    problems: list[str] = []
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        lines = []  # Nothing has happened yet.
+    incidents, exported = msgspec.json.Decoder(_Told), msgspec.json.Decoder(Skip)
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            told = incidents.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            try:
+                skips.append(exported.decode(line))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                if number < len(lines):  # The last may be torn.
+                    problems.append(f"{path}:{number}: {error}")
+            continue
+        if told.id not in newest or newest[told.id].revision <= told.revision:
+            newest[told.id] = told
+    return newest, skips, problems

@@ -173,7 +173,10 @@ def _by_exchange(case: Case, found: list[Divergence]) -> Suspicion | None:
     if not at or not 0 <= case.divergence_step - at[0][0] <= 1 or case.num_alike < CALM_STEPS:
         return None
     ranks = at[0][1]
-    if len(ranks) != 1 or ranks == (0,) or any(not one.is_sure or one.accused != ranks for one in found):
+    if len(ranks) != 1 or ranks == (0,) or not any(one.is_sure for one in found):
+        return None
+    # Of two copies alone, as experts may have, nobody can tell which is wrong.
+    if any(one.accused != ranks if one.is_sure else ranks[0] not in one.accused for one in found):
         return None
     names = {one.name for one in found}
     if any(other != ranks for _, other in case.odd_gradients) or 2 * len(names) > case.num_weights:

@@ -137,7 +137,7 @@ def _doubt(case: Case, sign: Sign, stray: Stray) -> str:
         return "there is one data-parallel replica, and nothing was done twice that would tell"
     if is_narrow(sign.dtype):
         return f"{sign.dtype} is scaled, and a scale may be wrong"
-    if is_of_experts(sign.name):
+    if is_of_experts(sign.name) or sign.ep_size > 1:
         return "experts see few tokens"
     if stray.usual <= 0.0 or stray.value < UNMADE * stray.usual:
         return "a few tokens drive a good model so far"

@@ -57,6 +57,45 @@ def test_run_in_which_nothing_happened_has_an_empty_list(tmp_path: Path) -> None
         sentinel.skip_list(tmp_path / "nowhere")
 
 
+def test_stretches_and_the_ranks_that_had_a_part(tmp_path: Path) -> None:
+    part = {"verdict": "batch", "skip_steps": (50, 52), "skip_ranks": (1, 3)}
+    whole = incident(1, 1, verdict="batch", skip_steps=(42, 41, 43))
+    skips = sentinel.skip_list(write(tmp_path, whole, incident(2, 1, **part)))
+
+    assert skips.ranges == ((41, 43), (50, 50), (52, 52))
+    assert sorted(skips.of(3).steps) == [41, 42, 43, 50, 52]
+    assert sorted(skips.of(0).steps) == [41, 42, 43], "a batch of all ranks is everybody's, a part is its own rank's"
+    assert (50 in skips.of(1), 50 in skips.of(2)) == (True, False)
+
+
+def test_an_exported_list_is_read_again(tmp_path: Path) -> None:
+    run = write(tmp_path, incident(1, 1, **BATCH), incident(2, 1, **(BATCH | {"attempt": 1, "skip_steps": (90,)})))
+    first = sentinel.skip_list(run)
+    exported = tmp_path / "skips.jsonl"
+    exported.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in first))
+
+    again = sentinel.skip_list(exported)
+
+    assert again.skips == first.skips and len(again) == 3
+    assert sentinel.skip_list(exported, attempt=1).steps == {90}
+
+
+def test_what_is_no_skip_list_is_said(tmp_path: Path) -> None:
+    run = write(tmp_path, incident(1, 1, **BATCH))
+    good = (run / "incidents.jsonl").read_bytes()
+    (run / "incidents.jsonl").write_bytes(b"{broken}\n" + good + b'{"id": "torn')
+    told = sentinel.skip_list(run)
+    assert (sorted(told.steps), len(told.problems)) == ([41, 42], 1), "the torn tail is no problem"
+    assert told.problems[0].startswith(f"{run / 'incidents.jsonl'}:1: ")
+    (run / "steps.csv").write_text("step,loss\n1,2\n")
+    with pytest.raises(ConfigError, match=r"steps.csv:1: .*no line of it is understood"):
+        sentinel.skip_list(run / "steps.csv")
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    write(tmp_path / "runs" / "one", incident(1, 1, **BATCH))
+    with pytest.raises(ConfigError, match=r"holds runs: name one of 1, .*one"):
+        sentinel.skip_list(tmp_path / "runs")
+
+
 def test_reading_it_needs_no_torch(tmp_path: Path) -> None:
     run = write(tmp_path, incident(1, 1, **BATCH))
     code = f"import sentinel, sys; print(sorted(sentinel.skip_list({str(run)!r}).steps), 'torch' in sys.modules)"
