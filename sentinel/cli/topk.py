@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import msgspec
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, say
 from sentinel.cli.places import RUN_NAME, find_run, runs_directory
+from sentinel.cli.table import show_table
 from sentinel.order.causes import leading_causes
 from sentinel.order.origin import origin
 from sentinel.order.selection import ORDERS
@@ -174,10 +172,8 @@ def row_of(number: int, anomaly: Anomaly) -> tuple[str, ...]:
 def show(found: TopK) -> None:
     """Print the table: aligned text into a pipe, with colours on a terminal; what it means goes to stderr."""
     rows = [row_of(number, entry.anomaly) for number, entry in enumerate(found.entries, 1)]
-    if rows and sys.stdout.isatty() and "NO_COLOR" not in os.environ:
-        _show_rich(rows)
-    elif rows:
-        show_plain(rows)
+    if rows:
+        show_table(COLUMNS, rows)
     files = f"{found.num_files} file" + ("" if found.num_files == 1 else "s")
     shown = f"{found.num_anomalies} anomalies in {files}; the {len(rows)} earliest are shown"
     say(shown if rows else f"no anomalies in {files}")
@@ -187,26 +183,3 @@ def show(found: TopK) -> None:
         shown_ones = [entry.anomaly for entry in found.entries]
         first = shown_ones[leading_causes(shown_ones)[0]]
         say(f"first of the gravest shown: {born_words(first)}")
-
-
-def show_plain(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under their heads, aligned, without colours or frames."""
-    table = [COLUMNS, *rows]
-    widths = [max(len(row[i]) for row in table) for i in range(len(COLUMNS))]
-    for row in table:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _show_rich(rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    colours = {"critical": "bold red", "warning": "yellow", "info": ""}
-    table = Table()
-    for column in COLUMNS:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        # A tensor's name may hold square brackets: Text is not read as markup.
-        table.add_row(*(Text(cell, style=colours.get(row[-1], "")) for cell in row))
-    Console().print(table)
