@@ -27,6 +27,7 @@ from sentinel.daemon.recorded import recorded_views
 from sentinel.rules.loader import load_pack
 from sentinel.store.whereabouts import RunPaths
 
+PACK = load_pack()
 STARTS = (0.03, 0.08, 0.15, 0.25, 0.37, 0.5, 0.61, 0.75, 0.88)
 """Shares of a recording at which a judge begins; of the first 3 % the learning rate still rises."""
 THINNED = ((2, 0), (2, 1), (3, 1), (5, 2))
@@ -41,7 +42,7 @@ class Listener:
     start: int = 0
     every: int = 1
     phase: int = 0
-    replay: Replay = dataclasses.field(default_factory=lambda: Replay(load_pack()))
+    replay: Replay = dataclasses.field(default_factory=lambda: Replay(PACK))
     said: Said = dataclasses.field(default_factory=Said)
 
     def hears(self, number: int) -> bool:

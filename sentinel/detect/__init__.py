@@ -17,6 +17,7 @@ from sentinel.detect.limits import PrecisionLoss, Threshold
 from sentinel.detect.liveness import LivenessDetector, StaleRank
 from sentinel.detect.nonfinite import AnomalyNan, HiddenNan, NanStorm
 from sentinel.detect.replicas import ReplicaDivergence
+from sentinel.detect.same_batch import SameBatch
 from sentinel.detect.saturation import Saturation
 from sentinel.detect.skew import GainSkew, RankSkew
 from sentinel.detect.slow import SlowRank
@@ -36,6 +37,7 @@ DETECTORS: dict[str, type[Any]] = {
         GradNormSpike,
         NanStorm,
         HiddenNan,
+        SameBatch,
         ReplicaDivergence,
         StaleRank,
         SlowRank,
@@ -106,6 +108,7 @@ __all__ = [
     "PrecisionLoss",
     "RankSkew",
     "ReplicaDivergence",
+    "SameBatch",
     "Saturation",
     "Scores",
     "SeriesDetector",

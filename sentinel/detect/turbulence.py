@@ -33,6 +33,8 @@ class AnomalyTurbulence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Which way a jump counts."""
     domain: Literal["auto", "log", "linear"] = "auto"
     """Scale on which changes are compared; auto: linear for statistics that may be negative, else log."""
+    common: bool = False
+    """Take off what the median of the rule's series does in the step: a harder batch, a schedule; fewer than 4 have none."""
     compat: Literal["", "msprobe"] = ""
     """`msprobe`: exactly abs(x) > (1 + threshold) * history mean, an exponential mean (0.99) of abs(x) that begins with
     the first value and learns everything: flagged values, and NaN and infinities, which blind it for good."""
@@ -51,6 +53,7 @@ class AnomalyTurbulence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             threshold=self.threshold,
             warmup=self.warmup,
             settle_after=self.settle_after,
+            common=self.common,
         )
 
     def for_statistic(self, statistic: str) -> AnomalyTurbulence:

@@ -21,11 +21,12 @@ CASES: dict[str, Any] = {
     "AnomalyNan threshold": DETECTORS["AnomalyNan"](threshold=50.0),
     "AnomalyNan msprobe": DETECTORS["AnomalyNan"](compat="msprobe", threshold=1e9),
     "AnomalyTurbulence msprobe": DETECTORS["AnomalyTurbulence"](compat="msprobe", threshold=0.5),
+    "AnomalyTurbulence common": DETECTORS["AnomalyTurbulence"](common=True),
     "AnomalyTurbulence linear": DETECTORS["AnomalyTurbulence"](domain="linear"),
     "AttentionCollapse": DETECTORS["AttentionCollapse"](quantity="entropy"),
     "AttentionCollapse max_logit": DETECTORS["AttentionCollapse"](quantity="max_logit"),
 }
-ABSOLUTE = ("AnomalyNan", "NanStorm", "HiddenNan", "DeadTensor", "DeadExpert", "Threshold", "PrecisionLoss")
+ABSOLUTE = ("AnomalyNan", "NanStorm", "HiddenNan", "DeadTensor", "DeadExpert", "Threshold", "PrecisionLoss", "SameBatch")
 """Detectors of states, which no new level excuses."""
 SLOW = ("Drift", "Plateau")
 """What they tell of takes longer than a battery: tests/detect/test_drift.py."""
@@ -120,7 +121,7 @@ def test_series_are_independent(detector, rng):
     shuffled, _, _ = run(detector, values[:, order])
 
     assert np.array_equal(straight[:, order], shuffled)
-    if type(detector).__name__ not in TOGETHER:
+    if type(detector).__name__ not in TOGETHER and not getattr(detector, "common", False):
         alone, _, _ = run(detector, values[:, :4])
         assert np.array_equal(straight[:, :4], alone)
 
