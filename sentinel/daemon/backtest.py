@@ -11,7 +11,7 @@ from sentinel.anomaly import Anomaly, Incident, Severity
 from sentinel.daemon.config import JudgingConfig
 from sentinel.daemon.judge import Judge, Verdict
 from sentinel.daemon.references import Scalars, sisters_at, with_reference
-from sentinel.daemon.replay import check_written, judged_again
+from sentinel.daemon.replay import check_written, is_incomplete, judged_again
 from sentinel.errors import StoreError
 from sentinel.ingest.decision import Tick
 from sentinel.ingest.follow import RunFollower
@@ -181,6 +181,7 @@ def _of_run(
     paths = RunPaths.of(Path(subject.path), Path(subject.state_dir) if subject.state_dir else None)
     journal = Journal(paths.journal, read_only=True) if paths.journal.exists() else None
     follower = RunFollower(paths.run_dir)
+    num_incomplete = num_empty = 0
     num_bytes = max(1, sum(path.stat().st_size for path in (paths.run_dir / "spool").glob("r*/*.spool")))
     try:
         if journal is None:
@@ -192,9 +193,17 @@ def _of_run(
         for one, verdict in judged:
             if not isinstance(one, Tick):
                 outcome.num_rows += 1
+                num_incomplete += is_incomplete(one)
+                num_empty += not one.parts
                 if outcome.num_rows % PROGRESS_STEPS == 0:
                     tell(min(1.0, follower.num_bytes / num_bytes))
             yield max(outcome.num_rows - 1, 0), verdict
+        if outcome.num_rows and num_empty == outcome.num_rows:
+            raise StoreError(
+                f"{paths.run_dir}: expected the rows of {num_empty} steps, found none; is the spool gone?"
+            )
+        if num_incomplete:
+            outcome.notes.append(f"{num_incomplete} steps are no longer whole in the spool: what is gone was not judged")
         if not outcome.num_rows:
             outcome.notes.append("no step of this run is whole: nothing was judged")
     finally:

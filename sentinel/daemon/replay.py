@@ -61,7 +61,7 @@ def replay(
             result.num_revisions += len(verdict.incidents)
             if not isinstance(one, Tick):
                 result.num_steps += 1
-                result.num_incomplete += _is_incomplete(one)
+                result.num_incomplete += is_incomplete(one)
         for lines, table in ((anomalies, "anomalies"), (incidents, "incidents")):
             lines.close()
             check_written([lines])
@@ -115,7 +115,8 @@ def check_written(logs: Iterable[AppendLog]) -> None:
             raise StoreError(f"{log.problem}; give a directory that can be written with -o")
 
 
-def _is_incomplete(view: StepView) -> bool:
+def is_incomplete(view: StepView) -> bool:
+    """Whether rows of a step that were there when it was decided are not in the spool any more."""
     ranks = view.decision.ranks if view.decision is not None else ()
     num_rows = {part.rank: len(part.rows) for part in view.parts}
     return any(num_rows.get(one.rank, -1) < one.num_rows for one in ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -397,3 +398,15 @@ def test_a_header_given_takes_the_place_of_the_files_own(tmp_path: Path, capsys:
     (alarm,) = alarms(capsys, path, "--header", "step,loss,gnorm")
 
     assert (alarm["channel"], alarm["i"]) == ("loss", SPIKE)
+
+
+def test_rows_that_are_gone_from_a_run_are_said(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(recorded, tmp_path / "run")
+    first, second = sorted((tmp_path / "run" / "spool").glob("r*"))
+    shutil.rmtree(second)
+
+    assert run_cli(["rules", "backtest", str(tmp_path / "run")]) == 1
+    assert "60 steps are no longer whole in the spool" in capsys.readouterr().err
+    shutil.rmtree(first)
+    assert run_cli(["rules", "backtest", str(tmp_path / "run")]) == 2
+    assert "expected the rows of 60 steps, found none" in capsys.readouterr().err
