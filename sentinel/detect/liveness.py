@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Protocol, runtime_checkable
 
 import msgspec
@@ -21,6 +22,8 @@ Facts = dict[str, np.ndarray]
 """
 
 RECENT_STEPS = 15
+FEW_RANKS = 8
+"""Up to so many a loop is quicker than arrays are."""
 QUIET_S = 5.0
 """A rank that missed so many seconds of heartbeats may be gone: nobody who waits is accused until that is clear (chosen).
 
@@ -97,10 +100,18 @@ class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def learn_step(self, step_s: np.ndarray, pause_s: np.ndarray, state: State) -> None:
         """Keep the newest durations, and the longest pause between two steps, which fades."""
+        recent, num_steps, longest = state["recent_s"], state["num_steps"], state["longest_pause_s"]
+        if len(step_s) <= FEW_RANKS:
+            for at, (step, pause) in enumerate(zip(step_s.tolist(), pause_s.tolist(), strict=True)):
+                if math.isfinite(step):
+                    recent[at, num_steps[at] % RECENT_STEPS] = step
+                    num_steps[at] += 1
+                if math.isfinite(pause):
+                    longest[at] = max(0.999 * float(longest[at]), pause)
+            return
         known = np.flatnonzero(np.isfinite(step_s))
-        state["recent_s"][known, state["num_steps"][known] % RECENT_STEPS] = step_s[known]
-        state["num_steps"][known] += 1
-        longest = state["longest_pause_s"]
+        recent[known, num_steps[known] % RECENT_STEPS] = step_s[known]
+        num_steps[known] += 1
         pauses = np.isfinite(pause_s)
         longest[pauses] = np.maximum(0.999 * longest[pauses], pause_s[pauses])
 

@@ -113,24 +113,34 @@ static TARGET int LANES(judge_side_by_side)(const Form *f, const double *x, cons
 }
 
 static TARGET void LANES(judge_tile)(Form *f, int number, const double *column, const double *mapped, int64_t first,
-                                     int64_t end, const uint8_t *present, Hit *hits, int64_t *num_hits)
+                                     int64_t end, const uint8_t *present, int all_present, Hit *hits, int64_t *num_hits)
 {
     double x[TILE], z[TILE];
-    int64_t entry[TILE], at[TILE];
-    int32_t slow[TILE];
+    int32_t entry[TILE], at[TILE], slow[TILE];
     int n = 0, is_one_piece = 1;
-    int64_t cursor = f->cursor;
-    for (; cursor < f->num_entries && f->index[cursor] < end; cursor++) {
-        const int64_t tensor = f->index[cursor];
-        if (!present[tensor]) continue;
-        x[n] = column[tensor - first];
-        z[n] = mapped[tensor - first];
-        entry[n] = cursor;
-        at[n] = f->slots ? f->slots[cursor] : cursor;
-        is_one_piece &= n == 0 || at[n] == at[n - 1] + 1;
-        n++;
+    const int64_t left = f->num_entries - f->cursor;
+    const int32_t *index = f->index + f->cursor, begin = (int32_t)f->cursor;
+    int num = 0, most = left < TILE ? (int)left : TILE;
+    while (num < most && index[num] < end) num++;
+    f->cursor += num;
+    if (all_present && !f->slots) { /* the usual step: nothing to decide */
+        for (n = 0; n < num; n++) {
+            x[n] = column[index[n] - first];
+            z[n] = mapped[index[n] - first];
+        }
+        for (int i = 0; i < num; i++) entry[i] = at[i] = begin + i;
+    } else {
+        for (int i = 0; i < num; i++) {
+            const int64_t tensor = index[i];
+            if (!present[tensor]) continue;
+            x[n] = column[tensor - first];
+            z[n] = mapped[tensor - first];
+            entry[n] = begin + i;
+            at[n] = f->slots ? f->slots[begin + i] : begin + i;
+            is_one_piece &= n == 0 || at[n] == at[n - 1] + 1;
+            n++;
+        }
     }
-    f->cursor = cursor;
     f->num_points += n;
     if (n <= 0) return;
     if (f->form == FORM_LIMIT) {
@@ -218,6 +228,7 @@ static TARGET int64_t LANES(judge_forms)(const Stats *stats, const uint8_t *pres
     for (int64_t first = 0; first < num_tensors; first += TILE) {
         const int64_t end = first + TILE < num_tensors ? first + TILE : num_tensors;
         const int n = (int)(end - first);
+        const int all_present = !memchr(present + first, 0, (size_t)n);
         uint32_t wanted = 0, as_log = 0, as_linear = 0;
         for (int w = 0; w < num_forms; w++) {
             const Form *f = &forms[w];
@@ -242,7 +253,7 @@ static TARGET int64_t LANES(judge_forms)(const Stats *stats, const uint8_t *pres
             Form *f = &forms[w];
             if (f->cursor >= f->num_entries || f->index[f->cursor] >= end) continue;
             const double *mapped = f->form == FORM_LINEAR ? linears[f->statistic] : logs[f->statistic];
-            LANES(judge_tile)(f, w, columns[f->statistic], mapped, first, end, present, hits, &num_hits);
+            LANES(judge_tile)(f, w, columns[f->statistic], mapped, first, end, present, all_present, hits, &num_hits);
         }
     }
     return num_hits;

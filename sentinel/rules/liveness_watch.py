@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -56,19 +57,19 @@ class LivenessWatch(Watch):
         ended = [(part, part.end_step.step_time_s) for part in view.parts if part.end_step is not None]
         if not ended:
             return
-        slots = self._slots([part.rank for part, _ in ended])
-        step_s = np.array([seconds if seconds > 0 else np.nan for _, seconds in ended])
-        pause_s = np.full(len(ended), np.nan)
-        for at, (one, _) in enumerate(ended):
-            life, before = self._ended_at.get(one.rank, (b"", 0.0))
-            if life == one.life and one.ended_mono_s > before:
-                pause_s[at] = one.ended_mono_s - before
-            self._ended_at[one.rank] = one.life, one.ended_mono_s
+        ranks = [part.rank for part, _ in ended]
         # As a rule these are all ranks, in the order in which they were first met.
-        places = None if len(ended) == self.num_series and bool((slots == np.arange(len(slots))).all()) else slots
-        part = self._gather(places)
-        self.detector.learn_step(step_s, pause_s, part)
-        self._scatter(part, places)
+        slots = None if ranks == list(self._slot_of) else self._slots(ranks)
+        step_s = np.array([seconds if seconds > 0 else math.nan for _, seconds in ended])
+        pauses_s = []
+        for one, _ in ended:
+            life, before = self._ended_at.get(one.rank, (b"", 0.0))
+            is_known = life == one.life and one.ended_mono_s > before
+            pauses_s.append(one.ended_mono_s - before if is_known else math.nan)
+            self._ended_at[one.rank] = one.life, one.ended_mono_s
+        part = self._gather(slots)
+        self.detector.learn_step(step_s, np.array(pauses_s), part)
+        self._scatter(part, slots)
 
     def stop(self, view: StepView) -> list[Anomaly]:
         """Return the end record of the open episode: a new attempt began."""
