@@ -2,7 +2,7 @@
 
 usage: detection.py [--logs ../shared/trainlogs] [--frontier OUT.csv] [--backtest ALARMS.jsonl] [PART ...]
 
-PART: quality, frontier, robust, recur, slow, sisters, speed; none: all. Prints tables. --backtest scores also what
+PART: quality, frontier, robust, altered, recur, slow, sisters, speed; none: all. Prints tables. --backtest scores also what
 `sentinel rules backtest LOGS/series/*.csv --json` printed: the whole way through the judge. The logs are data from
 elsewhere (their README says where from) and no part of this project; without them only speed is measured.
 
@@ -297,10 +297,11 @@ def main() -> int:
     parser.add_argument("--backtest", type=Path)
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))
+    import detection_altered
     import detection_sisters
     import detection_speed
 
-    wanted = args.parts or ["quality", "frontier", "robust", "recur", "slow", "sisters", "speed"]
+    wanted = args.parts or ["quality", "frontier", "robust", "altered", "recur", "slow", "sisters", "speed"]
     if not (args.logs / "score.py").is_file():
         print(f"no labelled logs at {args.logs}: nothing but speed is measured", file=sys.stderr)
         wanted = [part for part in wanted if part == "speed"]
@@ -309,6 +310,7 @@ def main() -> int:
         "quality": lambda data: quality(data, args.backtest),
         "frontier": lambda data: frontier(data, args.frontier),
         "robust": robust,
+        "altered": lambda data: detection_altered.altered(data, DETECTORS),
         "recur": detection_sisters.recur,
         "slow": slow,
         "sisters": detection_sisters.sisters,

@@ -105,7 +105,7 @@ class GradNormSpike(RollingMedian, frozen=True, kw_only=True, forbid_unknown_fie
 
     k: float = 6.5
     """Robust deviations (the width of the residuals' middle half / 1.349) that are still normal."""
-    floor: float = 0.85
+    floor: float = 0.92
     """Relative rise that is always normal."""
     near_zero: float = 0.001
     """Share of the first median below which changes count absolutely, no more as ratios."""
