@@ -199,9 +199,7 @@ def _of_run(
                     tell(min(1.0, follower.num_bytes / num_bytes))
             yield max(outcome.num_rows - 1, 0), verdict
         if outcome.num_rows and num_empty == outcome.num_rows:
-            raise StoreError(
-                f"{paths.run_dir}: expected the rows of {num_empty} steps, found none; is the spool gone?"
-            )
+            raise StoreError(f"{paths.run_dir}: expected the rows of {num_empty} steps, found none; is the spool gone?")
         if num_incomplete:
             outcome.notes.append(f"{num_incomplete} steps are no longer whole in the spool: what is gone was not judged")
         if not outcome.num_rows:
