@@ -179,3 +179,54 @@ def test_parts_of_a_norm_are_held_against_their_share(tmp_path: Path) -> None:
     assert len(norms) > 5
     assert {one.moved_ranks for one in norms} == {(2,)}
     assert {one.dtype for one in norms} == {"float32"}
+
+
+def one_element(value: float) -> np.void:
+    values = np.random.default_rng(3).standard_normal(4096) * 0.05
+    values[7] = value
+    return of(values)
+
+
+def test_one_element_that_is_nearly_all_of_a_weight_is_read_where_something_is_amiss(tmp_path: Path) -> None:
+    steps, reader = Steps(tmp_path, dp=1), FactReader()
+
+    def change(rank: int, rows: np.ndarray, end: EndStep) -> EndStep | None:
+        at = weight_row(steps, rank, rows)
+        for name in ("count", "mean", "m2", "m3", "m4", "min", "max"):
+            rows[name][at] = one_element(3e36)[name]
+        rows["num_nan"][rows["kind"] == Kind.ACTIVATION] = 9
+        return None
+
+    (odd,) = reader.read(steps.view(16, change), (), ()).odd_weights
+    assert (odd.rank, odd.num_elements, odd.value) == (0, 4096, 3e36)
+    assert not reader.read(steps.view(17, change), (), ()).odd_weights, "between the looks nothing is read while all is well"
+    assert not reader.read(steps.view(16), (), ()).odd_weights
+
+    found = steps.judged(20, 4, change)
+    assert found[-1].verdict == "hardware"
+    assert "no update reaches that" in " ".join(found[-1].evidence)
+
+
+def test_an_output_that_strays_is_held_against_the_other_replicas(tmp_path: Path) -> None:
+    steps = Steps(tmp_path, dp=3)
+
+    def change(rank: int, rows: np.ndarray, end: EndStep) -> EndStep | None:
+        if rank == 1:
+            behind = (rows["kind"] == Kind.ACTIVATION) & (rows["site_pos"] >= rows["site_pos"].max() - 4)
+            first = np.flatnonzero(behind)[np.argmin(rows["site_pos"][behind])]
+            for name in ("count", "mean", "m2", "m3", "m4", "min", "max"):
+                rows[name][first] = one_element(1e9)[name]
+            return msgspec.structs.replace(end, scalars=end.scalars | {"loss": 40.0})
+        return None
+
+    judge = Judge(load_pack())
+    for step in range(40):
+        judge.judge(None, steps.view(step))
+    view = steps.view(40, change)
+    facts = FactReader().read(view, judge.judge(None, view).anomalies, ())
+
+    (stray,) = (one for one in facts.strays.values() if one.is_alone)
+    assert (stray.lane, stray.rank, stray.value, stray.is_alone, stray.is_whole) == (1, 1, 1e9, True, False)
+    assert 1.0 < stray.usual < 100.0 and stray.num_before >= 4 and stray.upstream.num_measured >= 4
+    assert list(facts.apart) == [1]
+    assert facts.apart[1].times > 100.0 and not facts.apart[1].is_entry

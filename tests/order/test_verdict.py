@@ -9,7 +9,7 @@ import pytest
 
 from sentinel.anomaly import Anomaly, Incident, Severity, anomaly_id
 from sentinel.order.incidents import IncidentTracker
-from sentinel.order.step_facts import Divergence, FirstBad, StepFacts, Upstream
+from sentinel.order.step_facts import Apart, Divergence, FirstBad, OddWeight, StepFacts, Stray, Upstream
 
 DP = 4
 LANES = {rank: rank for rank in range(DP)}
@@ -82,7 +82,11 @@ class Run:
         told = {**self.usual, "ongoing": frozenset(one.id for one in (*of_step, *going)), **facts}
         skipped = bool(facts.get("is_skipped"))
         self.revisions += self.tracker.update(
-            self.step, of_step, time=float(self.step), is_skipped=skipped, facts=StepFacts(**told)  # type: ignore[arg-type]
+            self.step,
+            of_step,
+            time=float(self.step),
+            is_skipped=skipped,
+            facts=StepFacts(**told),  # type: ignore[arg-type]
         )
         self.step += 1
         return self.revisions[-1] if self.revisions else None
@@ -448,3 +452,202 @@ def test_verdicts_survive_a_snapshot_and_any_order() -> None:
     assert len(straight) >= 3
     assert judged(True, False) == straight
     assert judged(False, True) == straight
+
+
+def odd_weight(step: int, **fields: object) -> OddWeight:
+    known: dict[str, object] = {
+        "step": step, "name": "layers.1.mlp.weight", "rank": 0, "value": 3.4e36, "num_elements": 4096, "gradient": 0.2,
+        "rate": 1e-3,
+    } | fields  # fmt: skip
+    return OddWeight(**known)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("why", "odd", "facts"),
+    [
+        ("", {}, {}),
+        ("", {"gradient": float("inf"), "value": -3e4}, {}),
+        ("an update may come to so much", {"gradient": 1e37}, {}),
+        ("an update may come to so much", {"value": 0.9}, {}),
+        ("few elements", {"num_elements": 64}, {}),
+        ("a narrow type", {}, {"has_narrow": True}),
+        ("the rate jumped", {}, {"rates": {"lr": 0.1}}),
+        ("the attempt is young", {}, {"healthy": 4}),
+    ],
+)
+def test_one_element_that_no_update_makes_is_hardware_without_a_second_copy(
+    why: str, odd: dict[str, object], facts: dict[str, object]
+) -> None:
+    run = Run(dp=1, healthy=int(facts.pop("healthy", 30)))  # type: ignore[call-overload]
+    bad = nan("layers.1.mlp", run.step, dp_size=1, place={}, value=64.0)
+    for at in range(4):
+        run.take(*(() if at else (bad,)), going=(bad,), is_skipped=True, odd_weights=(odd_weight(run.step, **odd),), **facts)
+
+    assert ("hardware" in run.ever) is (not why), (why, said(run.revisions[-1]))
+    if not why:
+        assert "no update reaches that" in said(run.revisions[-1])
+        assert "drain the node of rank 0" in said(run.revisions[-1])
+
+
+def test_a_weight_that_always_was_one_element_accuses_nobody() -> None:
+    run = Run(dp=1, healthy=0)
+    for step in range(30):
+        run.take(odd_weights=(odd_weight(step),) if step % 16 == 0 else ())
+    bad = nan("layers.1.mlp", run.step, dp_size=1, place={}, value=64.0)
+    run.take(bad, is_skipped=True, odd_weights=(odd_weight(30), odd_weight(30, name="layers.2.mlp.weight", value=0.5)))
+    run.well(8)
+
+    assert "hardware" not in run.ever
+    assert run.tracker.restore(run.tracker.snapshot()) is None
+
+
+def stray(**fields: object) -> Stray:
+    known: dict[str, object] = {
+        "lane": 1, "rank": 1, "value": 1e8, "usual": 4.0, "is_alone": True, "is_whole": False, "num_before": 9,
+        "upstream": WELL,
+    } | fields  # fmt: skip
+    return Stray(**known)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "facts", "verdict", "words"),
+    [
+        ({}, {}, "hardware", "one element alone, 1e+08"),
+        ({"is_alone": False, "is_whole": True}, {}, "hardware", "drain the node of rank 1"),
+        ({"is_alone": False}, {}, "unknown", "data fails by tokens"),
+        ({"value": 4e4}, {}, "unknown", "a few tokens drive a good model so far"),
+        ({"upstream": Upstream(num_measured=3, num_blocks=0)}, {}, "unknown", "not passed a whole block"),
+        ({"usual": 0.0}, {"dp": 1}, "unknown", "nothing was done twice"),
+        ({}, {"num_compared": 0}, "unknown", "no second copy"),
+    ],
+)
+def test_an_output_out_of_nothing_is_not_the_batch(
+    fields: dict[str, object], facts: dict[str, object], verdict: str, words: str
+) -> None:
+    run = Run(**facts)  # type: ignore[arg-type]
+    size = int(facts.get("dp", DP))  # type: ignore[call-overload]
+    out = anomaly("activation", "layers.2.mlp", 30, value=1e8, baseline=40.0, depth=0, site_pos=9, dp_size=size)
+    run.take(out, loss(30, dp_size=size), strays={"layers.2.mlp": stray(**fields)})
+    run.well(6)
+
+    assert "batch" not in run.ever
+    assert run.revisions[-1].verdict == verdict
+    assert words in said(run.revisions[-1])
+    assert "9 outputs measured before it were as ever" in " ".join(said(one) for one in run.revisions)
+
+
+def test_an_output_of_nothing_but_zeros_is_the_model_once_it_stays() -> None:
+    run = Run(dp=1)
+    out = anomaly("activation", "layers.2.mlp", 30, value=0.0, baseline=40.0, depth=0, site_pos=9, dp_size=1)
+    run.take(out, strays={"layers.2.mlp": stray(value=0.0, usual=0.0, is_alone=False, lane=0, rank=0)})
+    for _ in range(3):
+        run.take(going=(out,))
+
+    assert run.revisions[-1].verdict == "model"
+    assert "exactly 0" in said(run.revisions[-1])
+
+
+def odd_gradients(step: int, rank: int = 2) -> dict[str, object]:
+    of = tuple(differing(kind="wgrad", name=f"layers.1.{part}.weight", accused=(rank,)) for part in ("attn", "mlp", "norm"))
+    return {"num_differing": 3, "divergences": of}
+
+
+def test_gradients_that_one_rank_got_wrong_once_are_the_exchange() -> None:
+    weights = tuple(differing(name=f"layers.1.{part}.weight") for part in ("attn", "mlp", "norm"))
+    first = msgspec.structs.replace(diverged(30), kind="wgrad")
+    later = diverged(31)
+    for rank, again, verdict in ((2, False, "hardware"), (3, False, "unknown"), (2, True, "unknown")):
+        run = Run()
+        run.take(first, **odd_gradients(30, rank))
+        run.take(later, num_differing=3, divergences=weights)
+        if again:  # Other ranks, too: a program that leaves them out.
+            run.take(going=(later,), **odd_gradients(32, 1))
+        for _ in range(4):
+            run.take(going=(later,), num_differing=3, divergences=weights)
+
+        assert run.revisions[-1].verdict == verdict, said(run.revisions[-1])
+        assert ("hardware" in run.ever) is (verdict == "hardware")
+
+
+def test_whole_rows_that_went_bad_once_are_the_data() -> None:
+    run = Run(dp=1)
+    one = nan("layers.2.mlp", 30, dp_size=1, place={}, value=64.0)
+    run.take(one, is_skipped=True, samples={0: ("a", "b")})
+    assert run.well(3).verdict == "unknown"
+    found = run.well(4)
+
+    assert (found.verdict, found.skip_steps, found.skip_samples) == ("batch", (30,), ("a", "b"))
+    assert "64 elements of layers.2" in said(found)
+
+
+def test_what_is_made_of_the_data_first_tells_of_the_data() -> None:
+    run = Run(dp=1)
+    run.take(anomaly("activation", "stem", 30, dp_size=1, depth=0, border="block_input"))
+    found = run.well(2)
+
+    assert (found.verdict, found.skip_steps) == ("batch", (30,))
+    assert "before the first block" in said(found)
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict", "skipped"),
+    [((9, 8.8, 9.1, 8.9, 1, 1), "batch", (30, 31, 32, 33)), ((9, 8.8, 8.9, 9, 8.7, 8.8, 8.9, 8.8), "model", ())],
+)
+def test_a_loss_that_comes_back_at_once_was_a_stretch_of_data(
+    values: tuple[float, ...], verdict: str, skipped: tuple[int, ...]
+) -> None:
+    run = Run()
+    spike = loss(30)
+    for at, value in enumerate(values):
+        run.take(*(() if at else (spike,)), going=(spike,) if value > 2 else (), results={"loss": value})
+    found = run.well(3, results={"loss": values[-1]})
+
+    assert (found.verdict, found.skip_steps) == (verdict, skipped)
+
+
+@pytest.mark.parametrize(
+    ("apart", "verdict"),
+    [(None, "batch"), (Apart(name="embed", times=1.6, is_entry=True), "batch"),
+     (Apart(name="layers.2", times=3.0, is_entry=False), "unknown")],
+)  # fmt: skip
+def test_one_replica_that_keeps_moving_while_its_forward_is_like_the_others_reads_other_data(
+    apart: Apart | None, verdict: str
+) -> None:
+    run = Run()
+    spike = loss(30, moved_ranks=(1,))
+    run.take(spike, num_outputs=12, apart={1: apart} if apart is not None else {})
+    for _ in range(4):
+        run.take(going=(spike,), num_outputs=12)
+
+    assert run.revisions[-1].verdict == verdict
+    assert run.well(3).skip_steps == ((30, 31, 32, 33, 34) if verdict == "batch" else ())
+
+
+def test_gradients_of_a_narrow_type_that_are_zero_together_are_precision() -> None:
+    for dtype, number, verdict in (("float16", 4, "precision"), ("float32", 4, "unknown"), ("float16", 1, "unknown")):
+        run = Run()
+        run.take(*(anomaly("wgrad", f"layers.{at}.weight", 30, value=0.0, dtype=dtype) for at in range(number)))
+
+        assert run.revisions[-1].verdict == verdict, (dtype, number)
+
+
+def test_optimizer_state_that_falls_faster_than_a_mean_can_was_lost() -> None:
+    for value, verdict in ((0.1, "model"), (0.8, "unknown")):
+        run = Run()
+        run.take(*(anomaly("exp_avg_sq", f"layers.{at}.weight", 30, value=value) for at in range(3)))
+
+        assert run.revisions[-1].verdict == verdict
+    assert Run().tracker.open_incidents == []
+
+
+def test_each_verdict_says_what_to_do() -> None:
+    run = Run()
+    run.take(loss(30, moved_ranks=(2,)))
+    assert "restart before step 30 without the batch of step 30 of rank 2" in said(run.well())
+    run = Run()
+    run.take(rates={"lr": 0.1})
+    run.take(loss(31), rates={"lr": 0.1})
+    assert "put lr back" in said(run.revisions[-1])
+    run = Run()
+    run.take(diverged(30), num_differing=1, divergences=(differing(),))
+    assert "drain the node of rank 2 and test it; go on from a checkpoint before step 30" in said(run.revisions[-1])
