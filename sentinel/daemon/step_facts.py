@@ -212,7 +212,9 @@ class FactReader:
         for end in ends.tolist():
             tensor, values = view.tensors[int(logical[begin])], rms[begin:end]
             for own in np.flatnonzero(np.isfinite(values)).tolist() if end - begin > 1 else ():
-                lane, usual = int(lanes[begin + own]), float(np.median(np.delete(values, own)))
+                # Of three and more the middle one; of two, the other.
+                lane = int(lanes[begin + own])
+                usual = float(np.median(values if end - begin > 2 else np.delete(values, own)))
                 times = float(values[own]) / usual if usual > 0.0 else 1.0
                 if lane not in found and not 1.0 / APART <= times <= APART:
                     front = is_entry(tensor.depth, tensor.border, tensor.segment)
