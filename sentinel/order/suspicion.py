@@ -24,9 +24,11 @@ ABSURD = 100.0
 """Times by which no part of a batch moves a layer (chosen)."""
 STEEP = 200
 """Elements of a weight of which one may be called nearly all (chosen): where there are few, one may well be."""
-UPDATES = 1e3
-"""Times the learning rate, and the gradient where it is above 1, that an update moves an element by at most. Adam's is below
-(1 - b1) / sqrt(1 - b2), some 3 to 30, and momentum multiplies by 1 / (1 - b): 10 to 100 (chosen with room)."""
+UPDATES = 1e4
+"""Times the learning rate, and the gradient where it is above 1, that updates move an element by between two looks at most.
+Adam's is below (1 - b1) / sqrt(1 - b2), some 3 to 30, momentum multiplies by 1 / (1 - b): 10 to 100 (chosen with room)."""
+FRONT = 2.0
+"""Times by which what is made of the data first moves when it tells of the data alone, with nothing beside it (chosen)."""
 PULSE_STEPS = 32
 """Steps that bad data may last (chosen): what comes and goes at once is a stretch of it."""
 GONE = 0.25

@@ -11,6 +11,7 @@ from __future__ import annotations
 from sentinel.order.case import Case, Note, Sign
 from sentinel.order.phase import Phase
 from sentinel.order.suspicion import (
+    FRONT,
     GONE,
     HALF,
     LASTING_STEPS,
@@ -21,6 +22,7 @@ from sentinel.order.suspicion import (
     figures,
     listed,
     plural,
+    times,
 )
 
 
@@ -99,6 +101,8 @@ def _front(case: Case, signs: list[Sign], notes: list[Note]) -> Suspicion | None
         sign for sign in signs if sign.is_entry and sign.first_step == first and sign.kind in ("activation", "activation_in")
     ]
     steps = tuple(note.step for note in notes)
+    if not any(note.has_result or note.num_flow >= LASTING_STEPS for note in notes):
+        fronts = [sign for sign in fronts if not 1.0 / FRONT < times(sign) < FRONT]
     if not fronts or case.num_quiet < QUIET_STEPS or len(steps) > QUIET_STEPS or case.jump is not None:
         return None
     lanes = sorted({lane for note in notes for lane in note.lanes})

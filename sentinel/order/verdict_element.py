@@ -43,8 +43,9 @@ def by_weight(case: Case) -> Suspicion | None:
         before = [one for one in case.signs.values() if one.first_step < odd.step and one.phase in FLOW]
         if abs(odd.value) <= _most(odd) or before or odd.num_elements < STEEP or case.num_before < CALM_STEPS:
             continue
-        if case.has_narrow or case.jump is not None:
-            continue
+        everywhere = any(one.name == odd.name and one.rank != odd.rank for one in case.odd_weights)
+        if everywhere or case.has_narrow or case.jump is not None:
+            continue  # What all copies hold was handed to them.
         made = f", and its gradient holds nothing beyond {odd.gradient:.3g}" if odd.gradient > 0.0 else ""
         if odd.gradient == float("inf"):
             made = ", and its gradient is not finite, so that no update made a number of it"

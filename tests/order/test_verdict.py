@@ -582,7 +582,7 @@ def test_whole_rows_that_went_bad_once_are_the_data() -> None:
 
 def test_what_is_made_of_the_data_first_tells_of_the_data() -> None:
     run = Run(dp=1)
-    run.take(anomaly("activation", "stem", 30, dp_size=1, depth=0, border="block_input"))
+    run.take(anomaly("activation", "stem", 30, dp_size=1, depth=0, border="block_input", value=5.0))
     found = run.well(2)
 
     assert (found.verdict, found.skip_steps) == ("batch", (30,))
