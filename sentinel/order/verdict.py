@@ -11,15 +11,18 @@ reasons; the first that holds decides.
    many tensors, or begins with the run, or makes all copies different. So one needs: copies compared and equal in earlier
    steps of the attempt, one or two weights, one rank (not rank 0, which programs treat apart); and either most copies
    equal, so that the odd one is named, or a difference of a single bit or a single element, which no program makes.
-   Otherwise `unknown`.
+   Otherwise `unknown`. Reduced gradients that differ on one rank in one step, and the weights that took them, are the
+   exchange: a program that leaves a gradient out does so in every step.
 3. `precision`: what a narrow type cannot hold. Shares of overflow or underflow that were reported first; infinities in
    float16 or float8 before any NaN; infinities in gradients alone while a loss scale is in force; a loss scale that falls
-   again and again. In bfloat16 or float32 an infinity is no matter of precision: the value really grew.
+   again and again; gradients of several tensors that are exactly 0 together, with the forward as ever. In bfloat16 or
+   float32 an infinity is no matter of precision: the value really grew.
 4. `batch` by reference: a sister run on the same data moved at the same step. Two trainings share nothing but the data.
    A sister that did not move acquits the batch.
-5. Non-finite values. Growth before them: `model`. Born in the data (the input of the whole model): `batch`. In every
+5. One element of a weight that no update makes (`verdict_element.py`): `hardware`, without a second copy.
+6. Non-finite values. Growth before them: `model`. Born in the data (the input of the whole model): `batch`. In every
    replica at one step, and the next steps are well: `batch`, for only the data is of that step; still there: `model`.
-   Born again and again in several replicas: `model`.
+   Born again and again in several replicas: `model`. Whole rows, once: `batch`.
    In one replica alone it may be that replica's part of the batch, or its machine. The data is acquitted when it had
    passed at least one whole block well, measured tensor by tensor and like the other replicas', and the value was born
    behind that, inside the network (not in the loss, where labels come in; not in experts, which see few tokens); when one
@@ -30,7 +33,9 @@ reasons; the first that holds decides.
    `unknown`: roots and norms of zero do that to good data. Recurrence counts where chance does not explain it: n births
    that all fall on one rank of R replicas, in several modules, are chance in 1 of R**(n-1); less than 1 in 100 is
    `hardware`.
-6. Finite values. A learning rate that jumped just before: `model`. Weights or optimizer state that moved first, series
+7. Finite values. A learning rate that jumped just before: `model`. Optimizer state that fell faster than a mean can: `model`.
+   What came in with the data (`verdict_data.py`): `batch`. An output out of its range with nothing before it amiss is not the
+   batch's (`verdict_element.py`). Weights or optimizer state that moved first, series
    of states (dead, collapsed, drifting), or an excursion of 3 steps in a row: `model`, unless one replica alone keeps
    moving, which its data and its machine explain alike: `unknown`. An excursion of at most two steps after which two whole
    steps were well: `batch`: what is wrong with weights does not go away. A bad batch
@@ -39,10 +44,10 @@ reasons; the first that holds decides.
    stays. That holds for one replica too: its part of the batch, or one lost computation that did no harm; the data is the
    likelier by far. A lone excursion of one tensor says nothing: `unknown`.
 
-What each layout can show. With one data-parallel replica, or with every weight sharded, there is no second copy of
-anything: rules 2 and the last two of 5 cannot hold, and `hardware` is never said. With two copies that differ, either may
-be wrong: only an absurd value tells which. A verdict changes when evidence comes, and then says so; what rests on a
-comparison (2) stays.
+What each layout can show. With one data-parallel replica, or with every weight sharded, there is no second copy: rule 2
+and the last two of 6 cannot hold, and only 5 says `hardware`; a tensor-parallel group holds copies of norms and biases. With
+two copies that differ, either may be wrong: only an absurd value tells which. A verdict changes when evidence comes, and then
+says so; what rests on a comparison (2) stays. `verdict_advice.py` says what to do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What finite excursions make one suspect: rule 6 of `verdict.py`."""
+"""What finite excursions make one suspect: rule 7 of `verdict.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What non-finite values make one suspect: rule 5 of `verdict.py`."""
+"""What non-finite values make one suspect: rule 6 of `verdict.py`."""
 
 from __future__ import annotations
 
