@@ -33,9 +33,9 @@ reasons; the first that holds decides.
    `unknown`: roots and norms of zero do that to good data. Recurrence counts where chance does not explain it: n births
    that all fall on one rank of R replicas, in several modules, are chance in 1 of R**(n-1); less than 1 in 100 is
    `hardware`.
-7. Finite values. A learning rate that jumped just before: `model`. Optimizer state that fell faster than a mean can: `model`.
-   What came in with the data (`verdict_data.py`): `batch`. An output out of its range with nothing before it amiss is not the
-   batch's (`verdict_element.py`). Weights or optimizer state that moved first, series
+7. Finite values. A learning rate that jumped just before: `model`. Optimizer state that fell faster than a mean can:
+   `model`. What came in with the data (`verdict_data.py`): `batch`. An output out of its range with nothing before it amiss
+   is not the batch's (`verdict_element.py`). Weights or optimizer state that moved first, series
    of states (dead, collapsed, drifting), or an excursion of 3 steps in a row: `model`, unless one replica alone keeps
    moving, which its data and its machine explain alike: `unknown`. An excursion of at most two steps after which two whole
    steps were well: `batch`: what is wrong with weights does not go away. A bad batch
@@ -45,9 +45,9 @@ reasons; the first that holds decides.
    likelier by far. A lone excursion of one tensor says nothing: `unknown`.
 
 What each layout can show. With one data-parallel replica, or with every weight sharded, there is no second copy: rule 2
-and the last two of 6 cannot hold, and only 5 says `hardware`; a tensor-parallel group holds copies of norms and biases. With
-two copies that differ, either may be wrong: only an absurd value tells which. A verdict changes when evidence comes, and then
-says so; what rests on a comparison (2) stays. `verdict_advice.py` says what to do.
+and the last two of 6 cannot hold, and only 5 says `hardware`; a tensor-parallel group holds copies of norms and biases.
+With two copies that differ, either may be wrong: only an absurd value tells which. A verdict changes when evidence comes,
+and then says so; what rests on a comparison (2) stays. `verdict_advice.py` says what to do.
 """
 
 from __future__ import annotations
