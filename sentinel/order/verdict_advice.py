@@ -38,7 +38,7 @@ def _of_batch(case: Case, found: Suspicion) -> str:
 
 
 def _of_hardware(case: Case, found: Suspicion) -> str:
-    who = f"rank {listed(found.ranks)}" if found.ranks else "the ranks named"
+    who = f"rank {listed(found.ranks)}" if len(found.ranks) == 1 else f"ranks {listed(found.ranks)} (either may be wrong)"
     since = found.since if found.since >= 0 else case.opened
     was_skipped = any(note.step == since and note.is_skipped for note in case.notes)
     kept = "a skipped step did not reach the weights" if was_skipped else f"go on from a checkpoint before step {since}"

@@ -116,6 +116,8 @@ def _of_rows(case: Case, births: list[Birth], steps: list[int], acquitted: str) 
     if case.num_lanes > 1 and len(lanes) != 1:
         return None
     front = one.depth == 0 and (one.border in ("chunk_input", "block_input") or one.place.rpartition(".")[2] == "stem")
+    if one.border and not front:
+        return None  # Behind a whole block one lost number is a row as well.
     if case.num_quiet < (QUIET_STEPS if front else WELL_STEPS):
         return None
     who = f" on data-parallel replica {lanes[0]} of {case.num_lanes}" if case.num_lanes > 1 and lanes else ""

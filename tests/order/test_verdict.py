@@ -569,13 +569,17 @@ def test_gradients_that_one_rank_got_wrong_once_are_the_exchange() -> None:
         assert ("hardware" in run.ever) is (verdict == "hardware")
 
 
-def test_whole_rows_that_went_bad_once_are_the_data() -> None:
+@pytest.mark.parametrize("border", ["", "block_output"])
+def test_whole_rows_that_went_bad_once_are_the_data(border: str) -> None:
     run = Run(dp=1)
-    one = nan("layers.2.mlp", 30, dp_size=1, place={}, value=64.0)
+    one = nan("layers.2.mlp", 30, dp_size=1, place={}, value=64.0, border=border)
     run.take(one, is_skipped=True, samples={0: ("a", "b")})
     assert run.well(3).verdict == "unknown"
     found = run.well(4)
 
+    if border:
+        assert run.ever == {"unknown"}, "behind a whole block one lost number is a row as well"
+        return
     assert (found.verdict, found.skip_steps, found.skip_samples) == ("batch", (30,), ("a", "b"))
     assert "64 elements of layers.2" in said(found)
 
