@@ -72,7 +72,8 @@ def backtest(
     trainer printed; gzipped or not; - is stdin. A RUN is a recorded run's directory or name. Of a directory all logs, or all
     runs, in it are taken.
 
-    Exit codes: 0 no alarm, 1 alarms (with --against: the two packs differ), 2 something could not be read.
+    Exit codes: 0 no alarm, 1 alarms (with --against: the two packs differ), 2 something could not be read, or a detector
+    of your own failed.
     """
     from sentinel.cli.backtest_jobs import judged
     from sentinel.daemon.backtest import Settings, read_sister
@@ -117,7 +118,7 @@ def _tell(results: Iterator[list[Outcome | str]], least: int, as_json: bool) -> 
             num_failed += 1
             continue
         outcomes.append(outcome)
-        for note in outcome.notes:
+        for note in (*outcome.notes, *outcome.failures):
             say(f"{outcome.name}: {note}")
         told = [alarm for alarm in outcome.alarms if alarm.severity.level >= least]
         num_alarms += len(told)
@@ -127,7 +128,8 @@ def _tell(results: Iterator[list[Outcome | str]], least: int, as_json: bool) -> 
     if not as_json:
         show_alarms([(one, alarm) for one in outcomes for alarm in one.alarms if alarm.severity.level >= least])
     _sum_up(outcomes, least, num_failed)
-    return BAD_USAGE if num_failed else FOUND if num_alarms else CLEAN
+    is_whole = not num_failed and not any(outcome.failures for outcome in outcomes)
+    return FOUND if num_alarms and is_whole else CLEAN if is_whole else BAD_USAGE
 
 
 def _sum_up(outcomes: Sequence[Outcome], least: int, num_failed: int) -> None:

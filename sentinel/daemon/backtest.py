@@ -103,6 +103,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     incidents: dict[str, Incident] = {}
     """Id -> its last revision; without its members."""
     notes: list[str] = []
+    failures: list[str] = []
+    """Rules that are off, because the code of others failed: they said nothing from there on."""
 
     def last_verdict(self, alarm: Alarm) -> str:
         """Return the verdict on an alarm's incident when all rows had been judged; of a merged one its heir's."""
@@ -163,6 +165,7 @@ def _of_log(
         yield row, judge.judge(None, view)
         if row % PROGRESS_STEPS == 0:
             tell(row / log.num_rows)
+    outcome.failures = judge.failures
 
 
 def _blindness(names: Collection[str], pack: Pack) -> str | None:
@@ -188,7 +191,13 @@ def _of_run(
             outcome.notes.append("no daemon judged this run: which ranks were late or stale is not known")
         pack = _beside_sisters(subject, settings, outcome)
         judged = judged_again(
-            paths, journal, pack=pack, recompute=settings.recompute, judging=settings.judging, follower=follower
+            paths,
+            journal,
+            pack=pack,
+            recompute=settings.recompute,
+            judging=settings.judging,
+            follower=follower,
+            failures=outcome.failures,
         )
         for one, verdict in judged:
             if not isinstance(one, Tick):

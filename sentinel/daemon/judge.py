@@ -67,6 +67,11 @@ class Judge:
         return self._engine.blind_groups
 
     @property
+    def failures(self) -> list[str]:
+        """Which rules are off because the code of others failed, and why."""
+        return self._engine.failures
+
+    @property
     def num_rows_judged(self) -> int:
         """Rows judged, all steps: must equal the rows that ranks sent."""
         return self._engine.num_rows_judged

@@ -83,10 +83,12 @@ def judged_again(
     recompute: bool = False,
     judging: JudgingConfig | None = None,
     follower: RunFollower | None = None,
+    failures: list[str] | None = None,
 ) -> Iterator[tuple[StepView | Tick, Verdict]]:
     """Yield each step and each moment of a recorded run that was decided, with the verdict on it.
 
     pack, recompute, judging: as of `replay`; follower: as of `recorded`. Without a journal all steps count as decided.
+    failures: holds, after each step, which rules are off because the code of others failed.
     """
     most = (judging or JudgingConfig()).max_anomalies_per_step
     judge: Judge | None = None
@@ -105,7 +107,10 @@ def judged_again(
             else:
                 judge.reload(rules)
             judged_by = wanted
-        yield one, judge.judge_tick(one) if isinstance(one, Tick) else judge.judge(one.decision, one)
+        verdict = judge.judge_tick(one) if isinstance(one, Tick) else judge.judge(one.decision, one)
+        if failures is not None:
+            failures[:] = judge.failures
+        yield one, verdict
 
 
 def check_written(logs: Iterable[AppendLog]) -> None:

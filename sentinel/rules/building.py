@@ -11,7 +11,7 @@ import msgspec
 
 from sentinel.detect import DETECTORS
 from sentinel.errors import RuleError, SentinelError
-from sentinel.rules.guard import Guarded
+from sentinel.rules.guard import guarded
 from sentinel.rules.schema import Rule
 
 
@@ -38,9 +38,11 @@ def build_detector(rule: Rule, detectors: Mapping[str, type[Any]]) -> Any:
         raise RuleError(f"args: {error}") from error
     except (TypeError, ValueError) as error:
         raise RuleError(f"args of {rule.detector}: {error}") from error
-    if cls in DETECTORS.values() or not is_series_detector(cls):
-        return built
-    return Guarded(built, f'detector "{rule.detector}" of rule "{rule.name}"')
+    except Exception as error:
+        if cls in DETECTORS.values():
+            raise
+        raise RuleError(f"{rule.detector} cannot be made: {type(error).__name__}: {error}") from error
+    return built if cls in DETECTORS.values() else guarded(built, f'detector "{rule.detector}" of rule "{rule.name}"')
 
 
 def is_series_detector(detector: type[Any]) -> bool:

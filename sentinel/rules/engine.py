@@ -90,9 +90,13 @@ class Engine:
         """What rules are blind to, in words: groups of which nothing can be merged, detectors of others that failed,
         sister runs that are the run itself."""
         merged = {watch.rule.name: watch.merged for watch in self._watches if isinstance(watch, AggregateWatch)}
-        failed = {one.problem for watch in self._watches if isinstance(one := watch.detector, Guarded) and one.problem}
         beside = [text for watch in self._watches if isinstance(watch, ScalarWatch) for text in watch.blind]
-        return [f'rule "{rule}": {one.blind}' for rule, one in merged.items() if one.blind] + sorted(failed) + beside
+        return [f'rule "{rule}": {one.blind}' for rule, one in merged.items() if one.blind] + self.failures + beside
+
+    @property
+    def failures(self) -> list[str]:
+        """Which detectors of others failed, so that their rules are off, and why."""
+        return sorted({one.problem for watch in self._watches if isinstance(one := watch.detector, Guarded) and one.problem})
 
     def judge(self, view: StepView) -> list[Anomaly]:
         """Return the anomalies of one closed step: onsets, and ends of episodes; unordered and uncapped."""

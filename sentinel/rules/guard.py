@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from sentinel.detect import Scores, State
+from sentinel.detect.group import Points
+from sentinel.detect.liveness import Facts
+from sentinel.errors import RuleError
 
 log = logging.getLogger("sentinel.rules")
 
@@ -16,65 +20,175 @@ FAILED = "guard.failed"
 
 
 class Guarded:
-    """A series detector whose mistakes are its own.
+    """A detector whose mistakes are its own.
 
-    Its first exception, or scores that are no scores, switch it off for the series it was judging: nothing scores any more.
-    Two threads never judge through one engine, so `problem` needs no lock.
+    Its first exception, scores that are no scores, or a state that is no longer one switch it off for what it was judging:
+    nothing scores any more. It cannot write into what it is shown. Two threads never judge through one engine, so
+    `problem` needs no lock.
     """
 
     def __init__(self, detector: Any, name: str) -> None:
-        """name: what messages call it."""
+        """name: what messages call it. RuleError where it does not even make a state."""
         self._detector, self._name = detector, name
         self.summary = str(getattr(detector, "summary", ""))
         self.statistics = tuple(getattr(detector, "statistics", ("norm",)))
         self.problem = ""
         """Why it is off, in words; empty while it is well."""
+        self._like: State = {}
+        try:
+            for num in (1, 3):
+                self._like = _checked(detector.state(num), num)
+        except Exception as error:  # a user's code may fail in any way
+            raise RuleError(f"state() of {name} failed: {_words(error)}") from error
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._detector, name)
 
-    def for_statistic(self, statistic: str) -> Guarded:
-        """Return the detector fitted to a statistic, guarded like this one."""
-        fit = getattr(self._detector, "for_statistic", None)
-        return self if fit is None else Guarded(fit(statistic), self._name)
-
     def state(self, num_series: int) -> State:
         """Return the detector's own arrays, and one that remembers a failure; none where it keeps none."""
-        own = self._detector.state(num_series)
-        return {**own, FAILED: np.zeros(num_series, dtype=bool)} if own else {}
+        failed = np.zeros(num_series, dtype=bool)
+        try:
+            own = _checked(self._detector.state(num_series), num_series)
+        except Exception as error:  # as above
+            own = {name: np.zeros((num_series, *array.shape[1:]), array.dtype) for name, array in self._like.items()}
+            failed[:] = True
+            self._fail(error, {})
+        return {**own, FAILED: failed} if own else {}
 
-    def score(self, values: np.ndarray, state: State) -> Scores:
-        """Return its scores; 0.0 throughout when it fails, or has failed."""
+    def _scores(self, state: State, shape: tuple[int, ...], evidence: dict[str, Any], ask: Callable[[], Scores]) -> Scores:
+        """Return its scores, checked; 0.0 throughout, with `evidence`, when it fails, or has failed."""
         if not self._is_off(state):
-            try:
-                scores = self._detector.score(values, state)
-                found = np.asarray(scores.score, dtype=np.float64)
-                if found.shape != values.shape:
-                    raise ValueError(f"score() gave shape {found.shape} for {values.shape} values")
-                if not np.isfinite(found).all() or (found < 0.0).any():
-                    raise ValueError("score() gave a score that is negative or no number")
-                baseline = np.asarray(scores.baseline, dtype=np.float64)
-                return Scores.of(found, np.broadcast_to(baseline, values.shape), **scores.evidence)
-            except Exception as error:  # a user's code may fail in any way
-                self._fail(error, state)
-        return Scores.of(np.zeros(values.shape), np.full(values.shape, np.nan), direction=np.zeros(values.shape, np.int8))
+            scores = self._kept(state, lambda: _sound(ask(), shape))
+            if scores is not None:
+                return scores
+        shaped = {name: np.full(shape, value) for name, value in evidence.items()}
+        return Scores.of(np.zeros(shape), np.full(shape, np.nan), **shaped)
 
-    def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
-        """Let it learn, unless it has failed."""
-        if not self._is_off(state):
-            try:
-                self._detector.learn(values, state, anomalous)
-            except Exception as error:  # as above
-                self._fail(error, state)
+    def _kept(self, state: State, act: Callable[[], Scores | None]) -> Scores | None:
+        """Return what `act` does; its failure switches the rule off. `state` keeps its arrays, whatever was put for them."""
+        own = dict(state)
+        try:
+            result = act()
+            if len(state) != len(own) or any(state[name] is not array for name, array in own.items()):
+                _write_back(state, own)
+        except (Exception, SystemExit) as error:  # as above
+            state.clear()
+            state.update(own)
+            self._fail(error, state)
+            return None
+        return result
 
     def _is_off(self, state: State) -> bool:
         return bool(state[FAILED].any()) if FAILED in state else bool(self.problem)
 
-    def _fail(self, error: Exception, state: State) -> None:
+    def _fail(self, error: BaseException, state: State) -> None:
         if FAILED in state:
             state[FAILED][:] = True
         if not self.problem:
-            self.problem = f"{self._name} is off, because it failed: {type(error).__name__}: {error}"
+            self.problem = f"{self._name} is off, because it failed: {_words(error)}"
             log.error("rules: %s", self.problem)
+
+
+class GuardedSeries(Guarded):
+    """A guarded SeriesDetector."""
+
+    def for_statistic(self, statistic: str) -> Guarded:
+        """Return the detector fitted to a statistic, guarded like this one."""
+        fit = getattr(self._detector, "for_statistic", None)
+        return self if fit is None else GuardedSeries(fit(statistic), self._name)
+
+    def score(self, values: np.ndarray, state: State) -> Scores:
+        """Return its scores; 0.0 throughout when it fails, or has failed."""
+        nothing = {"direction": np.int8(0)}
+        return self._scores(state, values.shape, nothing, lambda: self._detector.score(_shown(values), state))
+
+    def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
+        """Let it learn, unless it has failed."""
+        if not self._is_off(state):
+            self._kept(state, lambda: self._detector.learn(_shown(values), state, _shown(anomalous)))
+
+
+class GuardedGroup(Guarded):
+    """A guarded GroupDetector."""
+
+    def score(self, points: Points, group: np.ndarray, state: State) -> Scores:
+        """Return its scores; 0.0 throughout when it fails, or has failed."""
+        nothing = {"is_sure": False, "alone": 0.0, "is_out": False}
+        return self._scores(state, group.shape, nothing, lambda: self._detector.score(points, _shown(group), state))
+
+    def learn(self, points: Points, group: np.ndarray, state: State, anomalous: np.ndarray) -> None:
+        """Let it learn, unless it has failed."""
+        if not self._is_off(state):
+            self._kept(state, lambda: self._detector.learn(points, _shown(group), state, _shown(anomalous)))
+
+
+class GuardedLiveness(Guarded):
+    """A guarded LivenessDetector."""
+
+    def score_at(self, facts: Facts, now: float, state: State) -> Scores:
+        """Return its scores; 0.0 throughout when it fails, or has failed."""
+        shape = np.shape(next(iter(facts.values()), ()))
+        nothing = {"reason": "", "seconds": 0.0, "is_sure": False, "is_waiting": False, "is_idle": False}
+        return self._scores(state, shape, nothing, lambda: self._detector.score_at(facts, now, state))
+
+    def learn_step(self, step_s: np.ndarray, pause_s: np.ndarray, state: State) -> None:
+        """Let it learn, unless it has failed."""
+        if not self._is_off(state):
+            self._kept(state, lambda: self._detector.learn_step(_shown(step_s), _shown(pause_s), state))
+
+
+def guarded(detector: Any, name: str) -> Guarded:
+    """Return a detector of other people under the guard of its kind. RuleError where it makes no state."""
+    if hasattr(detector, "score_at"):
+        return GuardedLiveness(detector, name)
+    return GuardedGroup(detector, name) if hasattr(detector, "over") else GuardedSeries(detector, name)
+
+
+def _shown(array: np.ndarray) -> np.ndarray:
+    """Return an array that other rules read too, for reading only."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _checked(state: Any, num_series: int) -> State:
+    if not isinstance(state, dict):
+        raise ValueError(f"expected a dict of named arrays, got {type(state).__name__}")
+    for name, array in state.items():
+        got = f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+        if not isinstance(array, np.ndarray) or array.dtype.hasobject or array.shape[:1] != (num_series,):
+            raise ValueError(f'"{name}": expected an array of numbers, first axis the {num_series} series, got {got}')
+    return state
+
+
+def _sound(scores: Any, shape: tuple[int, ...]) -> Scores:
+    if not isinstance(scores, Scores):
+        raise ValueError(f"score() gave {type(scores).__name__}, expected Scores; see Scores.of")
+    found = np.asarray(scores.score, dtype=np.float64)
+    if found.shape != shape:
+        raise ValueError(f"score() gave shape {found.shape} for {shape} values")
+    if not np.isfinite(found).all() or (found < 0.0).any():
+        raise ValueError("score() gave a score that is negative or no number")
+    baseline = np.asarray(scores.baseline, dtype=np.float64)
+    evidence = {name: np.broadcast_to(array, shape) for name, array in scores.evidence.items()}
+    return Scores.of(found, np.broadcast_to(baseline, shape), **evidence)
+
+
+def _write_back(state: State, own: State) -> None:
+    """Put what stands in `state` instead of its own arrays into those: `state["mean"] = ...` is how many would write it."""
+    if state.keys() != own.keys():
+        raise ValueError(f"expected the state to keep its arrays {', '.join(own)}; got {', '.join(state)}")
+    for name, array in own.items():
+        if state[name] is not array:
+            put = np.asarray(state[name])
+            if put.shape != array.shape:
+                raise ValueError(f'state "{name}": expected shape {array.shape}, got {put.shape}; change it in place')
+            array[...] = put
+            state[name] = array
+
+
+def _words(error: BaseException) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if text.isprintable() else ascii(text)[1:-1]
