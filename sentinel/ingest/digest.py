@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sentinel import native
+from sentinel.ingest.tables import holds_any
 from sentinel.record import ROW_DTYPE
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def digest(view: StepView) -> Digest:
         if rows.dtype != ROW_DTYPE:
             return digest_in_numpy(view)
         words += (rows.ctypes.data, len(rows), rows.strides[0], *layout.tables_of(part.rank), part.rank)
-    return Digest(*layout.digest_rows(struct.pack(f"{len(words)}q", *words), len(view.parts), view.num_rows))
+    return _of_any(Digest(*layout.digest_rows(struct.pack(f"{len(words)}q", *words), len(view.parts), view.num_rows)))
 
 
 def digest_in_numpy(view: StepView) -> Digest:
@@ -58,4 +59,10 @@ def digest_in_numpy(view: StepView) -> Digest:
     one_of[copies] = checksum
     odd = layout.is_replicated[copies] & (checksum != one_of[copies])
     stats = native.merge_rows(rows, np.where(counted, logical, -1), num_tensors)
-    return Digest(stats, present, is_bad, bad_rows, np.unique(copies[odd]).astype(np.int64))
+    return _of_any(Digest(stats, present, is_bad, bad_rows, np.unique(copies[odd]).astype(np.int64)))
+
+
+def _of_any(found: Digest) -> Digest:
+    """Return it with only those tensors present that hold any element."""
+    some = holds_any(found.stats)
+    return found if some is None else found._replace(present=found.present & (some | found.is_bad))

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sentinel import native
-from sentinel.ingest.tables import look_up
+from sentinel.ingest.tables import holds_any, look_up
 from sentinel.moments import EMPTY, Moments
 from sentinel.record import ROW_DTYPE, STATS_DTYPE
 
@@ -51,8 +51,11 @@ class OwnRows:
         self._room = 2 * len(entries)
 
     def take(self, view: StepView) -> tuple[Moments, npt.NDArray[np.int64]]:
-        """Return what each entry measured in a step, and of how many rows: [entries] each."""
+        """Return what each entry measured in a step, and of how many rows that hold any element: [entries] each."""
         stats, entry = self._rows_of(view)
+        some = holds_any(stats)
+        if some is not None:
+            stats, entry = stats[some], entry[some]
         num_rows = np.bincount(entry, minlength=len(self.index))
         if len(entry) and num_rows.max() > 1:
             return Moments.merge_groups(stats, entry, len(self.index)), num_rows

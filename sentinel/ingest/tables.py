@@ -37,6 +37,17 @@ def table_of(ids: npt.NDArray[np.int64], values: Sequence[int]) -> npt.NDArray[n
     return table
 
 
+def holds_any(stats: npt.NDArray[np.void]) -> npt.NDArray[np.bool_] | None:
+    """Return which statistics are of any element, finite or not; None where all are. [rows] bool.
+
+    What a module is called with may be nothing (an expert without tokens): that is no zero, it is not there.
+    """
+    count = stats["count"]
+    if count.all():
+        return None
+    return np.asarray((count | stats["num_nan"] | stats["num_pos_inf"] | stats["num_neg_inf"]) != 0)
+
+
 def look_up(table: npt.NDArray[np.int32] | None, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
     """Return what a table has for each id; -1 for ids that it does not have, or where there is no table."""
     found = np.full(len(ids), -1, np.int32)

@@ -26,6 +26,14 @@ from sentinel.wire.spool import SpoolWriter, life_folder
 NUM_RANKS = 2
 KINDS = ("activation", "dgrad", "saturation")
 NUM_STEPS = 40
+RULES = """
+rules:
+  - {name: large, detector: Threshold, match: {kind: [param, wgrad, activation, dgrad], statistic: norm}, args: {above: 5.0}}
+  - {name: moves, detector: AnomalyTurbulence, match: {kind: [activation, dgrad, saturation], statistic: mean},
+     args: {warmup: 5, k: 3.0}}
+  - {name: dead, detector: DeadTensor, match: {kind: [activation, dgrad, wgrad]}, args: {zero_steps: 3}}
+"""
+"""Over the default pack: enough is said to tell one judgement from another."""
 
 
 class Rank:
@@ -66,6 +74,11 @@ class Rank:
             self.tensors[at] = msgspec.structs.replace(self.tensors[at], **fresh)
         elif rng.random() < 0.2:  # Back to what it was at first.
             self.tensors = [msgspec.structs.replace(one, site_pos=0, consumers=()) for one in self.tensors]
+        self.describe()
+        self.say(step, {number: self.values(number, step) for number in held})
+
+    def describe(self) -> None:
+        """Say what the table holds now."""
         names = tuple(f"experts.{one}.fc" for one in range(4))
         descriptor = Descriptor(
             version="0", place=self.place, chunks=(ChunkInfo(vpp_stage=0, depth=0, segments=("stem",), modules=names),),
@@ -75,14 +88,21 @@ class Rank:
             self.out.append(FrameType.DESCRIPTOR, encode_message(descriptor))
         else:
             self.out.describe(descriptor)
+
+    def values(self, number: int, step: int) -> np.ndarray:
+        """Return what a tensor holds in a step."""
+        values = np.random.default_rng((number, step)).normal(size=16)
+        if step > 24 and "experts.1" in self.tensors[number].name:
+            values = values * 0.0 if step % 2 else values * 1e4
+        if step == 32 and number == 3:
+            values[2] = np.nan
+        return values
+
+    def say(self, step: int, held: dict[int, np.ndarray]) -> None:
+        """Write the rows of a step, and its end."""
         rows = np.zeros(len(held), ROW_DTYPE)
         rows["bad_call_id"] = NONE_ID
-        for row, number in zip(rows, held, strict=True):
-            values = np.random.default_rng((number, step)).normal(size=16)
-            if step > 24 and "experts.1" in self.tensors[number].name:
-                values = values * 0.0 if step % 2 else values * 1e4
-            if step == 32 and number == 3:
-                values[2] = np.nan
+        for row, (number, values) in zip(rows, held.items(), strict=True):
             row["tensor"], row["kind"], row["call_id"] = number, Kind.of(self.tensors[number].kind), number
             stats = Moments.of(values).stats[0]
             for name in STATS_DTYPE.names or ():
@@ -97,12 +117,15 @@ class Daemon:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
+        rules = run_dir.with_name("rules.yaml")
+        rules.write_text(RULES)
+        self.pack = load_pack([rules])
         self.found: list[bytes] = []
         self.layouts: list[Layout] = []
         self._begin(None)
 
     def _begin(self, saved: tuple[bytes, bytes] | None) -> None:
-        self.follower, self.judge = RunFollower(self.run_dir), Judge(load_pack())
+        self.follower, self.judge = RunFollower(self.run_dir), Judge(self.pack)
         self.assembler = StepAssembler("r", on_decision=lambda decision: None, late_after_steps=0, late_after_s=0.0)
         if saved is not None:
             self.follower.restore(snapshot_positions(saved[0]))
@@ -127,6 +150,7 @@ def train(run_dir: Path, seed: int, *, is_lavish: bool, kills: bool) -> tuple[Da
     ranks = [Rank(run_dir, rank, is_lavish=is_lavish) for rank in range(NUM_RANKS)]
     for rank in ranks:
         rank.rng.seed(100 * seed + rank.place.rank)
+    run_dir.mkdir(exist_ok=True)
     daemon = Daemon(run_dir)
     for step in range(NUM_STEPS):
         order = rng.sample(ranks, NUM_RANKS)
@@ -149,7 +173,7 @@ def test_verdicts_are_those_of_a_run_that_says_everything_anew(seed: int, tmp_pa
     killed, _ = train(tmp_path / "killed", seed, is_lavish=False, kills=True)
 
     assert lavish.found == thrifty.found == killed.found
-    assert len(lavish.found) > 5, "there is something to compare"
+    assert len(lavish.found) > 25, "there is something to compare"
     num_rows = sum(rank.num_rows for rank in ranks)
     assert num_rows == sum(rank.num_rows for rank in lavish_ranks) > 800
     assert lavish.judge.num_rows_judged == thrifty.judge.num_rows_judged == killed.judge.num_rows_judged == num_rows
@@ -201,3 +225,27 @@ def test_a_layout_made_after_another_is_the_same_as_one_made_alone(seed: int, tm
         former = layout
     assert num_kept > 200, "most of it is taken from the one before"
     assert cache.of(59, lambda: pytest.fail("known")) is former
+
+
+def test_a_tensor_that_is_not_measured_is_no_zero(tmp_path: Path) -> None:
+    """An expert not called for thirty steps, one called with no tokens; beside them one whose zeros are measured."""
+    rank = Rank(tmp_path / "r", 0, is_lavish=False)
+    rank.place = Place()
+    (tmp_path / "r").mkdir()
+    absent, empty, zeros = ([rank._entry(f"experts.{one}.fc", kind) for kind in KINDS[:2]] for one in range(3))
+    daemon = Daemon(tmp_path / "r")
+    rng = np.random.default_rng(0)
+    for step in range(64):
+        rank.describe()
+        is_usual = step < 30 or step >= 60
+        held = {one: 0.5 * rng.normal(size=16) * is_usual for one in zeros}
+        held.update((one, 0.5 * rng.normal(size=16 * is_usual)) for one in empty)
+        held.update((one, 0.5 * rng.normal(size=16)) for one in absent if is_usual)
+        rank.say(step, held)
+    daemon.listen()
+
+    said = [msgspec.json.decode(one) for one in daemon.found]
+    late = {(one["rule"], one["kind"], one["tag_name"]) for one in said if one["step"] >= 30 and one["kind"] != "scalar"}
+    assert {("dead", "activation", "experts.2.fc"), ("dead", "dgrad", "experts.2.fc")} <= late
+    assert {name for rule, _, name in late if rule != "moves"} == {"experts.2.fc"}
+    assert daemon.judge.num_rows_judged == rank.num_rows == 4 * 64 + 2 * 34
