@@ -251,6 +251,10 @@ def _mean(values: list[float]) -> float:
     return float(np.mean(values)) if len(values) > 1 else float(values[0])
 
 
+def _rank(part: RankStep) -> int:
+    return part.rank
+
+
 class StepView:
     """All that a judge may know of one closed step."""
 
@@ -269,16 +273,24 @@ class StepView:
         self.step = step
         self.layout = layout
         self.decision = decision
-        self.parts = sorted(parts, key=lambda part: part.rank)
-        self.time: float = max((part.time for part in self.parts), default=0.0)
-        ends = [part.end_step for part in self.parts if part.end_step is not None]
-        self.is_skipped: bool = any(end.is_skipped for end in ends)
-        self.num_expected: int = sum(end.num_rows for end in ends)
+        self.parts = sorted(parts, key=_rank)
+        self.time = 0.0
+        self.is_skipped = False
+        self.num_expected = 0
         """Rows that the ranks said they sent."""
-        self.step_time_s: float = max((end.step_time_s for end in ends), default=0.0)
-        self.health: list[tuple[int, Health]] = [(part.rank, h) for part in self.parts for h in part.health]
-        self.num_rows: int = sum(len(part.rows) for part in self.parts)
+        self.step_time_s = 0.0
+        self.health: list[tuple[int, Health]] = []
+        self.num_rows = 0
         """Rows judged."""
+        for part in self.parts:
+            self.time = max(self.time, part.time)
+            self.num_rows += len(part.rows)
+            self.health += [(part.rank, one) for one in part.health]
+            end = part.end_step
+            if end is not None:
+                self.is_skipped |= end.is_skipped
+                self.num_expected += end.num_rows
+                self.step_time_s = max(self.step_time_s, end.step_time_s)
 
     @cached_property
     def rows(self) -> npt.NDArray[np.void]:
@@ -338,7 +350,7 @@ class StepView:
 
     @property
     def present(self) -> npt.NDArray[np.bool_]:
-        """[num_tensors] whether the step has a row of the tensor."""
+        """[num_tensors] whether the step has a row of the tensor with any element: of none there is no statistic."""
         return self.digest.present
 
     @property

@@ -297,6 +297,8 @@ class StepAssembler:
 
     def _described(self, attempt: Attempt, chosen: Mapping[int, Part]) -> tuple[Described, ...]:
         """Return what the table does not say yet of ranks that are not in a step, ranks rising."""
+        if not self._attempts.newcomers and len(chosen) == len(attempt.stints):
+            return ()
         absent = {life.rank: life for life in self._attempts.newcomers.values() if life.rank not in chosen}
         absent |= {rank: stint.life for rank, stint in attempt.stints.items() if rank not in chosen}
         return tuple(
