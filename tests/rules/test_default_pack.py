@@ -16,7 +16,10 @@ CASES: dict[str, tuple[str, str, float, object, int]] = {
     "vanishing-gradient": ("wgrad", "layers.0.w", 0.3, lambda since: 0.3 * 0.7**since, 25),
     "exploding-tensor": ("activation", "layers.1", 2.0, lambda since: 2.0 * 1.3**since, 20),
     "dead-gradient": ("wgrad", "layers.1.w", 0.3, lambda since: 0.0, 3),
-    "frozen-weight": ("param", "layers.1.w", 4.0, lambda since: 4.04, 11),
+    "frozen-weight": ("param", "layers.1.w", 4.0, lambda since: 4.04, 3),
+    "gradient-jump": ("wgrad", "layers.3.w", 0.3, lambda since: 1.2 + 0.01 * since, 1),
+    "optimizer-state": ("exp_avg", "layers.1.w", 0.1, lambda since: 0.01, 1),
+    "repeated-input": ("activation_in", "layers.0.fc1", 2.0, lambda since: 2.02, 4),
     "update-ratio": ("update_ratio", "layers.2.w", 1e-3, lambda since: 1e-7, 1),
     "saturation": ("saturation", "layers.0.act:saturated", 0.3, lambda since: 0.98, 1),
     "precision-overflow": ("precision", "layers.0.fc1:dgrad.fp16_overflow", 0.0, lambda since: 1e-6, 1),
@@ -25,7 +28,8 @@ CASES: dict[str, tuple[str, str, float, object, int]] = {
     "expert-imbalance": ("router", "layers.0.gate:balance", 0.05, lambda since: 2.0, 1),
     "dead-expert": ("router", "layers.0.gate:inactive", 0.0, lambda since: 0.5, 1),
 }
-OTHERS = [(kind, f"layers.{i}.other") for kind in ("wgrad", "param", "update_ratio") for i in range(4)]
+INFOS = ("precision-overflow", "frozen-weight", "gradient-jump")
+OTHERS = [(kind, f"layers.{i}.other") for kind in ("wgrad", "param", "update_ratio", "activation_in") for i in range(4)]
 
 
 _said: list[tuple[list, Engine]] = []
@@ -77,14 +81,14 @@ def test_each_rule_finds_its_own_fault_and_nothing_else(said, rule):
     assert {(one.kind, one.tag_name) for one in onsets} - others == {(kind, name)}
     assert own[0].step < HEALTHY_STEPS + within
     # Alone it is `info` until it lasts three points.
-    assert own[-1].severity is (Severity.INFO if rule in ("precision-overflow", "frozen-weight") else Severity.WARNING)
+    assert own[-1].severity is (Severity.INFO if rule in INFOS else Severity.WARNING)
 
 
 def test_what_a_message_says(said):
     first = {rule: next(one.message for one in said[0] if one.rule == rule) for rule in CASES}
 
     entropy = first["attention-entropy"]
-    assert entropy.startswith("mean of attention layers.0.attn:entropy is 0.1, 1/29.")
+    assert entropy.startswith("mean of attention layers.0.attn:entropy is 0.1, 1/30.")
     assert entropy.endswith("; attention collapses onto few keys: logits too large (no QK norm, a high learning rate)?")
     assert "layers.0.attn:max_logit is 250, 27." in first["attention-logits"]
     assert "softmax saturates" in first["attention-logits"]
