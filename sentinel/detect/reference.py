@@ -22,10 +22,10 @@ from sentinel.detect.windowed import RollingMedian
 
 LAGS = (0, -1, 1)
 """Steps by which a sister's counting may be off: some trainers count from 0, others from 1."""
-CLOSE_K = 5.0
+CLOSE_K = 4.5
 """Deviations of the residual that are normal beside many sisters; beside few, (1 + FEW_K / their number) times that. This
 and the constants below: chosen on the sister logs of ../shared/trainlogs (benchmarks/detection.py says on which half)."""
-FEW_K = 0.45
+FEW_K = 0.6
 CLOSE_FLOOR = 0.14
 """Share of the rule's own floor, in logarithms, that is always normal: 1.2 % for a loss, 9 % for a gradient norm."""
 LEVEL = 8
@@ -53,10 +53,13 @@ ENOUGH = 32
 """Points after which a sister is asked."""
 SAME = 64
 """Points in a row of the very same numbers that make a sister the run itself, or its copy: it knows nothing of its own."""
+SOON = 8
+"""Points within which two anomalies on either side are noise that has grown."""
 REWEIGH = 8
 """Points between two looks at the weights."""
 
 _UNIT = 1e-200
+_UNITS = np.full(1, _UNIT)
 _ONE = float(rolling.asinh(np.ones(1), np.full(1, _UNIT))[0])
 
 
@@ -102,16 +105,16 @@ class Beside:
             "weight": np.zeros(n),
             "width": np.ones(n),
             "residual": np.zeros(1),
-            "before": np.zeros(1),
             "course": np.zeros(1),
             "moves": np.zeros(2),
             "seen": np.zeros(1, np.int64),
             "run": np.zeros(1, np.int64),
+            "side": np.zeros(2, np.int64),
         }
         """level, error, count: [sisters, lags], how far the run lies from each, the variance of that, points; lag: which of
         LAGS holds; same: points in a row with the same number; together, pairs: [sisters, sisters], products of errors in
-        units of the residual, points; asked, weight, width: of the last weighing; residual: its variance; before: that
-        before a run of flagged points; course: the run's level; moves: variance of the shared and of the run's movement."""
+        units of the residual, points; asked, weight, width: of the last weighing; residual: its variance; course: the run's level; moves: variance of the shared and of the run's movement; run: flagged points in a row;
+        side: of the last flagged point, and points since."""
 
     @property
     def copies(self) -> np.ndarray:
@@ -129,8 +132,9 @@ class Beside:
         here = np.arange(sisters.shape[1])
         x = sisters[state["lag"], here]
         forecast = x + state["level"][here, state["lag"]]
-        asked, can_judge = self._asked(np.isfinite(x))
-        y = float(logarithm(np.array([value]))[0])
+        same = numbers[state["lag"], here] == np.float32(value)
+        asked, can_judge = self._asked(np.isfinite(x) & ~(same & (state["same"] >= SAME)))
+        y = float(rolling.asinh(np.array([value]), _UNITS)[0]) if 0.0 < value < math.inf else math.nan
         expected = math.nan
         score, direction, moved = 0.0, 0, math.nan
         if asked.any():
@@ -141,7 +145,7 @@ class Beside:
             if follows and math.isfinite(y):
                 score, direction = self._score(y, expected, crowd, unrest)
         if math.isfinite(y):
-            self._learn(y, expected, sisters, np.float32(value) == numbers, score >= 1.0)
+            self._learn(y, expected, sisters, same, score >= 1.0)
         return score, direction, exponential(expected) if math.isfinite(expected) else math.nan, moved
 
     # -- what the sisters say ---------------------------------------------------------------------------------------
@@ -149,7 +153,7 @@ class Beside:
     def _asked(self, present: np.ndarray) -> tuple[np.ndarray, bool]:
         """Return which sisters forecast this point, and whether they have been followed long enough to judge by."""
         state = self.state
-        known = present & (state["count"][np.arange(len(present)), state["lag"]] > 0) & (state["same"] < SAME)
+        known = present & (state["count"][np.arange(len(present)), state["lag"]] > 0)
         able = known & (np.diagonal(state["pairs"]) >= ENOUGH)
         return (able, True) if able.any() else (known, False)
 
@@ -195,10 +199,8 @@ class Beside:
 
     def _move(self, expected: float, follows: bool) -> float:
         """Return how far the sisters moved at this point, judged as the run itself is by its past."""
-        point = np.array([exponential(expected)])
-        moved = self._own.score(point, self.shared).score
-        self._own.learn(point, self.shared, moved >= 1.0)
-        return float(moved[0]) if follows else math.nan
+        moved = float(self._own.scan(np.array([[exponential(expected)]]), self.shared)[0, 0])
+        return moved if follows else math.nan
 
     # -- what the run has for itself --------------------------------------------------------------------------------
 
@@ -219,17 +221,12 @@ class Beside:
     def _learn(self, y: float, expected: float, sisters: np.ndarray, same: np.ndarray, flagged: bool) -> None:
         state = self.state
         seen = int(state["seen"][0])
-        held = self._hold(flagged)
-        residual = y - expected if math.isfinite(expected) else math.nan
-        if math.isfinite(residual):
-            self._follow_run(y, residual, expected, seen)
-        elif not seen:
-            state["course"][0] = y
+        residual = y - expected
+        held = self._hold(flagged, residual)
+        self._follow_run(y, residual, seen, held)
         state["seen"][0] = seen + 1
         here, lag = np.arange(sisters.shape[1]), state["lag"]
-        state["same"] = np.where(
-            np.isnan(sisters[lag, here]), state["same"], np.where(same[lag, here], state["same"] + 1, 0)
-        )
+        state["same"] = np.where(np.isnan(sisters[lag, here]), state["same"], np.where(same, state["same"] + 1, 0))
         if held:
             return
         apart = (y - sisters).T
@@ -249,29 +246,40 @@ class Beside:
         if seen % REWEIGH == 0:
             self._choose_lags()
 
-    def _hold(self, flagged: bool) -> bool:
+    def _hold(self, flagged: bool, residual: float) -> bool:
         """Whether this point must not move a baseline; `settle_after` flagged ones in a row are the new normal."""
         state = self.state
+        state["side"][1] += 1
         if not flagged:
             state["run"][0] = 0
             return False
-        if not state["run"][0]:
-            state["before"][0] = state["residual"][0]
+        side = 1 if residual > 0.0 else -1
+        # Now above, now below: no fault does that, but a run that has left the sisters' data does.
+        contradicts = side == -int(state["side"][0]) and int(state["side"][1]) <= SOON
+        state["side"][:] = side, 0
+        if contradicts:
+            return False
         state["run"][0] += 1
         if not self._own.settle_after or state["run"][0] < self._own.settle_after:
             return True
         state["run"][0] = 0
-        state["residual"][0] = state["before"][0]
-        # What follows is averaged from here on, quickly at first.
-        state["count"] = np.minimum(state["count"], 1)
+        # This point is the level; what follows is averaged from here on, quickly at first.
+        state["count"] = np.zeros_like(state["count"])
         return False
 
-    def _follow_run(self, y: float, residual: float, expected: float, seen: int) -> None:
+    def _follow_run(self, y: float, residual: float, seen: int, held: bool) -> None:
+        """Take in how far the run moved, how far the sisters say it should have, and what it has for itself."""
         state = self.state
+        if not seen:
+            state["course"][0] = y
         own = y - float(state["course"][0])
-        shared = expected - float(state["course"][0])
+        moves = [("moves", 1, own)]
+        if math.isfinite(residual):
+            moves.append(("moves", 0, own - residual))
+            if not held:
+                moves.append(("residual", 0, residual))
         rate = float(_rate(np.int64(seen), SCALE))
-        for name, at, away in (("residual", 0, residual), ("moves", 0, shared), ("moves", 1, own)):
+        for name, at, away in moves:
             variance = float(state[name][at])
             square = away * away if seen < 16 else min(away * away, CLIP * CLIP * variance)
             state[name][at] = max(variance + rate * (square - variance), 1e-18)
