@@ -92,10 +92,10 @@ UNKNOWN = Suspicion()
 
 
 def usual(values: Sequence[float]) -> tuple[float, float]:
-    """Return the median and a robust spread, at least a thousandth of the median."""
+    """Return the median and a robust spread, at least a thousandth of the median; 1 of values that were 0 throughout."""
     middle = statistics.median(values)
     spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
-    return middle, max(spread, 1e-3 * abs(middle))
+    return middle, max(spread, 1e-3 * abs(middle)) or 1.0
 
 
 def rose(before: float, after: float, highest: float) -> bool:

@@ -410,3 +410,14 @@ def test_rows_that_are_gone_from_a_run_are_said(recorded: Path, tmp_path: Path, 
     shutil.rmtree(first)
     assert run_cli(["rules", "backtest", str(tmp_path / "run")]) == 2
     assert "expected the rows of 60 steps, found none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "values", [[0.0] * 100 + [1.0] * 20, [0.0, 0.0, 0.01] * 40 + [9.0], [2.0] * 99 + [1.7e308, -1.7e308]]
+)
+def test_losses_that_were_zero_or_are_the_largest_there_are_can_be_judged(
+    values: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = alarms(capsys, write_csv(tmp_path / "a.csv", values, every=1))
+
+    assert found and all(alarm["i"] >= 99 for alarm in found)
