@@ -113,7 +113,8 @@ class Beside:
         }
         """level, error, count: [sisters, lags], how far the run lies from each, the variance of that, points; lag: which of
         LAGS holds; same: points in a row with the same number; together, pairs: [sisters, sisters], products of errors in
-        units of the residual, points; asked, weight, width: of the last weighing; residual: its variance; course: the run's level; moves: variance of the shared and of the run's movement; run: flagged points in a row;
+        units of the residual, points; asked, weight, width: of the last weighing; residual: its variance; course: the
+        run's level; moves: variance of the shared and of the run's movement; seen: points; run: flagged ones in a row;
         side: of the last flagged point, and points since."""
 
     @property
