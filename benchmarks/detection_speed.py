@@ -55,7 +55,7 @@ def _mean_in_c(values: np.ndarray) -> object:
 
 def _in_numpy(values: np.ndarray) -> object:
     detector = LossSpike()
-    state, numbers = detector.state(values.shape[1]), detector._numbers
+    state, numbers = detector.state(values.shape[1]), detector.numbers
     was, kernel.available = kernel.available, False
     try:
         return rolling.scan(numbers, values, state)

@@ -36,7 +36,7 @@ from sentinel.place import Place
 from sentinel.record import NONE_ID, ROW_DTYPE, Kind
 from sentinel.rules.engine import Engine
 from sentinel.rules.loader import load_pack
-from sentinel.rules.scalar_watch import ScalarWatch
+from sentinel.rules.scalar_step import ScalarStep
 from sentinel.version import VERSION
 from sentinel.wire.frame import FRAME_TYPES, FrameType, Header, encode_frame, encode_message, row_fields, run_id_of
 from sentinel.wire.spool import SpoolReader, life_folder
@@ -48,7 +48,7 @@ PLANT_EVERY = 97
 PARTS = ("decode", "assemble", "merge", "judge", "of which scalars")
 
 
-JUDGE_SCALARS = ScalarWatch.judge
+JUDGE_SCALARS = ScalarStep.judge
 
 
 class MemoryReader(SpoolReader):
@@ -185,9 +185,9 @@ class Timed:
         self.assembler = StepAssembler("benchmark", on_decision=self._keep)
         self.judge = Judge(load_pack())
         self._scalars_s = 0.0
-        ScalarWatch.judge = JUDGE_SCALARS  # type: ignore[method-assign]
+        ScalarStep.judge = JUDGE_SCALARS  # type: ignore[method-assign]
         if times_scalars:  # The clock is a system call, some 20 us a step.
-            ScalarWatch.judge = lambda watch, view: self._judge_scalars(watch, view)  # type: ignore[method-assign, assignment]
+            ScalarStep.judge = lambda step, view: self._judge_scalars(step, view)  # type: ignore[method-assign, assignment]
         self.healthy = Healthy(num_tensors)
         self.records_a_step = num_tensors * num_ranks
         self.num_judged, self.num_planted, self.num_found, self.num_false = 0, 0, 0, 0
@@ -195,7 +195,7 @@ class Timed:
             rank.reader.put(rank.introduce())
         self.assembler.take(self.follower.poll(), 0.0)
 
-    def _judge_scalars(self, watch: ScalarWatch, view: StepView) -> list[Anomaly]:
+    def _judge_scalars(self, step: ScalarStep, view: StepView) -> list[Anomaly]:
         begun = time.thread_time()
         found = JUDGE_SCALARS(watch, view)
         self._scalars_s += time.thread_time() - begun
@@ -287,7 +287,7 @@ def memory(num_series: int) -> str:
         _ = views[-1].stats, views[-1].present, views[-1].is_bad
     gc.collect()
     before = rss_bytes()
-    ScalarWatch.judge = JUDGE_SCALARS  # type: ignore[method-assign]
+    ScalarStep.judge = JUDGE_SCALARS  # type: ignore[method-assign]
     engine = Engine(load_pack())
     for view in views[:2]:
         engine.judge(view)

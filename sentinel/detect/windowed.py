@@ -60,18 +60,19 @@ class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError(f"settle_after must be in [0, 4096], got {self.settle_after}")
 
     @property
-    def _numbers(self) -> rolling.Parameters:
+    def numbers(self) -> rolling.Parameters:
+        """The settings as the arithmetic takes them: the floor on the asinh scale."""
         return rolling.Parameters(
             self.k, math.log1p(self.floor), self.near_zero, self.window, self.memory, self.warmup, self.settle_after
         )
 
     def state(self, num_series: int) -> State:
         """Return 12 * window + 4 * memory + 8 * settle_after + 81 bytes a series."""
-        return rolling.new_state(self._numbers, num_series)
+        return rolling.new_state(self.numbers, num_series)
 
     def score(self, values: np.ndarray, state: State) -> Scores:
         """Score the height above the median; 0.0 below it, in the warm-up, and for what is not finite."""
-        score = rolling.score(self._numbers, values, state)
+        score = rolling.score(self.numbers, values, state)
 
         def explain() -> Explanation:
             unit, center = state["unit"], state["center"] + rolling.bias(state)
@@ -85,11 +86,11 @@ class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
         """Take one point a series in; `settle_after` flagged ones in a row at one level become the new window."""
-        rolling.learn(self._numbers, values, state, anomalous)
+        rolling.learn(self.numbers, values, state, anomalous)
 
     def scan(self, values: np.ndarray, state: State) -> np.ndarray:
         """Score and take in many points [points, series] at once; return their scores. The same as one by one."""
-        return rolling.scan(self._numbers, values, state)
+        return rolling.scan(self.numbers, values, state)
 
 
 class LossSpike(RollingMedian, frozen=True, kw_only=True, forbid_unknown_fields=True):

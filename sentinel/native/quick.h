@@ -1,6 +1,17 @@
-/* Points of a few series at a time that are well, as nearly all are: each function below takes all of them in and returns 1,
+/* Points of a few series at a time that are well, as nearly all are: each rule below takes all of its points in and returns 1,
  * or, where any would be anomalous, changes nothing and returns 0; the numpy of sentinel/detect then has the word. The
- * arithmetic is the numpy's, operation by operation. arrays: those of the state, in the order of sentinel/rules/quick.py. */
+ * arithmetic is the numpy's, operation by operation. All rules on the logged values of a step are one call. */
+
+enum { QUICK_DRIFT, QUICK_PLATEAU, QUICK_HIDDEN, QUICK_BASELINE, QUICK_FINITE, QUICK_ROLLING };
+
+typedef struct {
+    const void *parameters;
+    void **arrays;                  /* of the state, whole, in the order of sentinel/rules/quick.py */
+    const int32_t *values, *series; /* [num] which of the step's values each point is, and of which series of the state */
+    double *scratch;                /* rolling: as sentinel_rolling_medians asks */
+    int64_t num;
+    int32_t kind, isa;
+} QuickRule;
 
 #define FIRST_POINTS 32
 #define MEAN_TO_SIGMA 1.2533141373155001
@@ -62,23 +73,29 @@ static void drift_sums(const LevelParameters *p, void **arrays, int64_t i, doubl
 }
 
 /* Drift: unit, level, noise, size, count, best, above, below, run, settled. */
-EXPORT int32_t sentinel_quick_drift(const LevelParameters *p, void **arrays, int64_t num, const double *values)
+static int quick_drift(const QuickRule *r, const double *values)
 {
+    const LevelParameters *p = r->parameters;
+    void **arrays = r->arrays;
     const Level s = {arrays[0], arrays[1], arrays[2], arrays[3], arrays[4]};
     double *best = arrays[5], *above = arrays[6], *below = arrays[7], up, down;
     int64_t *run = arrays[8];
     uint8_t *settled = arrays[9];
-    for (int64_t i = 0; i < num; i++) {
-        drift_sums(p, arrays, i, values[i], &up, &down);
-        if (fabs(values[i]) < INFINITY && larger(up, down) / p->threshold >= 1.0) return 0;
+    for (int64_t n = 0; n < r->num; n++) {
+        const int64_t i = r->series[n];
+        const double x = values[r->values[n]];
+        drift_sums(p, arrays, i, x, &up, &down);
+        if (fabs(x) < INFINITY && larger(up, down) / p->threshold >= 1.0) return 0;
     }
-    for (int64_t i = 0; i < num; i++) {
-        drift_sums(p, arrays, i, values[i], &up, &down);
+    for (int64_t n = 0; n < r->num; n++) {
+        const int64_t i = r->series[n];
+        const double x = values[r->values[n]];
+        drift_sums(p, arrays, i, x, &up, &down);
         settled[i] = 0;
         above[i] = up;
         below[i] = down;
-        if (!(fabs(values[i]) < INFINITY)) continue;
-        if (follow_level(p, &s, i, values[i])) {
+        if (!(fabs(x) < INFINITY)) continue;
+        if (follow_level(p, &s, i, x)) {
             run[i] = 0;
             if (p->is_both) best[i] += (s.level[i] - best[i]) / (16.0 * (double)p->memory);
             else best[i] = smaller(best[i], s.level[i]);
@@ -90,19 +107,25 @@ EXPORT int32_t sentinel_quick_drift(const LevelParameters *p, void **arrays, int
 }
 
 /* Plateau: unit, level, noise, size, count, best, best_at. */
-EXPORT int32_t sentinel_quick_plateau(const LevelParameters *p, void **arrays, int64_t num, const double *values)
+static int quick_plateau(const QuickRule *r, const double *values)
 {
+    const LevelParameters *p = r->parameters;
+    void **arrays = r->arrays;
     const Level s = {arrays[0], arrays[1], arrays[2], arrays[3], arrays[4]};
     double *best = arrays[5];
     int64_t *best_at = arrays[6];
-    for (int64_t i = 0; i < num; i++) {
-        if (!(fabs(values[i]) < INFINITY) || s.count[i] < p->warmup) continue;
+    for (int64_t n = 0; n < r->num; n++) {
+        const int64_t i = r->series[n];
+        const double x = values[r->values[n]];
+        if (!(fabs(x) < INFINITY) || s.count[i] < p->warmup) continue;
         const double patient = larger(p->share * ((double)s.count[i] + 1.0), p->patience);
         if ((double)(s.count[i] + 1 - best_at[i]) / patient >= 1.0) return 0;
     }
-    for (int64_t i = 0; i < num; i++) {
-        if (!(fabs(values[i]) < INFINITY)) continue;
-        const int is_ready = follow_level(p, &s, i, values[i]);
+    for (int64_t n = 0; n < r->num; n++) {
+        const int64_t i = r->series[n];
+        const double x = values[r->values[n]];
+        if (!(fabs(x) < INFINITY)) continue;
+        const int is_ready = follow_level(p, &s, i, x);
         if (s.count[i] <= FIRST_POINTS) continue;
         if (!is_ready || s.level[i] < best[i] - p->log_improvement) {
             best[i] = s.level[i];
@@ -117,20 +140,25 @@ typedef struct {
 } HiddenParameters;
 
 /* HiddenNan: last, size, change, resolution, changes, repeated. */
-EXPORT int32_t sentinel_quick_hidden(const HiddenParameters *p, void **arrays, int64_t num, const double *values)
+static int quick_hidden(const QuickRule *r, const double *values)
 {
+    const HiddenParameters *p = r->parameters;
+    void **arrays = r->arrays;
     double *last = arrays[0], *size = arrays[1], *change = arrays[2], *resolution = arrays[3];
     int64_t *changes = arrays[4];
     int32_t *repeated = arrays[5];
-    for (int64_t i = 0; i < num; i++) {
-        const double x = values[i];
+    for (int64_t n = 0; n < r->num; n++) {
+        const int64_t i = r->series[n];
+        const double x = values[r->values[n]];
         if (!(fabs(x) < INFINITY) || changes[i] < p->warmup) continue;
         const int is_restless = change[i] >= 10.0 * resolution[i];
         if (x == last[i] && is_restless && (repeated[i] + 1.0) / (double)p->repeats >= 1.0) return 0;
         if (x == 0.0 && size[i] >= 10.0 * change[i] && size[i] > 1e-3) return 0;
     }
-    for (int64_t i = 0; i < num; i++) {
-        const double x = values[i], moved = fabs(x - last[i]);
+    for (int64_t n = 0; n < r->num; n++) {
+        const int64_t i = r->series[n];
+        const double x = values[r->values[n]];
+        const double moved = fabs(x - last[i]);
         if (!(fabs(x) < INFINITY)) continue;
         if (x == last[i]) {
             repeated[i]++;
@@ -150,14 +178,16 @@ EXPORT int32_t sentinel_quick_hidden(const HiddenParameters *p, void **arrays, i
 }
 
 /* A baseline without a common part, of values that are the statistic themselves. */
-EXPORT int32_t sentinel_quick_baseline(const Form *f, void **arrays, int64_t num, const double *values)
+static int quick_baseline(const QuickRule *r, const double *values)
 {
+    const Form *f = r->parameters;
     const int linear = f->form == FORM_LINEAR;
     int64_t num_hits = 0;
     Hit hits[1];
-    (void)arrays;
-    for (int64_t i = 0; i < num; i++) {
-        const double x = values[i], size = larger(fabs(x), TINY);
+    for (int64_t n = 0; n < r->num; n++) {
+        const int64_t i = r->series[n];
+        const double x = values[r->values[n]];
+        const double size = larger(fabs(x), TINY);
         if (!(fabs(x) < INFINITY) || f->count[i] < f->warmup || x < f->minimum) continue;
         if (!linear && x == 0.0 && f->zero_is_normal[i]) continue;
         const double z = (double)(float)(linear ? clipped(x, HUGE_VALUE) : log_of(size)), residual = z - f->location[i];
@@ -166,8 +196,10 @@ EXPORT int32_t sentinel_quick_baseline(const Form *f, void **arrays, int64_t num
         const double away = f->sides == SIDES_UP ? residual : f->sides == SIDES_DOWN ? -residual : fabs(residual);
         if (away >= bound) return 0;
     }
-    for (int64_t i = 0; i < num; i++) {
-        const double x = values[i], size = larger(fabs(x), TINY);
+    for (int64_t n = 0; n < r->num; n++) {
+        const int64_t i = r->series[n];
+        const double x = values[r->values[n]];
+        const double size = larger(fabs(x), TINY);
         f->settled[i] = 0;
         if (!(fabs(x) < INFINITY)) continue;
         judge_point(f, 0, i, i, x, (double)(float)(linear ? clipped(x, HUGE_VALUE) : log_of(size)), linear, hits, &num_hits);
@@ -176,11 +208,45 @@ EXPORT int32_t sentinel_quick_baseline(const Form *f, void **arrays, int64_t num
 }
 
 /* What asks for finite values alone. NanStorm: points; AnomalyNan: no arrays. */
-EXPORT int32_t sentinel_quick_finite(const int64_t *num_arrays, void **arrays, int64_t num, const double *values)
+static int quick_finite(const QuickRule *r, const double *values)
 {
-    for (int64_t i = 0; i < num; i++)
-        if (!(fabs(values[i]) < INFINITY)) return 0;
-    if (*num_arrays > 0)
-        for (int64_t i = 0; i < num; i++) ((int64_t *)arrays[0])[i]++;
+    const int64_t num_arrays = *(const int64_t *)r->parameters;
+    for (int64_t n = 0; n < r->num; n++)
+        if (!(fabs(values[r->values[n]]) < INFINITY)) return 0;
+    if (num_arrays > 0)
+        for (int64_t n = 0; n < r->num; n++) ((int64_t *)r->arrays[0])[r->series[n]]++;
     return 1;
+}
+
+/* LossSpike, GradNormSpike: the arrays of RollingState. */
+static int quick_rolling(const QuickRule *r, const double *values)
+{
+    const RollingParameters *p = r->parameters;
+    const uint8_t is_anomalous = 0;
+    RollingState whole;
+    memcpy(&whole, r->arrays, sizeof whole);
+    for (int64_t n = 0; n < r->num; n++) {
+        const RollingState one = rolling_series_of(p, &whole, r->series[n]);
+        double score;
+        sentinel_rolling_medians(p, &one, 1, 1, values + r->values[n], &score, NULL, ROLLING_SCORE, r->scratch, r->isa);
+        if (score >= 1.0) return 0;
+    }
+    for (int64_t n = 0; n < r->num; n++) {
+        const RollingState one = rolling_series_of(p, &whole, r->series[n]);
+        sentinel_rolling_medians(p, &one, 1, 1, values + r->values[n], NULL, &is_anomalous, ROLLING_LEARN, r->scratch, r->isa);
+    }
+    return 1;
+}
+
+/* Take the points of all rules in; is_taken: [num_rules] what each returned. Returns how many returned 1. */
+EXPORT int64_t sentinel_quick_step(const QuickRule *rules, int64_t num_rules, const double *values, uint8_t *is_taken)
+{
+    static int (*const kinds[])(const QuickRule *, const double *)
+        = {quick_drift, quick_plateau, quick_hidden, quick_baseline, quick_finite, quick_rolling};
+    int64_t num_taken = 0;
+    for (int64_t w = 0; w < num_rules; w++) {
+        is_taken[w] = (uint8_t)kinds[rules[w].kind](&rules[w], values);
+        num_taken += is_taken[w];
+    }
+    return num_taken;
 }

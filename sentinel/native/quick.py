@@ -1,16 +1,34 @@
-"""Points that are well, of a few series at a time, in C (quick.h): what a scalar rule does at nearly every step."""
+"""Points that are well, of all scalar rules of a step, in one call of C (quick.h): what happens at nearly every step."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
 
-import numpy as np
-
-from sentinel.native import rolling
 from sentinel.native.library import find_library
 
-NAMES = ("drift", "plateau", "hidden", "baseline", "finite")
+KINDS = ("drift", "plateau", "hidden", "baseline", "finite", "rolling")
+"""Ways to judge, by the number that C knows them by."""
+
+
+class Rule(ctypes.Structure):
+    """One rule as C reads it: QuickRule of quick.h. What its addresses point at must outlive it."""
+
+    parameters: int
+    arrays: int
+    values: int
+    series: int
+    scratch: int
+    num: int
+    kind: int
+    isa: int
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("parameters", "arrays", "values", "series", "scratch")),
+        ("num", ctypes.c_int64),
+        ("kind", ctypes.c_int32),
+        ("isa", ctypes.c_int32),
+    )
 
 
 class LevelParameters(ctypes.Structure):
@@ -30,47 +48,19 @@ class HiddenParameters(ctypes.Structure):
     _fields_ = (("repeats", ctypes.c_int64), ("warmup", ctypes.c_int64))
 
 
-def _find() -> dict[str, Callable[..., int]]:
+def _find() -> Callable[[int, int, int, int], int] | None:
     path = find_library()
     if path is None:
-        return {}
+        return None
     try:
-        library = ctypes.PyDLL(str(path))
-        found = {name: getattr(library, f"sentinel_quick_{name}") for name in NAMES}
+        call = ctypes.PyDLL(str(path)).sentinel_quick_step
     except (OSError, AttributeError):
-        return {}
-    for call in found.values():
-        call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-        call.restype = ctypes.c_int32
-    return found
+        return None
+    call.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
+    call.restype = ctypes.c_int64
+    return call
 
 
-calls: dict[str, Callable[..., int]] = _find()
-"""Name -> call(parameters, pointers to the arrays, number of series, values): 1 when all were taken in, 0 when any would be
-anomalous and nothing was changed. Empty where the library is not there."""
-
-
-class PreparedRolling:
-    """One state, looked up once: takes in points that are well, as nearly all are, for the price of two calls."""
-
-    def __init__(self, p: rolling.Parameters, state: dict[str, np.ndarray]) -> None:
-        """state: whole arrays, which must outlive this."""
-        if rolling._calls is None:
-            raise RuntimeError("the C library was not built; sentinel.detect.rolling works without it")
-        self._call, self._num = rolling._calls[1], len(state["unit"])
-        self._scores, self._flags = np.zeros(self._num), np.zeros(self._num, np.bool_)
-        self._scratch = np.empty(2 * max(p.window, p.settle_after) + 2)
-        self._pointers = (ctypes.c_void_p * len(rolling._ARRAYS))(*(state[name].ctypes.data for name, _ in rolling._ARRAYS))
-        self._p = p
-        self._at = ctypes.addressof(p), ctypes.addressof(self._pointers)
-        self._out = self._scores.ctypes.data, self._flags.ctypes.data, self._scratch.ctypes.data
-
-    def take_healthy(self, values: int) -> int:
-        """Take one point of each series in, and return 1; 0, and nothing is changed, where any scores 1. values: address."""
-        scores, flags, scratch = self._out
-        self._scores.fill(0.0)
-        self._call(*self._at, 1, self._num, values, scores, None, rolling.SCORE, scratch, rolling.isa)
-        if self._scores.max() >= 1.0:
-            return 0
-        self._call(*self._at, 1, self._num, values, scores, flags, rolling.LEARN, scratch, rolling.isa)
-        return 1
+step = _find()
+"""step(rules, number of them, the step's values, taken): sets taken[i] to whether rule i took its points in. Where any would
+be anomalous it did not, and changed nothing. Returns how many did. All are addresses. None without the library."""

@@ -36,6 +36,17 @@ enum { ROLLING_MANY = 64, ROLLING_EVERY = 32, ROLLING_OUTER_EVERY = 64, ROLLING_
 #define ROLLING_AHEAD 32
 #define ROLLING_WIDTH(size) (((size) + 15) & ~15)
 
+static inline Rolling rolling_series_of(const RollingParameters *p, const RollingState *state, int64_t j)
+{
+    const int64_t width = ROLLING_WIDTH(p->window), memory = ROLLING_WIDTH(p->memory);
+    const int64_t held = p->settle_after ? p->settle_after : 1;
+    return (Rolling){
+        state->points + j * p->window, state->recent + j * width, state->ordered + j * width, state->residuals + j * memory,
+        state->marks + j * NUM_MARKS, state->held + j * held, state->unit + j, state->center + j, state->seen + j,
+        state->kept + j, state->run + j, state->filled + j, state->at + j, state->settled + j,
+    };
+}
+
 /* log(x), x >= 1: plain arithmetic in a fixed order, as `_log` of detect/rolling.py (fdlibm's polynomial). */
 static inline double rolling_log(double x)
 {
@@ -409,18 +420,12 @@ ROLLING_INLINE void rolling_run(const RollingParameters *p, const RollingState *
                                 int64_t num_series, const double *values, double *scores, const uint8_t *flags,
                                 int32_t steps, double *scratch, int width, int isa)
 {
-    const int64_t held = p->settle_after ? p->settle_after : 1, memory = ROLLING_WIDTH(p->memory);
     double z[ROLLING_AHEAD];
     for (int64_t j = 0; j < num_series; j++) {
         const int64_t at = j % ROLLING_AHEAD;
         if (num_points == 1 && at == 0)
             rolling_ahead(values + j, 1, state->unit + j, 1, num_series - j < ROLLING_AHEAD ? num_series - j : ROLLING_AHEAD, z);
-        Rolling s = {
-            state->points + j * p->window, state->recent + j * width, state->ordered + j * width,
-            state->residuals + j * memory, state->marks + j * NUM_MARKS, state->held + j * held, state->unit + j,
-            state->center + j, state->seen + j, state->kept + j, state->run + j, state->filled + j, state->at + j,
-            state->settled + j,
-        };
+        Rolling s = rolling_series_of(p, state, j);
         if (steps & ROLLING_LEARN) {
             rolling_series(p, &s, num_points, num_series, values + j, steps & ROLLING_SCORE ? scores + j : NULL,
                            flags ? flags + j : NULL, num_points == 1 ? z + at : NULL, scratch, width, isa);

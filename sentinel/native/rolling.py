@@ -34,7 +34,7 @@ class Parameters(ctypes.Structure):
     )
 
 
-_ARRAYS = (
+ARRAYS = (
     ("points", np.float64), ("recent", np.float32), ("ordered", np.float32), ("residuals", np.float32),
     ("marks", np.float32), ("held", np.float64), ("unit", np.float64), ("center", np.float64), ("seen", np.int64),
     ("kept", np.int64), ("run", np.int64), ("filled", np.int32), ("at", np.int32), ("settled", np.bool_),
@@ -67,6 +67,12 @@ _calls = _find()
 available = _calls is not None
 """Whether the library is there; where it is not, `sentinel.detect.rolling` does the same in numpy."""
 
+
+def scratch(p: Parameters) -> np.ndarray:
+    """Return room that a call needs; what is in it is of no matter before or after."""
+    return np.empty(2 * max(p.window, p.settle_after) + 2)
+
+
 QUICK_POINTS = 2000
 """Up to this many points a call keeps the GIL: it ends within some 50 us (chosen)."""
 
@@ -90,16 +96,16 @@ def run(
         flags = np.ascontiguousarray(flags, np.bool_)
     # A caller may hand in slices of a larger state: they are written in place, so they must lie as C expects them.
     pointers = []
-    for name, dtype in _ARRAYS:
+    for name, dtype in ARRAYS:
         array = state[name]
         if array.dtype != dtype or not array.flags.c_contiguous or len(array) != num_series:
             raise ValueError(f"state {name}: expected {num_series} contiguous rows of {np.dtype(dtype)}")
         pointers.append(array.ctypes.data)
-    scratch = np.empty(2 * max(p.window, p.settle_after) + 2)
+    room = scratch(p)
     call = _calls[1] if values.size <= QUICK_POINTS else _calls[0]
     call(
         ctypes.addressof(p), (ctypes.c_void_p * len(pointers))(*pointers), num_points, num_series, values.ctypes.data,
-        scores.ctypes.data, None if flags is None else flags.ctypes.data, steps, scratch.ctypes.data, isa,
+        scores.ctypes.data, None if flags is None else flags.ctypes.data, steps, room.ctypes.data, isa,
     )  # fmt: skip
     return scores
 

@@ -25,6 +25,7 @@ from sentinel.rules.quick import quick_of
 from sentinel.rules.rank_watch import RankWatch
 from sentinel.rules.replica_watch import ReplicaWatch
 from sentinel.rules.row_watch import RowWatch, raw_statistic
+from sentinel.rules.scalar_step import ScalarStep
 from sentinel.rules.scalar_watch import ScalarWatch
 from sentinel.rules.schema import Pack, Rule
 from sentinel.rules.series_index import Selection, SeriesIndex
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from sentinel.ingest.decision import RankFacts, Tick
     from sentinel.ingest.merge import Layout, StepView
 
-SNAPSHOT_VERSION = 2
+SNAPSHOT_VERSION = 3
 MAX_LAYOUTS = 8
 """Layouts whose plans are kept: a run has one, or two for a while when it changes shape."""
 
@@ -57,6 +58,7 @@ class Engine:
         self._watches = self._build(pack)
         self._series = SeriesIndex()
         self._plans: list[_LayoutPlan] = []
+        self._scalars = _scalars_of(self._watches)
         self._attempt: int | None = None
         self.num_steps = 0
         """Steps judged."""
@@ -121,6 +123,7 @@ class Engine:
                     found += watch.judge(view, its, column, view.present, rows)
             for row_watch, its in plan.rows:
                 found += row_watch.judge(view, its)
+            found += self._scalars.judge(view)
             for judge in plan.whole:
                 found += judge(view)
             for learn in plan.learn:
@@ -141,9 +144,7 @@ class Engine:
     @property
     def stale_ranks(self) -> frozenset[int]:
         """Ranks that a liveness rule blames just now."""
-        return frozenset(
-            rank for watch in self._watches if isinstance(watch, LivenessWatch) for rank in watch.blamed_ranks
-        )
+        return frozenset(rank for watch in self._watches if isinstance(watch, LivenessWatch) for rank in watch.blamed_ranks)
 
     def judge_tick(self, tick: Tick) -> list[Anomaly]:
         """Return the anomalies of one moment: onsets and ends of what depends on time."""
@@ -157,6 +158,7 @@ class Engine:
             if watch.identity in old:
                 watch.take_over(old[watch.identity])
         self.pack, self._watches, self._plans = pack, watches, []
+        self._scalars = _scalars_of(watches)
 
     def snapshot(self) -> bytes:
         """Return the whole state; an engine of the same pack that restores it goes on exactly as this one would."""
@@ -185,6 +187,7 @@ class Engine:
             if watch.identity in data["watches"]:
                 watch.take_dict(data["watches"][watch.identity])
         self._plans = []
+        self._scalars = _scalars_of(self._watches)
 
     def _build(self, pack: Pack) -> list[Watch]:
         watches: list[Watch] = []
@@ -216,9 +219,11 @@ class Engine:
         return found
 
     def _plan_for(self, layout: Layout) -> _LayoutPlan:
-        for known in self._plans:
-            if known.layout is layout:
-                return known
+        for at in range(len(self._plans) - 1, -1, -1):
+            if self._plans[at].layout is layout:
+                if at + 1 < len(self._plans):  # What was needed last goes last.
+                    self._plans.append(self._plans.pop(at))
+                return self._plans[-1]
         selection = Selection(layout, self._series)
         forms: list[tuple[TensorWatch, Plan]] = []
         plan = _LayoutPlan(layout)
@@ -232,9 +237,9 @@ class Engine:
                 plan.rows.append((watch, watch.plan(selection)))
             elif isinstance(watch, LivenessWatch):
                 plan.learn.append(watch.learn)
-            elif isinstance(watch, ScalarWatch | ReplicaWatch | RankWatch | SkewWatch | AggregateWatch):
+            elif isinstance(watch, ReplicaWatch | RankWatch | SkewWatch | AggregateWatch):
                 plan.whole.append(watch.judge)
-            else:
+            elif not isinstance(watch, ScalarWatch):
                 raise AssertionError(f"{type(watch).__name__} of rule {watch.rule.name} is judged nowhere")
         if forms:
             plan.programme = Programme([watch for watch, _ in forms], [its for _, its in forms])
@@ -255,6 +260,10 @@ class _LayoutPlan(msgspec.Struct):
     """What judges of watches that look at the whole step."""
     learn: list[Callable[[StepView], None]] = []
     """What learns from a step and judges at other times."""
+
+
+def _scalars_of(watches: Sequence[Watch]) -> ScalarStep:
+    return ScalarStep([watch for watch in watches if isinstance(watch, ScalarWatch)])
 
 
 def _watches_of(rule: Rule, detector: SeriesDetector | GroupDetector | LivenessDetector) -> list[Watch]:

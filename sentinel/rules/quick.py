@@ -1,10 +1,9 @@
-"""Quick: a scalar rule at a step that is well. Numpy on one or two series costs 100 us, a call of the C extension 2."""
+"""Quick: a detector of logged values as C reads it, for the steps at which all is well (native/quick.h)."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,93 +22,71 @@ _ARRAYS = {
     "drift": (*_LEVEL, "above", "below", "run", "settled"),
     "plateau": (*_LEVEL, "best_at"),
     "hidden": ("last", "size", "change", "resolution", "changes", "repeated"),
+    "rolling": tuple(name for name, _ in rolling.ARRAYS),
+    "baseline": (),
+    "finite": ("points",),
 }
 """Arrays of the state, in the order of native/quick.h."""
 
 
 class Quick:
-    """Takes healthy points into a state, in place, exactly as the detector itself would; says when it may not."""
+    """Describes a detector and its state to C, which then takes healthy points in exactly as the detector itself would."""
 
-    def __init__(self, detector: Any, name: str) -> None:
-        self._detector, self._name = detector, name
-        self._arrays: list[np.ndarray] = []
-        self._names: tuple[str, ...] = ()
-        self._call: Callable[[int, int], int] | None = None
+    def __init__(self, detector: Any, kind: str) -> None:
+        self._detector, self._kind = detector, kind
 
-    def take(self, values: np.ndarray, state: State) -> bool:
-        """Take one point of each series in; False, and nothing is changed, where any is anomalous. values: float64."""
-        names = self._names
-        if self._call is None or not all(state[name] is array for name, array in zip(names, self._arrays, strict=True)):
-            self._names = tuple(state)
-            self._arrays = list(state.values())
-            self._call = self._prepare(state)
-        return self._call(values.__array_interface__["data"][0], len(values)) == 1
+    def describe(self, rule: native.Rule, state: State) -> tuple[object, ...]:
+        """Fill in what a rule of C says of the detector and of the arrays of `state`; return what must outlive it."""
+        arrays = [state[name] for name in _ARRAYS[self._kind] if name in state]
+        pointers = (ctypes.c_void_p * max(len(arrays), 1))(*(array.ctypes.data for array in arrays))
+        parameters = self._parameters(state)
+        address = parameters.ctypes.data if isinstance(parameters, np.ndarray) else ctypes.addressof(parameters)
+        rule.kind, rule.isa = native.KINDS.index(self._kind), rolling.isa
+        rule.parameters, rule.arrays = address, ctypes.addressof(pointers)
+        scratch = rolling.scratch(parameters) if isinstance(parameters, rolling.Parameters) else np.empty(0)
+        rule.scratch = scratch.ctypes.data
+        return parameters, pointers, arrays, scratch
 
-    def _prepare(self, state: State) -> Callable[[int, int], int]:
-        """Look up where the arrays of a state lie: as long as they are the same, they lie there."""
-        if self._name == "rolling":
-            return _rolling(self._detector, state)
-        parameters, names = _parameters(self._detector, self._name, state)
-        pointers = (ctypes.c_void_p * max(len(names), 1))(*(state[name].ctypes.data for name in names))
-        call, at, of = native.calls[self._name], _address(parameters), ctypes.addressof(pointers)
-
-        def take(values: int, num: int, _kept: Any = (parameters, pointers)) -> int:
-            return call(at, of, num, values)
-
-        return take
+    def _parameters(self, state: State) -> Any:
+        detector = self._detector
+        if self._kind == "drift":
+            return native.LevelParameters(
+                threshold=detector.threshold, log_slack=math.log1p(detector.slack), slack_sigmas=detector.slack_sigmas,
+                memory=detector.memory, warmup=detector.warmup, is_both=detector.sides == "both",
+            )  # fmt: skip
+        if self._kind == "plateau":
+            return native.LevelParameters(
+                share=detector.share, patience=detector.patience, log_improvement=math.log1p(detector.improvement),
+                memory=detector.memory, warmup=detector.warmup,
+            )  # fmt: skip
+        if self._kind == "hidden":
+            return native.HiddenParameters(repeats=detector.repeats, warmup=detector.warmup)
+        if self._kind == "rolling":
+            return detector.numbers
+        if self._kind == "finite":
+            return ctypes.c_int64("points" in state)
+        form = detector.form("value")
+        assert isinstance(form, BaselineForm) and not form.common
+        row = np.zeros(1, FORM)
+        describe_form(row[0], form, state)
+        return row
 
 
 def quick_of(detector: Any) -> Quick | None:
     """Return the quick way of a detector; None where it has none: another class, a mode, no library."""
     # The very classes: one that is derived may do anything.
-    if type(detector) is Drift:
-        name = "drift"
-    elif type(detector) is Plateau:
-        name = "plateau"
-    elif type(detector) is HiddenNan:
-        name = "hidden"
-    elif type(detector) is NanStorm or (type(detector) is AnomalyNan and detector.threshold is None):
-        name = "finite"
-    elif type(detector) is AnomalyTurbulence and not detector.compat:
-        name = "baseline"
-    elif isinstance(detector, RollingMedian) and type(detector).score is RollingMedian.score and rolling.available:
-        return Quick(detector, "rolling")
-    else:
+    if native.step is None:
         return None
-    return Quick(detector, name) if native.calls else None
-
-
-def _parameters(detector: Any, name: str, state: State) -> tuple[Any, tuple[str, ...]]:
-    if name == "drift":
-        numbers: Any = native.LevelParameters(
-            threshold=detector.threshold, log_slack=math.log1p(detector.slack), slack_sigmas=detector.slack_sigmas,
-            memory=detector.memory, warmup=detector.warmup, is_both=detector.sides == "both",
-        )  # fmt: skip
-    elif name == "plateau":
-        numbers = native.LevelParameters(
-            share=detector.share, patience=detector.patience, log_improvement=math.log1p(detector.improvement),
-            memory=detector.memory, warmup=detector.warmup,
-        )  # fmt: skip
-    elif name == "finite":
-        names = ("points",) if "points" in state else ()
-        return ctypes.c_int64(len(names)), names
-    elif name == "hidden":
-        numbers = native.HiddenParameters(repeats=detector.repeats, warmup=detector.warmup)
-    else:
-        form = detector.form("value")
-        assert isinstance(form, BaselineForm) and not form.common
-        numbers = np.zeros(1, FORM)
-        describe_form(numbers[0], form, state)
-        return numbers, ()
-    return numbers, _ARRAYS[name]
-
-
-def _address(parameters: Any) -> int:
-    if isinstance(parameters, np.ndarray):
-        return int(parameters.ctypes.data)
-    return ctypes.addressof(parameters)
-
-
-def _rolling(detector: RollingMedian, state: State) -> Callable[[int, int], int]:
-    prepared = native.PreparedRolling(detector._numbers, state)
-    return lambda values, num: prepared.take_healthy(values)
+    if type(detector) is Drift:
+        return Quick(detector, "drift")
+    if type(detector) is Plateau:
+        return Quick(detector, "plateau")
+    if type(detector) is HiddenNan:
+        return Quick(detector, "hidden")
+    if type(detector) is NanStorm or (type(detector) is AnomalyNan and detector.threshold is None):
+        return Quick(detector, "finite")
+    if type(detector) is AnomalyTurbulence and not detector.compat:
+        return Quick(detector, "baseline")
+    if isinstance(detector, RollingMedian) and type(detector).score is RollingMedian.score and rolling.available:
+        return Quick(detector, "rolling")
+    return None

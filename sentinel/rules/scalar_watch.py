@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
@@ -22,9 +23,9 @@ from sentinel.rules.watch import HIGHER, Points, SeriesWatch
 
 if TYPE_CHECKING:
     from sentinel.ingest.merge import StepView
+    from sentinel.rules.quick import Quick
 
 _LOSS = re.compile(r"(^|[._/ -])loss(es)?$", re.IGNORECASE)
-_RATE = re.compile(r"(^|[._/ -])(lr|learning[._ -]?rate)([._/ -]|$)", re.IGNORECASE)
 RESTART = 1.5
 """A learning rate so many times the one of the step before restarts its schedule (chosen)."""
 SURE_BESIDE = 2.0
@@ -32,16 +33,29 @@ SURE_BESIDE = 2.0
 _GRAD_NORM = re.compile(r"grad(ient)?s?[._ -]?norm|total_norm", re.IGNORECASE)
 
 
+class Named(msgspec.Struct, frozen=True):
+    """What one watch looks at in the steps that log one set of names."""
+
+    names: list[str]
+    at: np.ndarray
+    """[num] int32: which of the step's names."""
+    series: np.ndarray
+    """[num] int32: places in the watch's state."""
+
+    @property
+    def num(self) -> int:
+        """Names that the watch looks at."""
+        return len(self.names)
+
+
 class ScalarWatch(SeriesWatch):
     """Logged values, one series a name: the mean over the ranks that report it."""
 
     def __init__(self, rule: Rule, detector: SeriesDetector) -> None:
         super().__init__(rule, detector, "value", "scalar")
+        self.quick: Quick | None = None
+        """A quick way to take in points that are well, where there is one."""
         self._slot_of: dict[str, int] = {}
-        self._seen: tuple[str, ...] | None = None
-        self._names: list[str] = []
-        self._slots = np.zeros(0, dtype=np.int64)
-        self._whole = False
         self._last: tuple[int, int] | None = None
         self._rate: float | None = None
         self._sisters = (
@@ -80,64 +94,61 @@ class ScalarWatch(SeriesWatch):
     def take_series_keys(self, keys: Any) -> None:
         """Take the names back."""
         self._slot_of = {key: slot for slot, key in enumerate(keys)}
-        self._seen = None
 
-    def judge(self, view: StepView) -> list[Anomaly]:
-        """Return the records of one step."""
-        names = tuple(view.scalars)
-        if names != self._seen:
-            self._seen = names
-            self._names = [name for name in names if self.rule.match.takes_name(name)]
-            slots = [self._slot_of.setdefault(name, len(self._slot_of)) for name in self._names]
-            self._slots = np.array(slots, dtype=np.int64)
-            self._grow(len(self._slot_of))
-            self._whole = slots == list(range(self.num_series))
-        if not self._names:
-            return self.quiet(view)
-        self._notice(view)
-        values = np.array([view.scalars[name].mean for name in self._names], dtype=np.float64)
-        which = None if self._whole else self._slots
+    def find(self, names: Sequence[str]) -> Named:
+        """Return what the watch looks at where these names are logged, with room for all of it."""
+        at = [i for i, name in enumerate(names) if self.rule.match.takes_name(name)]
+        found = [names[i] for i in at]
+        slots = [self._slot_of.setdefault(name, len(self._slot_of)) for name in found]
+        self._grow(len(self._slot_of))
+        return Named(found, np.array(at, dtype=np.int32), np.array(slots, dtype=np.int32))
+
+    def judge(self, view: StepView, named: Named) -> list[Anomaly]:
+        """Return the records of one step. named: as `find` says for its names, some."""
+        names, slots = named.names, named.series.astype(np.int64)
+        values = np.array([view.scalars[name].mean for name in names], dtype=np.float64)
+        which = None if np.array_equal(slots, np.arange(self.num_series)) else slots
         moved: np.ndarray | None = None
         if self._sisters is None:
             scores, anomalous, settled = self._run(values, which)
         else:
-            beside = self._sisters.judge(view.step, self._names, values)
+            beside = self._sisters.judge(view.step, names, values)
             moved = beside.moved
             scores, anomalous, settled = self._run(values, which)
             scores, anomalous = _together(scores, beside)
         if settled is None and not anomalous.any() and not len(self.episodes):
             return []
         at = np.flatnonzero(anomalous)
-        points = _ScalarPoints(self, view, self._slots[at], [self._names[i] for i in at], values[at], scores, at, moved)
-        agree = self._certain(scores, at) | ~np.isfinite(values[at])
-        rested = self._slots[settled] if settled is not None else self._slots[:0]
-        found = self._emit(view, self._slots, points, rested, agree)
+        points = _ScalarPoints(self, view, slots[at], [names[i] for i in at], values[at], scores, at, moved)
+        agree = self._certain(scores, at, names) | ~np.isfinite(values[at])
+        rested = slots[settled] if settled is not None else slots[:0]
+        found = self._emit(view, slots, points, rested, agree)
         return found + self.quiet(view)
 
-    def _notice(self, view: StepView) -> None:
+    def judge_healthy(self, view: StepView, named: Named) -> list[Anomaly]:
+        """Return the records of a step at which all is well: the ends of episodes."""
+        none = np.zeros(0, dtype=np.int64)
+        return self._emit(view, named.series, Points(none), none, np.zeros(0, dtype=bool)) + self.quiet(view)
+
+    def notice(self, here: tuple[int, int], rate: float | None) -> None:
         """Tell a detector of slow things when what came before is no measure any more: a resume, a restart of the schedule.
 
-        A learning rate that falls and is suddenly half as high again lifts the loss on purpose (warm restarts).
+        here: attempt and step. rate: the largest finite learning rate logged, None for none; one that falls and is suddenly
+        half as high again lifts the loss on purpose (warm restarts). For detectors that have `rearm`.
         """
-        rearm = getattr(self.detector, "rearm", None)
-        if rearm is None:
-            return
-        here = (view.attempt, view.step)
-        rates = [view.scalars[name].mean for name in view.scalars if _RATE.search(name)]
-        rate = max((one for one in rates if math.isfinite(one)), default=None)
         is_back = self._last is not None and (here[0] != self._last[0] or here[1] <= self._last[1])
         restarts = rate is not None and self._rate is not None and 0.0 < RESTART * self._rate <= rate
-        if (is_back or restarts) and self.num_series:
-            rearm(self.state)
+        if is_back or restarts:
+            self.detector.rearm(self.state)
         self._last = here
         self._rate = rate if rate is not None else self._rate
 
-    def _certain(self, scores: Scores, at: np.ndarray) -> np.ndarray:
+    def _certain(self, scores: Scores, at: np.ndarray, names: Sequence[str]) -> np.ndarray:
         """Return which anomalous points are certain alone: those the detector vouches for; the loss if it says nothing."""
         vouched = scores.evidence.get("corroborated") if at.size else None
         if vouched is not None:
             return np.asarray(vouched[at], dtype=bool)
-        return np.array([bool(_LOSS.search(self._names[i])) for i in at], dtype=bool)
+        return np.array([bool(_LOSS.search(names[i])) for i in at], dtype=bool)
 
 
 def identity_beside(identity: str, reference: Reference | None) -> str:

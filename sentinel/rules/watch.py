@@ -19,7 +19,6 @@ from sentinel.rules.schema import Rule
 if TYPE_CHECKING:
     from sentinel.ingest.decision import Tick
     from sentinel.ingest.merge import StepView
-    from sentinel.rules.quick import Quick
 
 LASTING_STEPS = 3
 """Points in a row that corroborate a lone excursion (DESIGN.md, section 6)."""
@@ -30,11 +29,6 @@ HIGHER = 1.5
 of two spikes within 20 steps the second was the one that people mark)."""
 BACKGROUND_RATE = 0.02
 """Weight of the newest step in a rule's usual number of lone excursions a step; chosen."""
-
-
-
-_WELL = Scores.of(np.zeros(0), np.zeros(0))
-"""Of points that are well: nobody reads them."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -69,8 +63,6 @@ class Watch:
         self.rule, self.detector, self.statistic, self.mode = rule, detector, statistic, mode
         self.scorer: Any = detector
         """What scores and learns: the detector, or the form that it is."""
-        self.quick: Quick | None = None
-        """A quick way to take in points that are well, where there is one."""
         self.state: State = {}
         self.num_series = 0
         self.episodes = Episodes()
@@ -107,9 +99,6 @@ class Watch:
 
     def _run(self, values: np.ndarray, slots: np.ndarray | None) -> tuple[Scores, np.ndarray, np.ndarray | None]:
         """Score, then learn; return scores (read for the anomalous), the anomalous points, and the settled ones."""
-        if slots is None and self.quick is not None and self.quick.take(values, self.state):
-            self.num_points += len(values)
-            return _WELL, np.zeros(len(values), np.bool_), None
         part = self._gather(slots)
         scores = self.scorer.score(values, part)
         anomalous = scores.score >= 1.0
