@@ -14,6 +14,9 @@ from sentinel.rules.schema import Match
 if TYPE_CHECKING:
     from sentinel.ingest.merge import Layout, LogicalTensor
 
+MAX_REMEMBERED = 20_000
+"""Names up to which a layout's are remembered for the one after it: of more, 25 ms a layout would cost 10 MB (chosen)."""
+
 _T = TypeVar("_T")
 
 
@@ -26,6 +29,8 @@ class SeriesIndex:
 
     def __init__(self) -> None:
         self._hashes = np.zeros(0, np.uint64)
+        self._hash_of: dict[str, int] = {}
+        self._taken: dict[tuple[str, ...], dict[str, bool]] = {}
 
     def __len__(self) -> int:
         return len(self._hashes)
@@ -53,6 +58,26 @@ class SeriesIndex:
             self._hashes = np.concatenate([self._hashes, new[np.sort(first)]])
         numbers: np.ndarray = found.astype(np.int32)
         return numbers
+
+    def hashes_of(self, keys: Sequence[str]) -> np.ndarray:
+        """Return the 64 bits of each key: [n] uint64. Layouts follow each other with much the same keys."""
+        if len(keys) > MAX_REMEMBERED:
+            return np.fromiter(map(hash_of, keys), np.uint64, len(keys))
+        known = _room_for(self._hash_of, len(keys))
+        for key in keys:
+            if key not in known:
+                known[key] = hash_of(key)
+        return np.fromiter((known[key] for key in keys), np.uint64, len(keys))
+
+    def takes(self, match: Match, names: Sequence[str]) -> np.ndarray:
+        """Return which names a rule watches: [n] bool."""
+        if len(names) > MAX_REMEMBERED:
+            return np.fromiter(map(match.takes_name, names), np.bool_, len(names))
+        known = _room_for(self._taken.setdefault(match.name, {}), len(names))
+        for name in names:
+            if name not in known:
+                known[name] = match.takes_name(name)
+        return np.fromiter((known[name] for name in names), np.bool_, len(names))
 
     def to_bytes(self) -> bytes:
         """Return everything, for a snapshot."""
@@ -82,7 +107,7 @@ class Selection:
         tensors = layout.tensors
         self._layout = layout
         self._series = series
-        self.hashes = np.fromiter((hash_of(series_key(layout, one)) for one in tensors), np.uint64, len(tensors))
+        self.hashes = series.hashes_of([series_key(layout, one) for one in tensors])
         self.keys = series.numbers(self.hashes)
         """[tensors] the number of each one's series."""
         self._kinds, self._kind = _coded([(one.kind, one.border) for one in tensors])
@@ -94,8 +119,7 @@ class Selection:
         of_kind = np.array([is_of_kind(kind, border, kinds) for kind, border in self._kinds], np.bool_)
         taken: np.ndarray = of_kind[self._kind] if len(of_kind) else np.zeros(0, np.bool_)
         if match.name != ("*",) and len(taken):
-            of_name = np.array([match.takes_name(name) for name in self._names], np.bool_)
-            taken = taken & of_name[self._name]
+            taken = taken & self._series.takes(match, self._names)[self._name]
         return taken
 
     def of_single_rank(self, ranks: tuple[int, ...]) -> np.ndarray:
@@ -107,6 +131,13 @@ class Selection:
         """Return an array that equals this one and that others use too: rules of a pack watch the same tensors."""
         key = hashlib.blake2b(array.tobytes(), digest_size=16).digest() + array.dtype.str.encode()
         return self._shared.setdefault(key, array)
+
+
+def _room_for(known: dict[str, _T], num_more: int) -> dict[str, _T]:
+    """Return it, emptied where it might grow too long."""
+    if len(known) + num_more > 2 * MAX_REMEMBERED:
+        known.clear()
+    return known
 
 
 def _coded(values: Sequence[_T]) -> tuple[list[_T], np.ndarray]:
