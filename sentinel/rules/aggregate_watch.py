@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sentinel.aggregate import Group, Groups
-from sentinel.anomaly import Anomaly, Severity, anomaly_id
+from sentinel.anomaly import Anomaly, Severity
 from sentinel.detect import Scores, SeriesDetector
 from sentinel.moments import Moments
 from sentinel.rules import wording
-from sentinel.rules.facts import GRADIENT_KINDS, any_place, finite, skip_note, value_text
+from sentinel.rules.facts import GRADIENT_KINDS, onset, skip_note, value_text
 from sentinel.rules.row_watch import raw_statistic
 from sentinel.rules.schema import Rule
 from sentinel.rules.watch import BACKGROUND_RATE, LASTING_STEPS, Points, SeriesWatch
@@ -245,9 +245,7 @@ class _GroupPoints(Points):
         named = f"{group.name} ({wording.count(len(members), 'tensor')}{left_out})"
         if math.isfinite(value):
             sign = int(self.direction[i])
-            text = wording.excursion(
-                group.kind, named, watch.statistic, value, baseline, score, sign, why, watch.detector
-            )
+            text = wording.excursion(group.kind, named, watch.statistic, value, baseline, score, sign, why, watch.detector)
         else:
             text = f"{wording.subject(group.kind, named, watch.statistic)} is {value_text(value)}{skip_note(view)}"
         # It stands where the last of its members was made, so that each of them may be its cause.
@@ -255,38 +253,25 @@ class _GroupPoints(Points):
         last = view.tensors[(min(places) if group.kind in GRADIENT_KINDS else max(places))[2]]
         ranks = tuple(sorted({rank for one in members for rank in one.ranks}))
         names = sorted(one.name for one in members)
-        sizes = any_place(view)
-        series = f"{group.definition}/{group.name}/{group.kind}/{watch.statistic}"
-        anomaly = Anomaly(
-            id=anomaly_id(view.run, view.attempt, view.step, None, None, series, rule.name),
-            run=view.run,
-            attempt=view.attempt,
-            rank=None,
+        anomaly = onset(
+            view,
+            rule,
+            f"{group.definition}/{group.name}/{group.kind}/{watch.statistic}",
+            value,
+            baseline,
+            score,
             ranks=ranks,
-            step=view.step,
-            micro_step=None,
             pp_stage=last.pp_stage,
             vpp_stage=last.vpp_stage,
             call_id=None,
             tag_name=group.name,
             kind=group.kind,
             statistic=watch.statistic,
-            rule=rule.name,
-            detector=rule.detector,
             severity=severity,
-            value=finite(value),
-            value_text=value_text(value),
-            baseline=finite(baseline),
-            score=finite(score),
             message=text,
             group_mates=ranks,
-            time=view.time,
             depth=last.depth,
             site_pos=int(view.site_pos[last.index]),
-            dp_size=sizes.dp_size,
-            tp_size=sizes.tp_size,
-            pp_size=sizes.pp_size,
-            ep_size=sizes.ep_size,
             num_members=len(names),
             members=tuple(names) if len(names) <= MAX_MEMBERS else (),
             members_id="" if len(names) <= MAX_MEMBERS else _hash("\n".join(names)),

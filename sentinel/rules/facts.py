@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -54,6 +54,45 @@ def _consumers(view: StepView, tensor: LogicalTensor, rank: int | None) -> tuple
     return left if left or tensor.kind == "dgrad_in" else tensor.consumers
 
 
+def onset(
+    view: StepView,
+    rule: Rule,
+    series: str,
+    value: float,
+    baseline: float,
+    score: float,
+    *,
+    rank: int | None = None,
+    micro_step: int | None = None,
+    **said: Any,
+) -> Anomaly:
+    """Return an onset record: what all say of their step, rule and numbers, and what is `said` of the series.
+
+    series: names it within the run, for the id.
+    """
+    sizes = any_place(view)
+    return Anomaly(
+        id=anomaly_id(view.run, view.attempt, view.step, micro_step, rank, series, rule.name),
+        run=view.run,
+        attempt=view.attempt,
+        rank=rank,
+        step=view.step,
+        micro_step=micro_step,
+        rule=rule.name,
+        detector=rule.detector,
+        value=finite(value),
+        value_text=value_text(value),
+        baseline=finite(baseline),
+        score=finite(score),
+        time=view.time,
+        dp_size=sizes.dp_size,
+        tp_size=sizes.tp_size,
+        pp_size=sizes.pp_size,
+        ep_size=sizes.ep_size,
+        **said,
+    )
+
+
 def tensor_anomaly(
     view: StepView,
     rule: Rule,
@@ -71,31 +110,25 @@ def tensor_anomaly(
 ) -> Anomaly:
     """Return the onset record of a tensor."""
     place = view.places.get(rank) if rank is not None else None
-    sizes = any_place(view)
-    return Anomaly(
-        id=anomaly_id(view.run, view.attempt, view.step, micro_step, rank, f"{series}/{statistic}", rule.name),
-        run=view.run,
-        attempt=view.attempt,
+    return onset(
+        view,
+        rule,
+        f"{series}/{statistic}",
+        value,
+        baseline,
+        score,
         rank=rank,
-        ranks=tensor.ranks if rank is None else (rank,),
-        step=view.step,
         micro_step=micro_step,
+        ranks=tensor.ranks if rank is None else (rank,),
         pp_stage=tensor.pp_stage,
         vpp_stage=tensor.vpp_stage,
         call_id=call_id,
         tag_name=tensor.name,
         kind=tensor.kind,
         statistic=statistic,
-        rule=rule.name,
-        detector=rule.detector,
         severity=severity,
-        value=finite(value),
-        value_text=value_text(value),
-        baseline=finite(baseline),
-        score=finite(score),
         message=message,
         group_mates=tensor.ranks,
-        time=view.time,
         depth=tensor.depth,
         site_pos=int(view.site_pos[tensor.index]),
         place=place.coordinates() if place is not None else dict(tensor.place),
@@ -104,10 +137,6 @@ def tensor_anomaly(
         segment=tensor.segment,
         border=tensor.border,
         communicates=tensor.communicates,
-        dp_size=sizes.dp_size,
-        tp_size=sizes.tp_size,
-        pp_size=sizes.pp_size,
-        ep_size=sizes.ep_size,
         dtype=tensor.dtype,
     )
 
