@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 from pathlib import Path
 
 import msgspec
@@ -221,3 +222,45 @@ def test_a_change_survives_its_encoding() -> None:
     assert change is not None
     told = msgspec.msgpack.decode(encode_message(change), type=LayoutChange)
     assert told == change and told.applied_to(base) == wanted
+
+
+def _trainer(run_dir: Path, seed: int, *, num_steps: int) -> dict[int, Descriptor]:
+    """Step -> the descriptor in force: the same for each process of a seed."""
+    rng, out, known, said = random.Random(seed), spool(run_dir, file_bytes=20_000), [descriptor(30)], {}
+    for step in range(num_steps):
+        if rng.random() < 0.5:
+            known.append(changed(rng.choice(known[-4:]), rng.randrange(5), site_pos=rng.randrange(3)))
+        elif rng.random() < 0.2:
+            known.append(grown(known[-1], 1))
+        out.describe(known[-1])
+        out.append_rows(ROWS, step=step)
+        said[step] = known[-1]
+    return said
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_trainer_that_is_killed_leaves_what_it_wrote(seed: int, tmp_path: Path) -> None:
+    """SIGKILL wherever it strikes, and a torn end: each whole step is read as it was meant, beside a reader that follows."""
+    process = os.fork()
+    if process == 0:
+        try:
+            _trainer(tmp_path / "killed", seed, num_steps=10**6)
+        finally:
+            os._exit(1)
+    follower, found = RunFollower(tmp_path / "killed"), {}
+    while len(found) < 150 * (seed + 1):
+        for record in follower.poll():
+            if record.frame.header.type == FrameType.ROWS:
+                assert record.descriptor is not None
+                found[record.frame.header.step] = record.descriptor
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    folder = life_folder(tmp_path / "killed", 0, LIFE)
+    last = folder / file_name(list_files(folder)[-1])
+    os.truncate(last, max(0, last.stat().st_size - 50))
+
+    found |= read(tmp_path / "killed", follower)
+    said = _trainer(tmp_path / "whole", seed, num_steps=max(found) + 1)
+    assert found == said
+    alone = read(tmp_path / "killed")
+    assert alone == {step: said[step] for step in alone} and len(alone) >= len(said) - 1
