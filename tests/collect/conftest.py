@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from sentinel.messages import Bye, Descriptor, EndStep, Health, TensorInfo
+from sentinel.messages import Bye, Descriptor, EndStep, Health, LayoutChange, TensorInfo
 from sentinel.record import ROW_DTYPE
 from sentinel.wire.frame import Frame, FrameType, decode_message, scan
 
@@ -40,6 +40,9 @@ class Said:
                     self.rows.setdefault(frame.header.step, []).append((table[int(row["tensor"])], row))
                 continue
             message = decode_message(frame)
+            if isinstance(message, LayoutChange):
+                assert self.descriptor is not None
+                message = message.applied_to(self.descriptor)
             if isinstance(message, Descriptor):
                 self.descriptor = message
                 table = {tensor.id: tensor for tensor in message.tensors}

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from sentinel.anomaly import Anomaly, Incident
-from sentinel.messages import Ack, Descriptor, EndStep, Health
+from sentinel.messages import Ack, Descriptor, EndStep, Health, LayoutChange
 from sentinel.record import ROW_DTYPE
 from sentinel.wire.frame import FrameType, decode_message
 from sentinel.wire.spool import SpoolReader
@@ -111,6 +111,9 @@ class Spoken:
                         self.rows[frame.header.step].append(np.frombuffer(frame.payload, ROW_DTYPE))
                         continue
                     message = decode_message(frame)
+                    if isinstance(message, LayoutChange):
+                        assert self.descriptor is not None
+                        message = message.applied_to(self.descriptor)
                     if isinstance(message, Descriptor):
                         self.descriptor = message
                     elif isinstance(message, EndStep):

@@ -22,7 +22,7 @@ from torch import nn
 
 import sentinel
 from sentinel.command import ChangeConfig
-from sentinel.messages import Descriptor
+from sentinel.messages import Descriptor, LayoutChange
 from sentinel.record import ROW_DTYPE
 from sentinel.wire.frame import FrameType, decode_message
 from sentinel.wire.spool import SpoolReader
@@ -165,10 +165,10 @@ class Measured:
             reader = SpoolReader(folder)
             while frames := reader.poll(final=True):
                 for frame in frames:
-                    if frame.header.type == FrameType.DESCRIPTOR:
+                    if frame.header.type in (FrameType.DESCRIPTOR, FrameType.CHANGE):
                         told = decode_message(frame)
-                        assert isinstance(told, Descriptor)
-                        names = {tensor.id: (tensor.kind, tensor.name) for tensor in told.tensors}
+                        assert isinstance(told, Descriptor | LayoutChange)
+                        names.update((tensor.id, (tensor.kind, tensor.name)) for tensor in told.tensors)
                     elif frame.header.type == FrameType.ROWS:
                         rows = np.frombuffer(frame.payload, ROW_DTYPE)
                         self._found.update((*names[int(row["tensor"])], frame.header.step) for row in rows)

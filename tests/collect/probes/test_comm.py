@@ -17,7 +17,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 
 from sentinel.collect.probes.collectives import METHODS, calls
-from sentinel.messages import Descriptor, Health, TensorInfo, Vectors
+from sentinel.messages import Descriptor, Health, LayoutChange, TensorInfo, Vectors
 from sentinel.record import NONE_ID, ROW_DTYPE
 from sentinel.wire.frame import FrameType, decode_message
 from sentinel.wire.spool import SpoolReader
@@ -47,7 +47,7 @@ class Heard:
             if frame.header.type == FrameType.ROWS:
                 continue
             message = decode_message(frame)
-            if isinstance(message, Descriptor):
+            if isinstance(message, Descriptor | LayoutChange):
                 self.tensors.update({tensor.id: tensor for tensor in message.tensors})
             elif isinstance(message, Health):
                 self.health.append(message)

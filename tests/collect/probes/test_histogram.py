@@ -15,7 +15,7 @@ from torch import nn
 import sentinel
 from sentinel.collect.probes import histogram, pieces, update
 from sentinel.collect.probes.histogram import EDGES, NUM_BINS, counted
-from sentinel.messages import Descriptor, Vector, Vectors
+from sentinel.messages import Descriptor, LayoutChange, Vector, Vectors
 from sentinel.wire.frame import Frame, FrameType, decode_message, scan
 
 from ..conftest import Said, TinyModel, loss_of
@@ -36,8 +36,8 @@ class Heard:
                 if frame.header.type == FrameType.ROWS:
                     continue
                 message = decode_message(frame)
-                if isinstance(message, Descriptor):
-                    table = {tensor.id: tensor for tensor in message.tensors}
+                if isinstance(message, Descriptor | LayoutChange):
+                    table.update((tensor.id, tensor) for tensor in message.tensors)
                 elif isinstance(message, Vectors):
                     for item in message.items:
                         info = table[item.tensor]

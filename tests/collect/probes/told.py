@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from sentinel.messages import Descriptor, Vectors
+from sentinel.messages import Descriptor, LayoutChange, Vectors
 from sentinel.moments import Moments
 from sentinel.record import STATS_DTYPE
 from sentinel.wire.frame import Frame, FrameType, decode_message, scan
@@ -38,8 +38,8 @@ class Told(Said):
             if frame.header.type == FrameType.ROWS:
                 continue
             message = decode_message(frame)
-            if isinstance(message, Descriptor):
-                names = {tensor.id: tensor.name for tensor in message.tensors}
+            if isinstance(message, Descriptor | LayoutChange):
+                names.update((tensor.id, tensor.name) for tensor in message.tensors)
             elif isinstance(message, Vectors):
                 for one in message.items:
                     values = np.frombuffer(one.values, one.dtype).reshape(one.shape)
