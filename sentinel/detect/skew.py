@@ -118,7 +118,7 @@ class RankSkew(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def _own(self, residual: np.ndarray, state: State) -> np.ndarray:
         """Return how far each rank is from what it usually differs by; 0.0 where there are no peers."""
-        own: np.ndarray = np.abs(np.nan_to_num(residual - np.clip(state["usual"], -FORGIVEN, FORGIVEN)))
+        own: np.ndarray = np.abs(np.where(np.isnan(residual), 0.0, residual - np.clip(state["usual"], -FORGIVEN, FORGIVEN)))
         return own
 
     def _measured(
