@@ -164,6 +164,13 @@ class _Reader:
         noise = self._share(item, 0.0)
         inputs = self.list_of(item, "input")
         series = [one for entry in inputs if (one := self._series(entry, noise, num_ranks)) is not None]
+        first: dict[tuple[object, ...], Series] = {}
+        for one in series:
+            for key in ((one.kind, one.name, statistic, one.ranks) for statistic in one.values):
+                if (other := first.setdefault(key, one)) is not one:
+                    again = f'input "{one.name}" is there twice, first at line {other.line}: only one could count'
+                    self.problems.append(Problem(self.file, one.line, f"{self._of}{again}"))
+                    break
         if not inputs:
             self.complain(item, '"input" is missing; expected a list of series, each a "scalar" or "tensor" with "values"')
         told = "expect" in item.value, "expect_incidents" in item.value
@@ -216,12 +223,13 @@ class _Reader:
                 known = [one for one in RULE_STATISTICS if (one == VALUE) == (kind == "scalar")]
                 self.complain(entry, f'input "{name}": unknown statistic "{key}"{nearest(key, known)}')
             try:
-                values[key] = tuple(expand(str(entry.value)))
+                plain = entry.plain()
+                values[key] = tuple(expand(" ".join(map(str, plain)) if isinstance(plain, list) else str(plain)))
             except BadNotation as error:
                 self.complain(entry, f'input "{name}": values: {error}')
         ranks = [entry.value for entry in self.list_of(item, "rank")]
         if not all(isinstance(rank, int) and 0 <= rank < num_ranks for rank in ranks):
-            what = f"expected ranks of 0 to {num_ranks - 1}, got {ranks!r}; \"ranks: N\" of the test says how many there are"
+            what = f'expected ranks of 0 to {num_ranks - 1}, got {ranks!r}; "ranks: N" of the test says how many there are'
             self.complain(item.value["rank"], f'input "{name}": {what}')
         return Series(
             name=name, kind=kind, values=values, ranks=tuple(ranks), noise=self._share(item, noise), line=item.line

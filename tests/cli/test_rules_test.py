@@ -116,6 +116,16 @@ def test_expected_against_got_with_file_and_line(tmp_path: Path, capsys: pytest.
     assert "ok" in capsys.readouterr().out
 
 
+def test_values_may_be_a_list_and_stand_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "a.yaml", SPIKE.replace('"2x60 9 2x10"', "[2x60, 9, 2x10]").replace("STEP", "61"))
+
+    assert run_cli(["rules", "test", str(path)]) == 0
+    series = '      - {scalar: loss, values: "2x60 9 2x10"}\n'
+    write(path, SPIKE.replace(series, 2 * series).replace("STEP", "61"))
+    assert run_cli(["rules", "test", str(path)]) == 2
+    assert f'{path}:6: test "spike": input "loss" is there twice, first at line 5' in capsys.readouterr().err
+
+
 def test_what_nobody_expected_fails_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "a.yaml", SPIKE.replace(EXPECT, "    expect: []\n"))
 
