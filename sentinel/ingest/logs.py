@@ -102,7 +102,7 @@ def find_logs(path: Path) -> list[Path]:
 
 
 def _ends_like_log(name: str) -> bool:
-    return name.removesuffix(".gz").endswith((".csv", ".tsv", ".jsonl", ".ndjson", ".log", ".txt", ".json"))
+    return re.sub(r"\.(gz|bz2|xz)$", "", name).endswith((".csv", ".tsv", ".jsonl", ".ndjson", ".log", ".txt", ".json"))
 
 
 def _event_files(path: Path) -> list[Path]:

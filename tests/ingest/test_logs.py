@@ -438,7 +438,7 @@ def test_columns_and_headers_can_be_named(tmp_path: Path) -> None:
 
 
 def test_directories_mean_their_logs(tmp_path: Path) -> None:
-    for name in ("a.csv", "b.jsonl", "notes.md", ".hidden.csv"):
+    for name in ("a.csv", "b.jsonl", "c.log.xz", "notes.md", ".hidden.csv"):
         (tmp_path / name).write_text(table())
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "trainer_state.json").write_text(trainer_state())
@@ -447,7 +447,7 @@ def test_directories_mean_their_logs(tmp_path: Path) -> None:
         (tmp_path / "out" / f"checkpoint-{step}").mkdir(parents=True)
         (tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json").write_text(trainer_state())
 
-    assert [path.name for path in find_logs(tmp_path)] == ["a.csv", "b.jsonl", "run"]
+    assert [path.name for path in find_logs(tmp_path)] == ["a.csv", "b.jsonl", "c.log.xz", "run"]
     assert [path.name for path in find_logs(tmp_path / "out")] == ["checkpoint-100"]
     assert read_log(tmp_path / "out").steps.tolist() == STEPS
     assert find_logs(tmp_path / "run") == [tmp_path / "run"]
