@@ -100,7 +100,7 @@ def asinh(values: np.ndarray, unit: np.ndarray) -> np.ndarray:
         y = np.clip(values / unit, -1e300, 1e300)
     size = np.abs(y)
     near = np.minimum(size, 1e8)
-    z = _log(np.where(size < 1e8, size + np.sqrt(near * near + 1.0), size + size))
+    z = log(np.where(size < 1e8, size + np.sqrt(near * near + 1.0), size + size))
     return np.where(y < 0.0, -z, z)
 
 
@@ -111,7 +111,8 @@ _POLYNOMIAL = (
 """Source: fdlibm, e_log.c, Lg1 to Lg7. numpy's own logarithm differs in its last bit from one machine to the next."""
 
 
-def _log(x: np.ndarray) -> np.ndarray:
+def log(x: np.ndarray) -> np.ndarray:
+    """Return the natural logarithm of positive normal numbers; the same bits on every machine."""
     m, exponent = np.frexp(x)
     is_low = m < 0.70710678118654752440
     m = np.where(is_low, m + m, m)

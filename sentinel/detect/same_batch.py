@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import msgspec
 import numpy as np
 
 from sentinel.detect.detector import Scores, State
+from sentinel.detect.rolling import log
 from sentinel.errors import ConfigError
 
 _RATE, _CALM_RATE = 0.05, 0.01
+SMALLEST = 1e-300
+"""A change that is smaller counts as this."""
 
 
 class SameBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,24 +59,28 @@ class SameBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def score(self, values: np.ndarray, state: State) -> Scores:
         """Score small falls in a row / lasting; 0.0 for other changes, for none, and for what is not finite."""
-        calm, _ = self._calm(values, state)
+        calm, _, _ = self._calm(values, state)
         score = np.where(calm, (state["run"] + 1.0) / self.lasting, 0.0)
         return Scores.of(score, state["last"].copy(), direction=np.zeros(len(values), dtype=np.int8))
 
     def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
         """Follow the usual change in logarithms, calm ones slowly, and count those in a row. Deaf to what is not finite."""
-        calm, size = self._calm(values, state)
+        calm, size, counted = self._calm(values, state)
         finite = np.isfinite(values)
         moved = finite & (size > 0)
         state["run"] = np.where(calm, state["run"] + 1, np.where(moved, 0, state["run"]))
-        counted = np.log(np.where(moved, size, 1.0))
         rate = np.where(calm, _CALM_RATE, np.maximum(1.0 / (1.0 + state["changes"]), _RATE))
         np.copyto(state["change"], state["change"] + rate * (counted - state["change"]), where=moved)
         state["changes"] = state["changes"] + moved
         np.copyto(state["last"], values, where=finite)
 
-    def _calm(self, values: np.ndarray, state: State) -> tuple[np.ndarray, np.ndarray]:
-        """Return whether each point lies little below its last one, and how far away it is; NaN: one is not known."""
+    def _calm(self, values: np.ndarray, state: State) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return whether each point lies little below its last one, how far away it is, and the logarithm of that.
+
+        NaN: one is not known.
+        """
         change = np.clip(values - state["last"], -1e300, 1e300)
-        small = (change < 0) & (-change < self.share * np.exp(state["change"]))
-        return small & (state["changes"] >= self.warmup) & np.isfinite(values), np.abs(change)
+        size = np.abs(change)
+        counted = log(np.maximum(size, SMALLEST))
+        small = (change < 0) & (counted < math.log(self.share) + state["change"])
+        return small & (state["changes"] >= self.warmup) & np.isfinite(values), size, counted

@@ -2,7 +2,7 @@
  * or, where any would be anomalous, changes nothing and returns 0; the numpy of sentinel/detect then has the word. The
  * arithmetic is the numpy's, operation by operation. All rules on the logged values of a step are one call. */
 
-enum { QUICK_DRIFT, QUICK_PLATEAU, QUICK_HIDDEN, QUICK_BASELINE, QUICK_FINITE, QUICK_ROLLING };
+enum { QUICK_DRIFT, QUICK_PLATEAU, QUICK_HIDDEN, QUICK_BASELINE, QUICK_FINITE, QUICK_ROLLING, QUICK_BATCH };
 
 typedef struct {
     const void *parameters;
@@ -207,6 +207,37 @@ static int quick_baseline(const QuickRule *r, const double *values)
     return 1;
 }
 
+typedef struct {
+    double log_share;
+    int64_t lasting, warmup;
+} BatchParameters;
+
+/* SameBatch: last, change, changes, run. */
+static int quick_batch(const QuickRule *r, const double *values)
+{
+    const BatchParameters *p = r->parameters;
+    double *last = r->arrays[0], *usual = r->arrays[1];
+    int64_t *changes = r->arrays[2], *run = r->arrays[3];
+    for (int is_judged = 0; is_judged < 2; is_judged++)
+        for (int64_t n = 0; n < r->num; n++) {
+            const int64_t i = r->series[n];
+            const double x = values[r->values[n]];
+            if (!(fabs(x) < INFINITY)) continue;
+            const double change = clipped(x - last[i], 1e300), size = fabs(change), counted = rolling_log(larger(size, 1e-300));
+            const int is_calm = change < 0.0 && counted < p->log_share + usual[i] && changes[i] >= p->warmup;
+            if (!is_judged) {
+                if (is_calm && ((double)run[i] + 1.0) / (double)p->lasting >= 1.0) return 0;
+                continue;
+            }
+            last[i] = x;
+            if (!(size > 0.0)) continue;
+            run[i] = is_calm ? run[i] + 1 : 0;
+            usual[i] += (is_calm ? 0.01 : larger(1.0 / (1.0 + (double)changes[i]), 0.05)) * (counted - usual[i]);
+            changes[i]++;
+        }
+    return 1;
+}
+
 /* What asks for finite values alone. NanStorm: points; AnomalyNan: no arrays. */
 static int quick_finite(const QuickRule *r, const double *values)
 {
@@ -242,7 +273,7 @@ static int quick_rolling(const QuickRule *r, const double *values)
 EXPORT int64_t sentinel_quick_step(const QuickRule *rules, int64_t num_rules, const double *values, uint8_t *is_taken)
 {
     static int (*const kinds[])(const QuickRule *, const double *)
-        = {quick_drift, quick_plateau, quick_hidden, quick_baseline, quick_finite, quick_rolling};
+        = {quick_drift, quick_plateau, quick_hidden, quick_baseline, quick_finite, quick_rolling, quick_batch};
     int64_t num_taken = 0;
     for (int64_t w = 0; w < num_rules; w++) {
         is_taken[w] = (uint8_t)kinds[rules[w].kind](&rules[w], values);

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from sentinel.native.library import find_library
 
-KINDS = ("drift", "plateau", "hidden", "baseline", "finite", "rolling")
+KINDS = ("drift", "plateau", "hidden", "baseline", "finite", "rolling", "batch")
 """Ways to judge, by the number that C knows them by."""
 
 
@@ -46,6 +46,12 @@ class HiddenParameters(ctypes.Structure):
     """Those of a hidden NaN."""
 
     _fields_ = (("repeats", ctypes.c_int64), ("warmup", ctypes.c_int64))
+
+
+class BatchParameters(ctypes.Structure):
+    """Those of a batch that comes again."""
+
+    _fields_ = (("log_share", ctypes.c_double), ("lasting", ctypes.c_int64), ("warmup", ctypes.c_int64))
 
 
 def _find() -> Callable[[int, int, int, int], int] | None:

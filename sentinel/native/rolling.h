@@ -47,7 +47,7 @@ static inline Rolling rolling_series_of(const RollingParameters *p, const Rollin
     };
 }
 
-/* log(x), x >= 1: plain arithmetic in a fixed order, as `_log` of detect/rolling.py (fdlibm's polynomial). */
+/* log(x), x positive and normal: plain arithmetic in a fixed order, as `log` of detect/rolling.py (fdlibm's polynomial). */
 static inline double rolling_log(double x)
 {
     uint64_t bits, biased;

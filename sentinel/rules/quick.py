@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sentinel.detect import AnomalyNan, AnomalyTurbulence, HiddenNan, NanStorm, State
+from sentinel.detect import AnomalyNan, AnomalyTurbulence, HiddenNan, NanStorm, SameBatch, State
 from sentinel.detect.drift import Drift, Plateau
 from sentinel.detect.forms import BaselineForm
 from sentinel.detect.windowed import RollingMedian
@@ -25,6 +25,7 @@ _ARRAYS = {
     "rolling": tuple(name for name, _ in rolling.ARRAYS),
     "baseline": (),
     "finite": ("points",),
+    "batch": ("last", "change", "changes", "run"),
 }
 """Arrays of the state, in the order of native/quick.h."""
 
@@ -63,6 +64,10 @@ class Quick:
             return native.HiddenParameters(repeats=detector.repeats, warmup=detector.warmup)
         if self._kind == "rolling":
             return detector.numbers
+        if self._kind == "batch":
+            return native.BatchParameters(
+                log_share=math.log(detector.share), lasting=detector.lasting, warmup=detector.warmup
+            )
         if self._kind == "finite":
             return ctypes.c_int64("points" in state)
         form = detector.form("value")
@@ -81,6 +86,8 @@ def quick_of(detector: Any) -> Quick | None:
         return Quick(detector, "drift")
     if type(detector) is Plateau:
         return Quick(detector, "plateau")
+    if type(detector) is SameBatch:
+        return Quick(detector, "batch")
     if type(detector) is HiddenNan:
         return Quick(detector, "hidden")
     if type(detector) is NanStorm or (type(detector) is AnomalyNan and detector.threshold is None):

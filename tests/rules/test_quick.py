@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 import pytest
 
-from sentinel.detect import AnomalyNan, AnomalyTurbulence, GradNormSpike, HiddenNan, LossSpike, NanStorm
+from sentinel.detect import AnomalyNan, AnomalyTurbulence, GradNormSpike, HiddenNan, LossSpike, NanStorm, SameBatch
 from sentinel.detect.drift import Drift, Plateau
 from sentinel.native import quick as native
 from sentinel.rules.quick import Quick, quick_of
@@ -23,6 +23,7 @@ DETECTORS = {
     "nan": AnomalyNan(),
     "loss": LossSpike(),
     "norm": GradNormSpike(),
+    "batch": SameBatch(lasting=2, warmup=8),
 }
 
 
