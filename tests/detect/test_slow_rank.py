@@ -97,3 +97,21 @@ def test_a_rank_alone_on_its_stage_is_held_against_what_is_usual_between_stages(
 def test_nonsense_is_refused_when_built(args: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         SlowRank(**args)
+
+
+def test_a_step_that_is_sudden_is_told_alone_and_the_next_like_it_is_not() -> None:
+    detector, group = SlowRank(), np.zeros(4, dtype=np.int64)
+    state = detector.state(4)
+
+    def alone(busy: float) -> list[int]:
+        work = np.array([1.0, 1.0, busy, 1.0])
+        points = {"step_s": np.full(4, work.max() + 0.2), "wait_s": work.max() + 0.2 - work, "stage": group}
+        scores = detector.score(points, group, state)
+        detector.learn(points, group, state, scores.score >= 1.0)
+        assert (scores.score < 1.0).all(), "it does not last"
+        return np.flatnonzero(scores.evidence["alone"] >= 1.0).tolist()
+
+    early = [alone(5.0 if step == 3 else 1.0) for step in range(30)]
+
+    assert early == [[]] * 30, "the first steps compile"
+    assert [alone(busy) for busy in (3.0, 1.0, 1.0, 2.9, 1.0, 1.9, 1.0, 4.0)] == [[2], [], [], [], [], [], [], [2]]
