@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
 import click
 
+LONG = ("file", "channel", "name", "rule")
 _COLOURS = {"critical": "bold red", "warning": "yellow"}
 
 
@@ -31,9 +33,11 @@ def _show_rich(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Seq
     from rich.table import Table
     from rich.text import Text
 
-    table = Table()
+    # Ten columns have to fit into eighty signs: no frame, and only what may be long is folded.
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for at, column in enumerate(columns):
-        table.add_column(column, justify="right" if at in right else "left", overflow="fold")
+        justify: Literal["left", "right"] = "right" if at in right else "left"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=column not in LONG)
     for row in rows:
         # A tensor's name may hold square brackets: Text is not read as markup.
         table.add_row(*(Text(cell, style=_COLOURS.get(row[-1], "")) for cell in row))
