@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from sentinel.detect.detector import Scores, State
-from sentinel.detect.group import Points
+from sentinel.detect.group import Points, StepPoints
 from sentinel.errors import ConfigError
 
 PATIENCE = 4
@@ -70,6 +70,8 @@ class TwinRanks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def score(self, points: Points, group: np.ndarray, state: State) -> Scores:
         """Score steps in a row as a twin / those needed; 0.0 for what is nobody else's, zero or not finite."""
         is_twin, first = _twins(points["value"], group)
+        if isinstance(points, StepPoints):
+            points.made = is_twin, first
         run, is_own = state["streak"] + 1.0, points["is_own"]
         is_proven = state["life"] >= self.after
         proven = run / np.maximum(self.lasting, PATIENCE * state["longest"])
@@ -86,9 +88,9 @@ class TwinRanks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def learn(self, points: Points, group: np.ndarray, state: State, anomalous: np.ndarray) -> None:
         """Count the steps with and without a twin; follow how a number moves. What is not finite counts for nothing."""
         value = points["value"]
-        is_twin, _ = _twins(value, group)
-        _, number, size = np.unique(group, return_inverse=True, return_counts=True)
-        known = np.isfinite(value) & (value != 0.0) & (size[number] > 1)
+        made = points.made if isinstance(points, StepPoints) else None
+        is_twin, _ = made or _twins(value, group)
+        known = np.isfinite(value) & (value != 0.0) & (np.bincount(group)[group] > 1)
         ended = known & ~is_twin
         lived = ended & (state["life"] > 0)
         state["longest"] = np.where(lived, np.maximum(state["longest"], state["streak"]), state["longest"])
