@@ -197,7 +197,7 @@ class Timed:
 
     def _judge_scalars(self, step: ScalarStep, view: StepView) -> list[Anomaly]:
         begun = time.thread_time()
-        found = JUDGE_SCALARS(watch, view)
+        found = JUDGE_SCALARS(step, view)
         self._scalars_s += time.thread_time() - begun
         return found
 
