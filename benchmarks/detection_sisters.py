@@ -101,9 +101,9 @@ def sisters(logs: Any) -> None:
     print(
         "\n## Beside sisters: one step of the loss x1.02, x0.98; each run left out of its group in turn; rows from 128 on\n"
     )
-    print("""Nearly all constants were set on a grid over all runs, the last two (how k depends on the number of sisters) on every
-second run of each group (tuned): the other half is not unseen. False alarms count both sides; beside one sister a fall is
-never called, by design.
+    print("""Nearly all constants were set on a grid over all runs, the last two (how k depends on the number of sisters) on
+every second run of each group (tuned): the other half is not unseen. False alarms count both sides; beside one sister a
+fall is never called, by design.
 """)
     print("| sisters | half | runs | planted | +2 % caught | -2 % caught | rows | false | per 100k | +2 % without sisters |")
     print("|---|---|---|---|---|---|---|---|---|---|")

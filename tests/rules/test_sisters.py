@@ -153,3 +153,28 @@ def test_a_snapshot_goes_on_beside_the_sisters(rng, tmp_path):
     assert [(a.id, a.score) for a in before + after if a.event == "onset"] == [
         (a.id, a.score) for a in straight if a.event == "onset"
     ]
+
+
+def test_the_run_itself_as_its_sister_is_told_once(rng, tmp_path, caplog):
+    own = write_log(tmp_path / "own.csv", make_runs(rng, 1)[0])
+
+    found, rows = judge(loss_rule(read_references([own])), own)
+
+    said = [one.getMessage() for one in caplog.records if "the run itself" in one.getMessage()]
+    assert rows == POINTS and len(said) == 1
+    assert 'rule "loss-spike": sister 1 of 1' in said[0]
+    # Were it a sister, the batch would be acquitted by the run's own spike.
+    assert [(a.step, a.severity, a.reference_score) for a in found] == [(BATCH, Severity.CRITICAL, None)]
+
+
+def test_one_step_below_the_sisters_is_shown_and_pages_nobody(rng, tmp_path):
+    loss = make_runs(rng, 6)
+    loss[0, OWN] *= 0.95
+    reference = combine([{"loss": (np.arange(POINTS), one)} for one in loss[1:]])
+
+    found, rows = judge(loss_rule(reference), write_log(tmp_path / "own.csv", loss[0]))
+
+    assert rows == POINTS
+    by_step = {a.step: a for a in found}
+    assert by_step[OWN].severity is Severity.WARNING and by_step[OWN].score >= 2.0
+    assert "of its baseline" in by_step[OWN].message and "do not show it" in by_step[OWN].message
