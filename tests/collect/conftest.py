@@ -31,6 +31,7 @@ class Said:
 
     def _read(self, data: bytes) -> None:
         offset, table = 0, {}
+        layouts: dict[int, Descriptor] = {}
         while offset < len(data):
             frame = scan(data, offset)
             assert isinstance(frame, Frame), frame
@@ -41,10 +42,9 @@ class Said:
                 continue
             message = decode_message(frame)
             if isinstance(message, LayoutChange):
-                assert self.descriptor is not None
-                message = message.applied_to(self.descriptor)
+                message = message.applied_to(layouts[message.base])
             if isinstance(message, Descriptor):
-                self.descriptor = message
+                self.descriptor = layouts[frame.header.layout_id] = message
                 table = {tensor.id: tensor for tensor in message.tensors}
             elif isinstance(message, EndStep):
                 self.ends.append(message)

@@ -105,6 +105,7 @@ class Spoken:
         self.rows: dict[int, list[np.ndarray]] = defaultdict(list)
         for folder in sorted((run_dir / "spool").glob(f"r{rank:05d}-*")):
             reader = SpoolReader(folder)
+            layouts: dict[int, Descriptor] = {}
             while frames := reader.poll(final=True):
                 for frame in frames:
                     if frame.header.type == FrameType.ROWS:
@@ -112,10 +113,9 @@ class Spoken:
                         continue
                     message = decode_message(frame)
                     if isinstance(message, LayoutChange):
-                        assert self.descriptor is not None
-                        message = message.applied_to(self.descriptor)
+                        message = message.applied_to(layouts[message.base])
                     if isinstance(message, Descriptor):
-                        self.descriptor = message
+                        self.descriptor = layouts[frame.header.layout_id] = message
                     elif isinstance(message, EndStep):
                         self.ends[message.step] = message
                     elif isinstance(message, Health):
