@@ -24,12 +24,24 @@ typedef struct {
 
 static inline RollingLook rolling_look_portable(const float *a, int width, float v)
 {
-    RollingLook at = {0, 0, -INFINITY, INFINITY};
-    for (int i = 0; i < width; i++) {
-        at.less += a[i] < v;
-        at.most += a[i] <= v;
-        at.below = a[i] < v && a[i] > at.below ? a[i] : at.below;
-        at.above = a[i] > v && a[i] < at.above ? a[i] : at.above;
+    const Floats t = {v, v, v, v}, top = {INFINITY, INFINITY, INFINITY, INFINITY};
+    Floats below = -top, above = top;
+    Choice less = {0, 0, 0, 0}, more = less;
+    for (int i = 0; i < width; i += 4) {
+        const Floats x = *(const FloatsThere *)(a + i);
+        const Choice is_less = x < t, is_more = x > t;
+        const Floats low = rolling_choose(is_less, x, -top), high = rolling_choose(is_more, x, top);
+        less -= is_less;
+        more -= is_more;
+        below = rolling_choose(low > below, low, below);
+        above = rolling_choose(high < above, high, above);
+    }
+    RollingLook at = {0, width, -INFINITY, INFINITY};
+    for (int i = 0; i < 4; i++) {
+        at.less += less[i];
+        at.most -= more[i];
+        at.below = below[i] > at.below ? below[i] : at.below;
+        at.above = above[i] < at.above ? above[i] : at.above;
     }
     return at;
 }
