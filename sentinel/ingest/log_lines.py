@@ -15,6 +15,8 @@ from sentinel.ingest.log_tables import SUMMARY_KEYS
 
 PEEK_LINES = 4096
 """Lines looked at before the first is read, to know what the losses in them are (chosen)."""
+_ROW_CHARS = 400
+"""A longer line is no row of a table of two columns (chosen)."""
 _GAP_CHARS = 120
 """Of the text between two numbers this much is looked at; names are shorter (chosen)."""
 
@@ -163,7 +165,7 @@ class _Dialect:
     def _named(line: str) -> Iterator[tuple[_Named, float]]:
         if "\x1b" in line:
             line = _ANSI.sub("", line)
-        row = _TABLE_ROW.match(line)
+        row = _TABLE_ROW.match(line) if len(line) < _ROW_CHARS else None
         if row is not None:
             line = f"{row[1]}: {row[2]}"
         begin = 0
