@@ -74,6 +74,8 @@ class Rig:
         self.early: list[Incident] = []
         for step in range(HEALTHY_STEPS):
             self.early += judge.judge(None, self.view(step, None)).incidents
+        self.is_disturbed = bool(judge.open_incidents)
+        """An incident of the healthy past is still open: it would take the fault's anomalies."""
         self._snapshot = judge.snapshot()
 
     def view(self, step: int, plant: Plant | None) -> StepView:
@@ -138,6 +140,16 @@ class Rig:
         self.run.faults[:] = []
         self.run._values._poisoned_from = None
         return [one for one in found if one.opened_step >= HEALTHY_STEPS]
+
+
+def quiet_rig(layout: str, seed: int, dtype: str) -> Rig:
+    """Return a layout whose healthy past has left no incident open: under another seed where it has."""
+    while (rig := Rig(layout, seed, dtype)).is_disturbed:
+        print(
+            f"{layout} seed {seed}: {[one.title for one in rig.early[-1:]]} before any fault; taken under seed {seed + 100}"
+        )
+        seed += 100
+    return rig
 
 
 def _placed(tensor: TensorInfo, dtype: str, sizes: dict[str, int]) -> TensorInfo:
@@ -231,7 +243,7 @@ def main() -> None:
             rigs: dict[str, Rig] = {}
             for plant in plants:
                 if plant.dtype not in rigs:
-                    rigs[plant.dtype] = Rig(layout, seed, plant.dtype)
+                    rigs[plant.dtype] = quiet_rig(layout, seed, plant.dtype)
                 rig = rigs[plant.dtype]
                 if not plant.needs(rig.run):
                     continue

@@ -151,7 +151,7 @@ def has_copies(run: SyntheticRun) -> bool:
 
 def has_odd_one(run: SyntheticRun) -> bool:
     """Copies among which most are equal."""
-    return run.dp > 2 and has_copies(run)
+    return run.dp // getattr(run, "ep", 1) > 2 and has_copies(run)
 
 
 def batch_of(
