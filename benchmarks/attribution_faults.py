@@ -139,6 +139,17 @@ def told_apart(*otherwise: str, cause: str = "hardware") -> Callable[[SyntheticR
     return right
 
 
+def on_all(cause: str, *alone: str) -> Callable[[SyntheticRun], set[str]]:
+    """The cause where replicas tell: they exchange no tokens. alone: what else is right where there is one."""
+
+    def right(run: SyntheticRun) -> set[str]:
+        if run.dp == 1:
+            return {"unknown", *alone}
+        return {cause} if getattr(run, "ep", 1) == 1 else {cause, "unknown"}
+
+    return right
+
+
 def has_replicas(run: SyntheticRun) -> bool:
     """More than one data-parallel replica."""
     return run.dp > 1
@@ -402,17 +413,17 @@ PLANTS = [
           faults=nan("layers.0.attn"), needs=has_replicas),
     Plant("data: a token NaN in a late block of one replica", "batch", always("batch"), a_row,
           faults=nan("layers.2.attn"), needs=has_replicas),
-    Plant("data: NaN on all replicas, once", "batch", lambda run: {"unknown"} if run.dp == 1 else {"batch"} if getattr(run, "ep", 1) == 1 else {"batch", "unknown"},
+    Plant("data: NaN on all replicas, once", "batch", on_all("batch"),
           faults=everywhere("layers.1.attn", 1)),
-    Plant("bad data of one replica, ten steps", "batch", where_compared("unknown", "batch", cause="batch"), poor_shard, steps=24,
-          needs=has_replicas),
+    Plant("bad data of one replica, ten steps", "batch", where_compared("unknown", "batch", cause="batch"), poor_shard,
+          steps=24, needs=has_replicas),
     Plant("lr x100, logged", "model", always("model"), rising(100.0, logged=True)),
     Plant("lr x100, not logged", "model", always("model"), rising(100.0, logged=False)),
     Plant("slow divergence", "model", always("model"), rising(1.0, logged=True, steps=40, first=1.05), steps=40),
     Plant("explodes, then NaN", "model", always("model"), then_nan),
     Plant("attention x30", "model", always("model"), attention),
     Plant("zeroed gradient of a layer", "model", always("model"), zeroed),
-    Plant("NaN on all replicas, every step", "model", lambda run: {"model"} if run.dp > 1 and getattr(run, "ep", 1) == 1 else {"model", "unknown"},
+    Plant("NaN on all replicas, every step", "model", on_all("model", "model"),
           faults=everywhere("layers.1.attn", 6)),
     Plant("fragile module, 3 steps apart", "model", always("model", "unknown"), a_row, needs=has_replicas, steps=30,
           faults=again([(0, LAST, 0), (3, LAST, 1), (6, LAST, 0), (9, LAST, 1)])),
