@@ -34,7 +34,12 @@ class PaperSeries(msgspec.Struct, frozen=True, kw_only=True):
     """Statistic -> value at each step; None: the step has none."""
     ranks: tuple[int, ...] = ()
     noise: float = 0.0
-    """Relative standard deviation of the lognormal factor on each value, drawn from the name: the same in each run."""
+    """Relative standard deviation of the lognormal factor on each value, drawn from the name: the same in each run. What
+    comes of a rank's batch (activations and their gradients) is drawn for each rank; copies are alike."""
+
+
+OF_A_BATCH = ("activation_in", "activation", "dgrad", "dgrad_in", "wgrad_unreduced", "residual")
+"""Kinds of which no two ranks have the same numbers: each has a batch of its own."""
 
 
 def paper_views(
@@ -62,13 +67,18 @@ def paper_views(
     }  # fmt: skip
     layout = Layout(descriptors)
     # What is said of single ranks goes before what is said of all.
-    every = sorted(((one, _with_noise(one)) for one in series), key=lambda pair: bool(pair[0].ranks))
-    num_steps = max((len(values) for _, several in every for values in several.values()), default=0)
+    ordered = sorted(series, key=lambda one: bool(one.ranks))
+    copies = [(one, _with_noise(one)) for one in ordered]
+    every = {
+        rank: [(one, _with_noise(one, rank) if rank and one.kind in OF_A_BATCH else values) for one, values in copies]
+        for rank in descriptors
+    }
+    num_steps = max((len(values) for _, several in copies for values in several.values()), default=0)
     for at in range(num_steps):
         step = first_step + at
         parts = []
         for rank, descriptor in descriptors.items():
-            told = [(one, values) for one, values in every if not one.ranks or rank in one.ranks]
+            told = [(one, values) for one, values in every[rank] if not one.ranks or rank in one.ranks]
             rows = _rows(told, at, ids, step in skipped)
             scalars = {
                 one.name: value
@@ -82,13 +92,13 @@ def paper_views(
         yield StepView(run=run, attempt=0, step=step, layout=layout, parts=parts)
 
 
-def _with_noise(one: PaperSeries) -> dict[str, list[float | None]]:
+def _with_noise(one: PaperSeries, rank: int = 0) -> dict[str, list[float | None]]:
     found: dict[str, list[float | None]] = {}
     for statistic, values in one.values.items():
         factor = np.ones(len(values))
         if one.noise:
-            # Copies of a weight have the same noise: its seed knows no rank.
-            text = f"{one.kind}/{one.name}/{statistic}"
+            # Copies of a weight have the same noise: their seed knows no rank.
+            text = f"{one.kind}/{one.name}/{statistic}" + (f"/{rank}" if rank else "")
             seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
             factor = np.exp(np.random.default_rng(seed).normal(0.0, one.noise, len(values)))
         found[statistic] = [None if value is None else value * by for value, by in zip(values, factor.tolist(), strict=True)]
