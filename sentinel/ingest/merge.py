@@ -65,7 +65,9 @@ class Layout:
         self._build({} if like is None else like._placed)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_placed": {}}
+        # Addresses, and what holds them, mean nothing in another process.
+        kept = {name: value for name, value in self.__dict__.items() if name != "digest_rows"}
+        return {**kept, "_placed": {}, "_tables": {}}
 
     def _build(self, remembered: Mapping[int, list[Placed]]) -> None:
         keys: dict[tuple[str, str, tuple[tuple[str, int], ...]], int] = {}

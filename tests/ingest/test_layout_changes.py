@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,9 @@ def test_a_layout_made_after_another_is_the_same_as_one_made_alone(seed: int, tm
         former = layout
     assert num_kept > 200, "most of it is taken from the one before"
     assert cache.of(59, lambda: pytest.fail("known")) is former
+    assert former.digest_rows is None or former.tables_of(0)[2] == len(descriptors[0].tensors)
+    sent = pickle.loads(pickle.dumps(former))
+    assert sent.tensors == former.tensors and not sent._tables, "an address means nothing in another process"
 
 
 def test_a_tensor_that_is_not_measured_is_no_zero(tmp_path: Path) -> None:
