@@ -307,14 +307,16 @@ static inline int64_t rolling_due(const RollingParameters *p, const Rolling *s)
 {
     const int64_t seen = *s->seen, kept = *s->kept;
     if (*s->filled < p->window || kept < ROLLING_MANY || seen < 2 * (int64_t)p->warmup) return 1;
-    /* Windows that wrap, marks, the unit. */
+    /* Windows that wrap, and marks; the unit, which stays where all of a window lies above zero. */
     const int64_t wrap = rolling_least(p->window - *s->at, p->memory - kept % p->memory);
-    return rolling_least(wrap, rolling_least(ROLLING_EVERY - kept % ROLLING_EVERY, ROLLING_UNIT_EVERY - seen % ROLLING_UNIT_EVERY));
+    const int64_t due = rolling_least(wrap, ROLLING_EVERY - kept % ROLLING_EVERY);
+    return s->ordered[0] > 0.0f ? due : rolling_least(due, ROLLING_UNIT_EVERY - seen % ROLLING_UNIT_EVERY);
 }
 
-/* Take in up to `num` points, as rolling_due says; return how many were: up to the first that is not finite or anomalous.
+/* Take in up to `due` points, as rolling_due says, or fewer where one that is not above zero makes the unit due; return how
+ * many were: up to the first that is not finite or anomalous.
  * The window slides over all of them before any is judged, and back over those that it should not have: few are. */
-ROLLING_INLINE int64_t rolling_stretch(const RollingParameters *p, Rolling *s, int64_t num, int64_t stride,
+ROLLING_INLINE int64_t rolling_stretch(const RollingParameters *p, Rolling *s, int64_t *due, int64_t stride,
                                        const double *values, const double *z, double *scores, const uint8_t *flags, int width,
                                        int isa)
 {
@@ -324,13 +326,18 @@ ROLLING_INLINE int64_t rolling_stretch(const RollingParameters *p, Rolling *s, i
     double *const points = s->points + *s->at;
     float point[ROLLING_AHEAD], middle[ROLLING_AHEAD][2];
     double center[ROLLING_AHEAD + 1], rise[ROLLING_AHEAD];
+    int64_t num = *due;
     int is_well = 1;
     for (int64_t i = 0; i < num; i++) {
         point[i] = rolling_held(z[i]);
-        is_well &= z[i] == z[i];
+        is_well &= point[i] > 0.0f;
     }
-    for (int64_t i = 0; i < num && !(is_well && !flags); i++)
-        if (z[i] != z[i] || (flags && flags[i * stride])) num = i;
+    for (int64_t i = 0; i < num && !(is_well && !flags); i++) {
+        if (z[i] != z[i] || (flags && flags[i * stride]))
+            num = i;
+        else if (point[i] <= 0.0f)
+            *due = num = rolling_least(num, i + ROLLING_UNIT_EVERY - (*s->seen + i) % ROLLING_UNIT_EVERY);
+    }
     center[0] = *s->center;
     rolling_slide(s->ordered, width, recent, point, num, low, high, middle, isa);
     for (int64_t i = 0; i < num; i++) center[i + 1] = 0.5 * ((double)middle[i][0] + (double)middle[i][1]);
@@ -390,11 +397,11 @@ ROLLING_INLINE void rolling_series(const RollingParameters *p, Rolling *s, int64
             end = num_points - i < ROLLING_AHEAD ? num_points : i + ROLLING_AHEAD;
             rolling_ahead(values + i * stride, stride, &unit, 0, end - i, z);
         }
-        const int64_t due = rolling_due(p, s), num = end - i < due ? end - i : due;
+        int64_t due = rolling_least(rolling_due(p, s), end - i);
         const uint8_t *flagged = flags ? flags + i * stride : NULL;
         double *scored = scores ? scores + i * stride : NULL;
         const int64_t taken
-            = rolling_stretch(p, s, num, stride, values + i * stride, z + (i - first), scored, flagged, width, isa);
+            = rolling_stretch(p, s, &due, stride, values + i * stride, z + (i - first), scored, flagged, width, isa);
         *s->settled = 0;
         if (taken) {
             if (*s->kept) rolling_mark(p, s, &young, isa);
@@ -402,7 +409,7 @@ ROLLING_INLINE void rolling_series(const RollingParameters *p, Rolling *s, int64
                 rolling_choose_unit(p, s, scratch, isa);
             i += taken;
         }
-        if (taken < num) {
+        if (taken < due) {
             const double x = values[i * stride];
             double score = 0.0;
             if (fabs(x) < INFINITY) {
