@@ -188,8 +188,13 @@ def _has_same_weights(before: Descriptor, now: Descriptor) -> bool:
     kept = len(before.tensors)
     if before.chunks != now.chunks or len(now.tensors) < kept:
         return False
-    changed = [pair for pair in zip(before.tensors, now.tensors, strict=False) if pair[0] is not pair[1]]
-    return not any(
-        one.kind in NAMING_KINDS
-        for one in (*(one for pair in changed if pair[0] != pair[1] for one in pair), *now.tensors[kept:])
-    )
+    return all(
+        old is new or _of_weight(old) == _of_weight(new) for old, new in zip(before.tensors, now.tensors, strict=False)
+    ) and not any(one.kind in NAMING_KINDS for one in now.tensors[kept:])
+
+
+def _of_weight(tensor: TensorInfo) -> tuple[object, ...]:
+    """Return what names and couplings depend on; of what is no weight nothing."""
+    if tensor.kind not in NAMING_KINDS:
+        return ()
+    return tensor.kind, tensor.name, tensor.chunk, tensor.placements.get("tp"), tensor.placements.get("cp")

@@ -202,7 +202,7 @@ def test_a_layout_made_after_another_is_the_same_as_one_made_alone(seed: int, tm
         tensors = list(one.tensors)
         action = rng.random()
         if action < 0.5 or not tensors:
-            kind = rng.choice(("param", "activation", "dgrad", "exp_avg"))
+            kind = rng.choice(("param", "wgrad", "activation", "dgrad", "exp_avg"))
             placements = {"dp": rng.choice(("shard", "replicate", "unknown", "partial"))}
             name = rng.choice(("a", "b.0.fc", "b.1.fc", "", ":logits")) + f".{turn % 7}"
             tensors.append(TensorInfo(id=len(tensors), name=name, kind=kind, placements=placements, shape=(2, turn)))
