@@ -118,7 +118,7 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError(f"settle_after must be in [0, 65536], got {self.settle_after}")
 
     def state(self, num_series: int) -> State:
-        """Return 93 bytes a series."""
+        """Return 81 bytes a series."""
         state = self._new(num_series)
         state |= {name: np.zeros(num_series) for name in ("best", "above", "below", "mark")}
         state["run"] = np.zeros(num_series, dtype=np.int64)

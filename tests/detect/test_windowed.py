@@ -1,4 +1,5 @@
 import importlib.util
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +117,33 @@ def test_one_by_one_at_once_in_c_and_in_numpy_are_the_same_bits(args, rng, monke
     for other_scores, other_state in found[1:]:
         assert np.array_equal(scores, other_scores)
         assert all(np.array_equal(state[name], other_state[name], equal_nan=True) for name in state)
+
+
+def test_chunks_of_any_size_leave_the_bytes_that_numpy_leaves(monkeypatch):
+    """Points are taken in many at a time, and taken back where one is anomalous: a snapshot between shows nothing of it."""
+    if not native.available:
+        pytest.skip("the C library was not built")
+    rng = np.random.default_rng(200)
+    values, detector = wild(rng, 600), LossSpike()
+    values[300:, 8] *= -1.0
+    values[:, 9] = np.round(rng.standard_normal(600), 1)
+    cuts = np.unique(np.concatenate([[0, 600], rng.integers(1, 600, 9), rng.integers(200, 230, 6)]))
+
+    def snapshots():
+        state = detector.state(values.shape[1])
+        for begin, end in pairwise(cuts):
+            scores = detector.scan(values[begin:end], state)
+            yield int((scores >= 1.0).sum()), scores.tobytes(), {name: array.tobytes() for name, array in state.items()}
+
+    found = []
+    for isa in range(native.isa + 1):
+        monkeypatch.setattr(native, "isa", isa)
+        found.append(list(snapshots()))
+    monkeypatch.setattr(native, "available", False)
+    expected = list(snapshots())
+
+    assert sum(num for num, _, _ in expected) > 20 and len(expected) > 10 and found
+    assert all(one == expected for one in found)
 
 
 def test_a_falling_loss_does_not_hide_a_spike_in_its_fall(rng):
