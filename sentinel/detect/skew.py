@@ -35,7 +35,8 @@ class RankSkew(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     residual = asinh(x / u) - asinh(m / u) with m the peers' median and u = 2 % of it: a logarithm of the ratio that survives
     zero and below. Taken off is what the rank usually differs by (up to a factor of 2); what is left is held against k mean
     absolute residuals of the rank's own past, the scatter of all peers in this step, and `threshold`. Each rank has its own
-    batch, so a single step says little: it must last. A rank alone accuses nobody; of two, the one that left its own past.
+    batch, so a single step says little: it must last, the same way. A rank alone accuses nobody; of two, the one that left
+    its own past.
 
     Source: outlier among exchangeable workers by the median, as in straggler and silent-data-corruption screens: Dixit et
     al., "Silent Data Corruptions at Scale" (2021); the Llama 3 report (2024), section 3.3.4.
@@ -55,6 +56,8 @@ class RankSkew(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Steps of a rank seen before it is judged."""
     settle_after: int = 100
     """Steps in a row after which the difference is the rank's usual one; 0: never. More than a factor of 2 never is."""
+    at_once: bool = True
+    """Write down a single step that is far out too, as `info`."""
 
     def __post_init__(self) -> None:
         for name in ("threshold", "k"):
@@ -82,10 +85,11 @@ class RankSkew(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Score the residual / what is normal, for those that last; below 1.0 for all others, 0.0 for what is not finite."""
         residual, middle, raw, is_sure = self._measured(points, group, state)
         is_warm = state["count"] >= self.warmup
-        is_early = ~is_warm | (state["streak"] + 1 < self.lasting)
-        score = np.where(is_early, np.minimum(raw, JUST_BELOW_ONE), raw)
         is_out = is_warm & (raw >= 1.0)
-        alone = np.where(is_out & (self._own(residual, state) > state["farthest"]), raw, 0.0)
+        is_early = ~is_out | (np.abs(self._streak(residual, is_out, state)) < self.lasting)
+        score = np.where(is_early, np.minimum(raw, JUST_BELOW_ONE), raw)
+        is_news = is_out & (self._own(residual, state) > state["farthest"])
+        alone = np.where(is_news & self.at_once, raw, 0.0)
         direction = np.sign(np.nan_to_num(residual)).astype(np.int8)
         return Scores.of(score, middle, direction=direction, is_sure=is_sure, is_out=is_out, alone=alone)
 
@@ -94,8 +98,8 @@ class RankSkew(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         residual, _, raw, _ = _made(points) or self._measured(points, group, state)
         known = np.isfinite(residual)
         is_out = known & (raw >= 1.0) & (state["count"] >= self.warmup)
-        streak = np.where(known, np.where(is_out, state["streak"] + 1, 0), state["streak"])
-        settled = is_out & (streak >= self.settle_after) if self.settle_after else np.zeros(len(known), dtype=bool)
+        streak = np.where(known, self._streak(residual, is_out, state), state["streak"])
+        settled = is_out & (np.abs(streak) >= self.settle_after) if self.settle_after else np.zeros(len(known), dtype=bool)
         take = known & ~is_out & ~anomalous
         farthest = np.maximum(state["farthest"] * PEAK_DECAY, np.where(is_out, self._own(residual, state), 0.0))
         np.copyto(state["farthest"], farthest, where=known)
@@ -115,6 +119,14 @@ class RankSkew(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         level = state["level"]
         np.copyto(level, np.where(np.isnan(level), size, level + rate * (size - level)), where=take | settled)
         state["count"][take] += 1
+
+    @staticmethod
+    def _streak(residual: np.ndarray, is_out: np.ndarray, state: State) -> np.ndarray:
+        """Return [members] steps in a row, this one with them, above the peers, or below them as a negative number."""
+        sign = np.where(np.nan_to_num(residual) < 0.0, -1, 1)
+        before = np.where(np.sign(state["streak"]) == sign, state["streak"], 0)
+        found: np.ndarray = np.where(is_out, before + sign, 0)
+        return found
 
     def _own(self, residual: np.ndarray, state: State) -> np.ndarray:
         """Return how far each rank is from what it usually differs by; 0.0 where there are no peers."""

@@ -41,6 +41,29 @@ def test_the_rank_that_is_away_is_named_at_its_third_step(rng, num_ranks, factor
     assert (np.delete(scores, 1, axis=1) < 1.0).all()
 
 
+def test_a_rank_now_above_and_now_below_its_peers_has_other_batches(rng):
+    swings, leans = losses(rng, 4), losses(rng, 4)
+    swings[60:, 1] *= np.where(np.arange(STEPS - 60) % 2, 2.0, 0.5)
+    leans[60:, 1] *= 2.0
+
+    assert (follow(swings)[0] < 1.0).all()
+    assert (follow(leans)[0][:, 1] >= 1.0).any()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_one_step_alone_is_news_unless_told_otherwise(rng, at_once):
+    values = losses(rng, 4)
+    values[60, 1] *= 9.0
+    detector = RankSkew(at_once=at_once)
+    state, group, alone = detector.state(4), np.zeros(4, dtype=np.int64), []
+    for row in values:
+        found = detector.score({"value": row}, group, state)
+        alone.append(found.evidence["alone"])
+        detector.learn({"value": row}, group, state, found.score >= 1.0)
+
+    assert np.argwhere(np.array(alone) >= 1.0).tolist() == ([[60, 1]] if at_once else [])
+
+
 def test_of_two_the_one_that_left_its_own_past_is_named(rng):
     values = losses(rng, 2)
     values[60:, 1] *= 3.0

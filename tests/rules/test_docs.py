@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -99,7 +100,8 @@ def test_every_rule_of_every_pack_stands_there_as_it_is(name: str) -> None:
         for statistic in rule.match.statistic:
             assert re.search(rf"\b{statistic}\b", watches), (rule.name, statistic)
         for key, value in rule.args.items():
-            assert f"{key}: {value}" in detector, (rule.name, key)
+            as_yaml = json.dumps(value) if isinstance(value, bool) else value
+            assert f"{key}: {as_yaml}" in detector, (rule.name, key)
 
 
 def test_every_key_of_a_pack_stands_in_the_table_of_keys() -> None:
