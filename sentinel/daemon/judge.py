@@ -102,6 +102,7 @@ class Judge:
             is_skipped=view.is_skipped,
             settled=self._engine.settled,
             facts=self._facts.read(view, kept, self._engine.ongoing(view.step)),
+            stride=view.stride,
         )
         causes = {cause for incident in incidents for cause in incident.first_causes}
         return Verdict(

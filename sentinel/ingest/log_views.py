@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from functools import cached_property
+from statistics import median_low
 
 import numpy as np
 
@@ -17,6 +19,8 @@ from sentinel.version import VERSION
 _RANK = 0
 LOT_ROWS = 4096
 """Rows that are objects at once (chosen)."""
+RECENT_GAPS = 9
+"""Gaps between rows whose middle one is the log's stride: a lost row, or one of an evaluation, changes nothing (chosen)."""
 _OF_A_STEP = ("scalars", "ended")
 """What of a step depends on more than its tensors, of which there are none."""
 
@@ -34,11 +38,16 @@ def log_views(log: Log, run: str) -> Iterator[StepView]:
         if isinstance(attribute, cached_property) and name not in _OF_A_STEP:
             getattr(like, name)
     shared = {**vars(like), "ended": frozenset({_RANK})}
+    gaps: deque[int] = deque(maxlen=RECENT_GAPS)
+    before: tuple[int, int] | None = None
     for step, attempt, told in _told(log):
+        if before is not None and before[1] == attempt and step > before[0]:
+            gaps.append(step - before[0])
+        before = step, attempt
         end = EndStep(step=step, num_rows=0, num_calls=0, scalars=told)
         view = object.__new__(StepView)
         view.__dict__.update(shared)
-        view.attempt, view.step = attempt, step
+        view.attempt, view.step, view.stride = attempt, step, median_low(gaps) if gaps else 1
         view.parts = [RankStep(rank=_RANK, descriptor=descriptor, rows=rows, end_step=end, time=0.0)]
         view.__dict__["scalars"] = {name: Scalar(value, {_RANK: value}) for name, value in told.items()}
         yield view

@@ -275,6 +275,8 @@ class StepView:
         self.step = step
         self.layout = layout
         self.decision = decision
+        self.stride = 1
+        """Steps from one that is told of to the next, 10 in a log of every tenth; quiet is counted in it."""
         self.parts = sorted(parts, key=_rank)
         self.time = 0.0
         self.is_skipped = False

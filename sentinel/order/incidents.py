@@ -88,6 +88,7 @@ class IncidentTracker:
         self._state = _State()
         self._touched: dict[str, list[str]] = {}
         self._attempt = 0
+        self._stride = 1
         self._facts: StepFacts | None = None
 
     @property
@@ -116,6 +117,7 @@ class IncidentTracker:
         is_skipped: bool = False,
         settled: Collection[str] = (),
         facts: StepFacts | None = None,
+        stride: int = 1,
     ) -> list[Incident]:
         """Take in a closed step and return the revisions it made, oldest incident first; one for each that changed.
 
@@ -126,6 +128,7 @@ class IncidentTracker:
         is_skipped: the optimizer skipped this step, so a NaN in it is in no weight.
         settled: ids of onsets whose series went on at a new level, which closes their incident as `settled`.
         facts: what verdicts ask of the step beside its anomalies; None: nothing is known of it, as on a tick.
+        stride: steps from one that is told of to the next; quiet and nearness are counted in it.
         """
         self._touched = {}
         before = {one.incident.id: one.incident for one in self._state.open}
@@ -140,7 +143,7 @@ class IncidentTracker:
             self._state.background = Background()
         if attempt == self._state.attempt:
             self._state.step = max(self._state.step, step)
-        self._attempt = attempt
+        self._attempt, self._stride = attempt, stride
         # Late words about an attempt that is over say nothing of the one at hand.
         self._facts = facts if attempt == self._state.attempt else None
         if self._facts is not None:
@@ -188,7 +191,7 @@ class IncidentTracker:
 
     def _quiet_of(self, one: OpenIncident) -> int:
         """An incident all of whose series came to rest at a new level is over at once."""
-        return 0 if one.has_settled else self.config.quiet_steps
+        return 0 if one.has_settled else self.config.quiet_steps * self._stride
 
     def _take_components(self, onsets: list[Anomaly], step: int, is_skipped: bool, closed: list[OpenIncident]) -> None:
         liveness: dict[str, list[Anomaly]] = {}
@@ -243,7 +246,7 @@ class IncidentTracker:
 
     def _is_near(self, one: OpenIncident, step: int, last_step: int) -> bool:
         """Tell whether a step lies in the time of an incident, or a little before or behind it."""
-        near = self.config.near_steps
+        near = self.config.near_steps * self._stride
         return one.incident.opened_step - near <= step <= last_step + near
 
     def _take_nonfinite(self, bad: list[Anomaly], step: int, closed: list[OpenIncident]) -> OpenIncident:
@@ -299,7 +302,7 @@ class IncidentTracker:
             if key in one.series
             and (
                 one.incident.severity.level >= anomaly.severity.level
-                or abs(anomaly.step - one.series[key]) <= self.config.near_steps
+                or abs(anomaly.step - one.series[key]) <= self.config.near_steps * self._stride
             )
         ]
         return min(owners, key=age, default=None)

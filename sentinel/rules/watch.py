@@ -125,7 +125,7 @@ class Watch:
         if quiet_steps == 0:
             self.episodes.end_quiet(view.step, 1)
             return []
-        return [self._end(one, view) for one in self.episodes.end_quiet(view.step, quiet_steps)]
+        return [self._end(one, view) for one in self.episodes.end_quiet(view.step, quiet_steps * view.stride)]
 
     def stop(self, view: StepView) -> list[Anomaly]:
         """Return the end records of all open episodes: a new attempt began."""

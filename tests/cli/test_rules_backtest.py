@@ -114,6 +114,23 @@ def test_a_second_higher_spike_in_an_open_episode_is_told(tmp_path: Path, capsys
     assert [one["i"] for one in found if one["rule"] == "loss-spike"] == [100, 109]
 
 
+def test_a_log_that_tells_every_500th_step_has_the_episodes_of_one_that_tells_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = losses(spikes=(60, 62, 64, 150))
+    values[100:120:2] = math.nan
+    told = []
+
+    for every in (1, 500):
+        lines = write_csv(tmp_path / "a.csv", values, every=every).read_text().splitlines()
+        # Rows of an evaluation lie between.
+        lines[80:80] = [f"{79 * every - every // 3},,"]
+        (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
+        told.append([(one["value"], one["rule"], one["severity"]) for one in alarms(capsys, tmp_path / "a.csv")])
+
+    assert told[0] == told[1] and [one for _, one, _ in told[0]].count("loss-spike") == 2
+
+
 def test_many_logs_are_told_in_their_order_whatever_the_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [write_csv(tmp_path / f"{at}.csv", losses(80 + 20 * at, (60,), at)) for at in range(5)]
 
