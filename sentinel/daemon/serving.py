@@ -122,7 +122,7 @@ class ServedRun:
                 settled_step = -1
             views = self._assembler.close(time.monotonic(), self._follower.behind, settled_step=settled_step)
             has_moved = self._judge(views) or has_moved
-            self._watch(is_caught_up=not has_moved)
+            self._watch()
             self._mend_files()
             if now - self.last_heard > FORGET_S:
                 self.recent.clear()
@@ -313,11 +313,12 @@ class ServedRun:
         self._tracker.hear(records)
         return True
 
-    def _watch(self, *, is_caught_up: bool) -> None:
+    def _watch(self) -> None:
         """Look who lives and moves; only what is new is decided, journalled and judged."""
         begun = time.monotonic()
         behind = self._follower.behind
-        self._tracker.look(begun, behind, is_caught_up=is_caught_up and not behind)
+        # Where many ranks write there is always something new: caught up is who left nothing unread.
+        self._tracker.look(begun, behind, is_caught_up=not behind and not self._assembler.is_replaying)
         if begun < self._watch_due or self._assembler.is_replaying:
             return
         ranks = self._tracker.facts(self._assembler.attempt, self._assembler.attempt_of)

@@ -40,7 +40,8 @@ def rank_main(rank: int, port: int, folder: str) -> None:
         optimizer.zero_grad()
         model(torch.randn(4, 8)).square().mean().backward()
         optimizer.step()
-        (Path(folder) / f"at-{rank}").write_text(str(step))
+        (Path(folder) / f"new-{rank}").write_text(str(step))
+        (Path(folder) / f"new-{rank}").replace(Path(folder) / f"at-{rank}")
         time.sleep(STEP_S)
         step += 1
     monitor.detach()
@@ -48,7 +49,7 @@ def rank_main(rank: int, port: int, folder: str) -> None:
 
 
 def at(folder: Path) -> int:
-    return min(int((folder / f"at-{rank}").read_text() or -1) for rank in range(NUM_RANKS))
+    return min(int((folder / f"at-{rank}").read_text()) for rank in range(NUM_RANKS))
 
 
 def test_a_person_dumps_and_looks_while_the_ranks_train(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ def _trainer(run_dir: Path, seed: int, *, num_steps: int) -> dict[int, Descripto
     return said
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_trainer_that_is_killed_leaves_what_it_wrote(seed: int, tmp_path: Path) -> None:
     """SIGKILL wherever it strikes, and a torn end: each whole step is read as it was meant, beside a reader that follows."""
     process = os.fork()
@@ -248,7 +248,7 @@ def test_a_trainer_that_is_killed_leaves_what_it_wrote(seed: int, tmp_path: Path
         finally:
             os._exit(1)
     follower, found = RunFollower(tmp_path / "killed"), {}
-    while len(found) < 150 * (seed + 1):
+    while len(found) < 60 * (seed + 1):
         for record in follower.poll():
             if record.frame.header.type == FrameType.ROWS:
                 assert record.descriptor is not None
