@@ -128,6 +128,19 @@ def test_a_healthy_run_writes_no_tick(watched: Callable[..., Watched]) -> None:
     assert run.num_ticks() == 0
 
 
+def test_who_dies_while_there_is_always_something_to_read_is_named(watched: Callable[..., Watched]) -> None:
+    """No look of the daemon ever finds nothing new."""
+    run = watched()
+    for step in range(150):
+        run.source.write(1, ranks=[0, 2, 3] if step >= 6 else None)
+        assert run.daemon is not None
+        assert run.daemon.turn(run.clock.time())
+        run.clock.advance(LOOK_S)
+
+    (onset,) = [one for one in run.found if one.rule == "stale-rank"]
+    assert (onset.ranks, onset.statistic) == ((1,), "silent_s")
+
+
 def test_a_silent_rank_is_named_once_and_its_end_told(watched: Callable[..., Watched], tmp_path: Path) -> None:
     run = watched()
     run.train(20)
