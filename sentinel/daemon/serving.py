@@ -315,8 +315,7 @@ class ServedRun:
 
     def _watch(self) -> None:
         """Look who lives and moves; only what is new is decided, journalled and judged."""
-        begun = time.monotonic()
-        behind = self._follower.behind
+        begun, behind = time.monotonic(), self._follower.behind
         # Where many ranks write there is always something new: caught up is who left nothing unread.
         self._tracker.look(begun, behind, is_caught_up=not behind and not self._assembler.is_replaying)
         if begun < self._watch_due or self._assembler.is_replaying:
