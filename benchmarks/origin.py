@@ -37,13 +37,13 @@ from pathlib import Path
 import msgspec
 
 from sentinel.daemon.judge import Judge
+from sentinel.explain.topk import topk
 from sentinel.ingest.decision import Tick
 from sentinel.ingest.follow import Record, RunFollower
 from sentinel.ingest.merge import StepView
 from sentinel.ingest.steps import StepAssembler
 from sentinel.order.causes import leading_causes
 from sentinel.order.origin import Origin, origin
-from sentinel.order.topk import topk
 from sentinel.report.files import AppendLog, anomaly_line, json_line
 from sentinel.rules.loader import load_pack
 from sentinel.testing import BlowUp, Nan, SyntheticRun

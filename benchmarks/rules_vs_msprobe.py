@@ -303,7 +303,7 @@ def judge_as_sentinel(options: argparse.Namespace, out: IO[str], which: str, thr
         return sum(engine.num_points_judged.values()) - before
 
     def end() -> dict[str, Any]:
-        from sentinel.order.topk import topk
+        from sentinel.explain.topk import topk
 
         assert engine.num_rows_judged == sum(view.num_expected for view in steps.views)
         path = folder / "anomalies" / "000001.jsonl"

@@ -38,7 +38,7 @@ if what == "floor":
                 num += block.count(b"\\n")
     found = num
 else:
-    from sentinel.order.topk import topk
+    from sentinel.explain.topk import topk
     import_s = time.perf_counter() - begin
     begin = time.perf_counter()
     result = topk(directory, processes=None if what == "topk" else int(what.removeprefix("topk_")))

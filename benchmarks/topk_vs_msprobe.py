@@ -122,7 +122,7 @@ def top_eight(which: str, home: Path) -> dict[str, Any]:
         records = AnomalyDataLoader(str(home / "theirs")).get_anomalies_from_jsons()
         first = [one.call_id for one in AnomalyAnalyse().get_range_top_k(8, [], records)]
     else:
-        from sentinel.order.topk import topk
+        from sentinel.explain.topk import topk
 
         folder, order = which.split()
         began, cpu = time.perf_counter(), time.process_time()

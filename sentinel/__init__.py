@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from sentinel.collect import attach
     from sentinel.collect.moe_tracker import MoETracker
     from sentinel.collect.monitor import Monitor
-    from sentinel.order.skip_list import skip_list
+    from sentinel.explain.skip_list import skip_list
 
 __all__ = ["MoETracker", "Monitor", "__version__", "attach", "skip_list"]
 
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
 
         return attach
     if name == "skip_list":
-        from sentinel.order.skip_list import skip_list
+        from sentinel.explain.skip_list import skip_list
 
         return skip_list
     if name == "Monitor":

@@ -13,9 +13,11 @@ ROOT = Path(__file__).parents[1] / "sentinel"
 NOUNS = {
     "record", "moments", "messages", "place", "anomaly", "command", "errors", "version", "aggregate",
     "config_file", "document", "monitor_config", "target", "dump", "tensor_file", "structure_file", "reference",
+    "run_end",
 }  # fmt: skip
 STAGES = {
-    "native", "collect", "wire", "ingest", "detect", "rules", "order", "report", "control", "store", "daemon", "web", "cli",
+    "native", "collect", "wire", "ingest", "detect", "rules", "order", "incidents", "explain", "report", "control",
+    "store", "daemon", "web", "cli",
 }  # fmt: skip
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -27,6 +29,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "detect": {"native"},
     "rules": {"detect", "native"},
     "order": set(),
+    "incidents": {"order"},
+    "explain": {"order", "incidents"},
     "report": set(),
     "control": {"wire"},
     "store": set(),

@@ -14,9 +14,9 @@ import msgspec
 from sentinel.cli.main import CLEAN
 from sentinel.cli.places import find_run, runs_directory
 from sentinel.errors import ConfigError, StoreError
-from sentinel.order.drawing import WIDTH
-from sentinel.order.explain import Story, Told, story_of, tell
-from sentinel.order.revisions import find_incident, incident_revisions
+from sentinel.explain.drawing import WIDTH
+from sentinel.explain.story import Story, Told, story_of, tell
+from sentinel.incidents.revisions import find_incident, incident_revisions
 from sentinel.report.alert import Alert
 from sentinel.store.whereabouts import RunPaths, runs_in
 

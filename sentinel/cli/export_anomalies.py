@@ -15,7 +15,7 @@ from sentinel.cli.main import say
 from sentinel.daemon.recorded import RecordedRun
 from sentinel.daemon.series import newest_attempts
 from sentinel.errors import ConfigError
-from sentinel.order.anomaly_files import anomaly_files
+from sentinel.explain.anomaly_files import anomaly_files
 from sentinel.report.msprobe_anomalies import MsprobeAnomalies
 from sentinel.report.output import WholeDirectory
 from sentinel.store.whereabouts import RunPaths

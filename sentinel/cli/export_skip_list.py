@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from sentinel.cli.exporting import Written
-from sentinel.order.skip_list import skip_list
+from sentinel.explain.skip_list import skip_list
 from sentinel.report.files import json_line
 from sentinel.report.output import WholeFile
 

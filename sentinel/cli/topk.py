@@ -14,11 +14,11 @@ from sentinel.anomaly import Anomaly, Severity
 from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, say
 from sentinel.cli.places import RUN_NAME, find_run, runs_directory
 from sentinel.cli.table import show_table
+from sentinel.explain.selection import ORDERS
+from sentinel.explain.topk import RESULT_NAME, Entry, TopK
+from sentinel.explain.topk import topk as find_topk
 from sentinel.order.causes import leading_causes
 from sentinel.order.origin import origin
-from sentinel.order.selection import ORDERS
-from sentinel.order.topk import RESULT_NAME, Entry, TopK
-from sentinel.order.topk import topk as find_topk
 from sentinel.order.wording import born_words
 
 MAX_STEPS = 1_000_000

@@ -10,13 +10,13 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 
 from sentinel.anomaly import Anomaly
+from sentinel.incidents.diagnosis.claim import is_narrow
+from sentinel.incidents.diagnosis.evidence import is_entry
+from sentinel.incidents.diagnosis.step_facts import Apart, Divergence, FirstBad, OddWeight, StepFacts, Stray, Upstream
 from sentinel.ingest.merge import Layout, StepView
 from sentinel.ingest.replicas import NAN_CHECKSUM, Differing
-from sentinel.order.case import is_entry
 from sentinel.order.causal import is_nonfinite
 from sentinel.order.phase import Phase, scalar_phase
-from sentinel.order.step_facts import Apart, Divergence, FirstBad, OddWeight, StepFacts, Stray, Upstream
-from sentinel.order.suspicion import is_narrow
 from sentinel.record import Flag, Kind
 
 MAX_DIVERGENCES = 32

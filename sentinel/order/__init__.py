@@ -1,1 +1,4 @@
-"""What came first: causal order, first causes, incidents, the k earliest anomalies, and the story in words."""
+"""The law of order: what happened before what, which anomalies came first, and where a fault was born.
+
+In: anomalies. Out: indices and names. Never groups over steps, never tells a story, never reads a file.
+"""

@@ -9,7 +9,7 @@ import pytest
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.cli.main import run_cli
-from sentinel.order.incidents import IncidentTracker
+from sentinel.incidents.tracker import IncidentTracker
 from sentinel.report.alert import Alert
 from sentinel.store.journal import Commit, Journal, Outgoing
 

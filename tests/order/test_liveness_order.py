@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from sentinel.anomaly import Anomaly, Severity
+from sentinel.incidents.tracker import IncidentTracker
 from sentinel.order.causal import happens_before, sort_key
 from sentinel.order.causes import first_causes
-from sentinel.order.incidents import IncidentTracker
 
 
 def anomaly(kind: str, name: str, step: int = 41, **fields: object) -> Anomaly:

@@ -10,9 +10,9 @@ import pytest
 from sentinel.anomaly import Anomaly, Incident, Severity, anomaly_id
 from sentinel.command import EnableMonitoring
 from sentinel.errors import ConfigError
-from sentinel.order.explain import Told, story_of, tell
-from sentinel.order.incidents import IncidentConfig, IncidentTracker
-from sentinel.order.revisions import incident_revisions
+from sentinel.explain.story import Told, story_of, tell
+from sentinel.incidents.revisions import incident_revisions
+from sentinel.incidents.tracker import IncidentConfig, IncidentTracker
 
 GOLDEN = Path(__file__).parent / "golden"
 

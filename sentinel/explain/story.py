@@ -10,14 +10,14 @@ import msgspec
 
 from sentinel.anomaly import Anomaly, Incident
 from sentinel.command import EnableMonitoring
-from sentinel.order.anomaly_files import anomaly_files
-from sentinel.order.cascade import Cascade, cascade_of
+from sentinel.explain.anomaly_files import anomaly_files
+from sentinel.explain.cascade import Cascade, cascade_of
+from sentinel.explain.drawing import WIDTH, draw, rank_words, spans, way
+from sentinel.explain.topk import topk
+from sentinel.incidents.open_incident import SUSPECTED
+from sentinel.incidents.revisions import find_incident, incident_members, incident_revisions
 from sentinel.order.causal import sort_key
 from sentinel.order.causes import BlastRadius, blast_radius
-from sentinel.order.drawing import WIDTH, draw, rank_words, spans, way
-from sentinel.order.open_incident import SUSPECTED
-from sentinel.order.revisions import find_incident, incident_members, incident_revisions
-from sentinel.order.topk import topk
 from sentinel.order.wording import place_words
 
 MAX_CAUSES_SHOWN = 8

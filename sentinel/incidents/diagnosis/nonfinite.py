@@ -1,20 +1,18 @@
-"""What non-finite values make one suspect: rule 6 of `verdict.py`."""
+"""What non-finite values make one suspect: rule 6 of `diagnosis/diagnose.py`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 
-from sentinel.order.case import Birth, Case
-from sentinel.order.phase import Phase
-from sentinel.order.suspicion import (
+from sentinel.incidents.diagnosis.claim import (
     CALM_STEPS,
     CHANCE,
     LASTING_STEPS,
     QUIET_STEPS,
     UNKNOWN,
     WELL_STEPS,
-    Suspicion,
+    Diagnosis,
     by_jump,
     figures,
     is_after_jump,
@@ -23,19 +21,21 @@ from sentinel.order.suspicion import (
     listed,
     plural,
 )
-from sentinel.order.verdict_element import by_weight
+from sentinel.incidents.diagnosis.element import by_weight
+from sentinel.incidents.diagnosis.evidence import Birth, Evidence
+from sentinel.order.phase import Phase
 
 _LOSS = re.compile(r"loss|criterion", re.IGNORECASE)
 
 
-def nonfinite(case: Case, acquitted: str) -> Suspicion:
+def nonfinite(case: Evidence, acquitted: str) -> Diagnosis:
     bad_steps = sorted({sign.first_step for sign in case.signs.values() if sign.is_bad})
     first_bad = bad_steps[0]
     growth = [note for note in case.notes if note.step < first_bad and (note.num_flow >= 3 or note.has_result)]
     if growth:
         begun = [sign for sign in case.signs.values() if not sign.is_bad and sign.first_step == growth[0].step]
         first = f": {figures(begun[0])}" if begun else ""
-        return Suspicion(
+        return Diagnosis(
             verdict="model",
             reasons=(
                 f"it moved for {plural(len(growth), 'step')} before it went non-finite at step {first_bad}, from step "
@@ -58,14 +58,14 @@ def nonfinite(case: Case, acquitted: str) -> Suspicion:
     one = births[0]
     if from_data and not acquitted:
         one = from_data[0]
-        return Suspicion(
+        return Diagnosis(
             verdict="batch",
             reasons=(f"at step {one.step} the input of the model was non-finite before anything was computed of it",),
             skip_steps=tuple(steps),
             skip_lanes=_lanes_of(from_data),
         )
     if one.phase is Phase.PARAM:
-        return Suspicion(reasons=(f"the weights of {one.name} were non-finite as step {one.step} began: why was not seen",))
+        return Diagnosis(reasons=(f"the weights of {one.name} were non-finite as step {one.step} began: why was not seen",))
     lanes = {birth.lane for birth in births if birth.lane is not None}
     is_gone = case.num_quiet >= QUIET_STEPS
     is_one = len(lanes) == 1 and all(birth.lane is not None for birth in births)
@@ -74,12 +74,12 @@ def nonfinite(case: Case, acquitted: str) -> Suspicion:
     if case.num_lanes > 1 and len(lanes) == case.num_lanes and one.ep_size <= 1:
         every = f"all {case.num_lanes} data-parallel replicas"
         if len(steps) >= LASTING_STEPS or _lasting_bad(case, first_bad):
-            return Suspicion(
+            return Diagnosis(
                 verdict="model",
                 reasons=(f"{every} went non-finite from step {one.step} on, each by itself: they share the weights alone",),
             )
         if is_gone and not acquitted:
-            return Suspicion(
+            return Diagnosis(
                 verdict="batch",
                 reasons=(
                     f"{every} went non-finite at step {one.step}, each by itself, and the {case.num_quiet} steps after it "
@@ -87,25 +87,25 @@ def nonfinite(case: Case, acquitted: str) -> Suspicion:
                 ),
                 skip_steps=tuple(steps),
             )
-        return Suspicion(reasons=(f"{every} went non-finite at step {one.step}; whether it passes is to be seen",))
+        return Diagnosis(reasons=(f"{every} went non-finite at step {one.step}; whether it passes is to be seen",))
     of_rows = _of_rows(case, births, steps, acquitted)
     if of_rows is not None:
         return of_rows
     if case.num_lanes <= 1:
         alone = "there is one data-parallel replica: nothing to compare, a machine cannot be told from its data"
-        return Suspicion(reasons=(f"non-finite first in {one.kind} of {one.name} at step {one.step}", alone))
+        return Diagnosis(reasons=(f"non-finite first in {one.kind} of {one.name} at step {one.step}", alone))
     if is_one:
         return _one_replica(case, births, acquitted)
     if lanes:
-        return Suspicion(
+        return Diagnosis(
             reasons=(f"{len(lanes)} of {case.num_lanes} data-parallel replicas went non-finite at step {one.step}",)
         )
-    return Suspicion(
+    return Diagnosis(
         reasons=(f"{one.kind} of {one.name} went non-finite at step {one.step} where replicas were merged already",)
     )
 
 
-def _of_rows(case: Case, births: list[Birth], steps: list[int], acquitted: str) -> Suspicion | None:
+def _of_rows(case: Evidence, births: list[Birth], steps: list[int], acquitted: str) -> Diagnosis | None:
     """Return what whole rows say that went non-finite once: tokens, samples; None: it was no such thing."""
     one = births[0]
     lanes = _lanes_of(births)
@@ -122,7 +122,7 @@ def _of_rows(case: Case, births: list[Birth], steps: list[int], acquitted: str) 
         return None
     who = f" on data-parallel replica {lanes[0]} of {case.num_lanes}" if case.num_lanes > 1 and lanes else ""
     where = "the first that is computed of the data" if front else "whole tokens or samples rather than one number"
-    return Suspicion(
+    return Diagnosis(
         verdict="batch",
         reasons=(
             f"{one.num_bad} elements of {one.name} went non-finite at step {one.step}{who}: {where}",
@@ -142,7 +142,7 @@ def _is_input(one: Birth) -> bool:
     return one.kind == "activation_in" and one.border == "chunk_input" and one.depth == 0
 
 
-def _lasting_bad(case: Case, first_bad: int) -> bool:
+def _lasting_bad(case: Evidence, first_bad: int) -> bool:
     return sum(note.num_bad > 0 for note in case.notes if note.step >= first_bad) >= LASTING_STEPS
 
 
@@ -151,35 +151,35 @@ def _is_at_the_end(one: Birth) -> bool:
     return one.phase is Phase.LOSS or bool(_LOSS.search(one.name))
 
 
-def _of_labels(case: Case, births: list[Birth], acquitted: str) -> Suspicion:
+def _of_labels(case: Evidence, births: list[Birth], acquitted: str) -> Diagnosis:
     one = births[0]
     lanes = _lanes_of(births)
     who = "" if case.num_lanes <= 1 else f" on {len(lanes) or case.num_lanes} of {case.num_lanes} data-parallel replicas"
     seen = f"at step {one.step} all before the loss was finite, and {one.name} was not{who}"
     if case.num_quiet < QUIET_STEPS or acquitted:
-        return Suspicion(reasons=(f"{seen}: labels or masks of the batch, or a machine",))
-    return Suspicion(
+        return Diagnosis(reasons=(f"{seen}: labels or masks of the batch, or a machine",))
+    return Diagnosis(
         verdict="batch",
         reasons=(f"{seen}; the {case.num_quiet} steps after it were well: labels or masks of that batch",),
         skip_steps=(one.step,), skip_lanes=lanes if len(lanes) < case.num_lanes else (),
     )  # fmt: skip
 
 
-def _one_replica(case: Case, births: list[Birth], acquitted: str) -> Suspicion:
+def _one_replica(case: Evidence, births: list[Birth], acquitted: str) -> Diagnosis:
     one = births[0]
     seen = f"data-parallel replica {one.lane} alone of {case.num_lanes} went non-finite at step {one.step}, in {one.name}"
     if _is_at_the_end(one):
         return _of_labels(case, births, acquitted)
     doubt = _doubt(case, births)
     if doubt:
-        return Suspicion(reasons=(seen, f"its part of the batch or its machine: {doubt}"))
+        return Diagnosis(reasons=(seen, f"its part of the batch or its machine: {doubt}"))
     upstream = one.upstream
     assert upstream is not None
     # Where it got into the weights, no more evidence will come.
     if case.num_quiet < WELL_STEPS and (case.seen <= one.step or _was_skipped(case, one.step)):
-        return Suspicion(reasons=(seen, f"its machine is suspected; {WELL_STEPS} steps that are well are waited for"))
+        return Diagnosis(reasons=(seen, f"its machine is suspected; {WELL_STEPS} steps that are well are waited for"))
     ranks = sorted({birth.rank for birth in births if birth.rank is not None})
-    return Suspicion(
+    return Diagnosis(
         verdict="hardware",
         reasons=(
             f"{seen}, rank {' or '.join(map(str, ranks))}: one element alone",
@@ -193,7 +193,7 @@ def _one_replica(case: Case, births: list[Birth], acquitted: str) -> Suspicion:
     )
 
 
-def _doubt(case: Case, births: list[Birth]) -> str:
+def _doubt(case: Evidence, births: list[Birth]) -> str:
     """Return why one replica's non-finite value does not accuse its machine; empty: it does."""
     one = births[0]
     upstream = one.upstream
@@ -232,18 +232,18 @@ def _doubt(case: Case, births: list[Birth]) -> str:
     return ""
 
 
-def _was_skipped(case: Case, step: int) -> bool:
+def _was_skipped(case: Evidence, step: int) -> bool:
     return any(note.step == step and note.is_skipped for note in case.notes)
 
 
-def _recurring(case: Case, steps: list[int]) -> Suspicion | None:
+def _recurring(case: Evidence, steps: list[int]) -> Diagnosis | None:
     """Return what several births say; None: nothing beyond the first of them."""
     known = [one for one in case.births if one.lane is not None]
     lanes = sorted({one.lane for one in known if one.lane is not None})
     names = sorted({one.name for one in case.births})
     if case.num_lanes <= 1:
         if len(names) == 1:
-            return Suspicion(
+            return Diagnosis(
                 verdict="model",
                 reasons=(f"non-finite in {names[0]} at {len(steps)} steps ({listed(steps)}), each with other data",),
             )
@@ -251,7 +251,7 @@ def _recurring(case: Case, steps: list[int]) -> Suspicion | None:
     if len(known) < len(case.births) or any(one.ep_size > 1 for one in known):
         return None
     if len(lanes) > 1:
-        return Suspicion(
+        return Diagnosis(
             verdict="model",
             reasons=(
                 f"non-finite values were born at {len(steps)} steps ({listed(steps)}) on {len(lanes)} of {case.num_lanes} "
@@ -268,7 +268,7 @@ def _recurring(case: Case, steps: list[int]) -> Suspicion | None:
         len(ranks) == 1 and chance < CHANCE and len(names) > 1 and is_wide and forward and is_calm and not unlike
         and case.num_compared and not case.is_differing
     ):  # fmt: skip
-        return Suspicion(
+        return Diagnosis(
             verdict="hardware",
             reasons=(
                 f"rank {ranks[0]} alone bore non-finite values at {len(steps)} steps ({listed(steps)}) in "
@@ -279,7 +279,7 @@ def _recurring(case: Case, steps: list[int]) -> Suspicion | None:
             ranks=tuple(ranks),
             since=steps[0],
         )
-    return Suspicion(
+    return Diagnosis(
         reasons=(
             f"non-finite values were born at {len(steps)} steps ({listed(steps)}) on data-parallel replica {lanes[0]} of "
             f"{case.num_lanes} alone: its part of the data, or its machine",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from sentinel.order.case import Case
+from sentinel.incidents.diagnosis.claim import Diagnosis, listed
+from sentinel.incidents.diagnosis.evidence import Evidence
 from sentinel.order.phase import Phase
-from sentinel.order.suspicion import Suspicion, listed
 
 TO_DO = "to do: "
 
 
-def advice(case: Case, found: Suspicion) -> str:
+def advice(case: Evidence, found: Diagnosis) -> str:
     """Return what to do; empty: wait for the steps that the reasons ask for."""
     if case.is_liveness:
         return f"{TO_DO}look at the rank itself: its stack (py-spy dump), its loader, its device's log and clock"
@@ -25,7 +25,7 @@ def advice(case: Case, found: Suspicion) -> str:
     return ""
 
 
-def _of_batch(case: Case, found: Suspicion) -> str:
+def _of_batch(case: Evidence, found: Diagnosis) -> str:
     whose = f" of rank {listed(case.ranks_of(found.skip_lanes))}" if found.skip_lanes else ""
     if not found.skip_steps:
         return f"{TO_DO}look at what the loader{whose} reads now; its steps are listed to be skipped when it is over"
@@ -37,7 +37,7 @@ def _of_batch(case: Case, found: Suspicion) -> str:
     )
 
 
-def _of_hardware(case: Case, found: Suspicion) -> str:
+def _of_hardware(case: Evidence, found: Diagnosis) -> str:
     who = f"rank {listed(found.ranks)}" if len(found.ranks) == 1 else f"ranks {listed(found.ranks)} (either may be wrong)"
     since = found.since if found.since >= 0 else case.opened
     was_skipped = any(note.step == since and note.is_skipped for note in case.notes)
@@ -45,7 +45,7 @@ def _of_hardware(case: Case, found: Suspicion) -> str:
     return f"{TO_DO}drain the node of {who} and test it; {kept}"
 
 
-def _of_model(case: Case) -> str:
+def _of_model(case: Evidence) -> str:
     before = f"a checkpoint before step {case.opened}"
     if case.jump is not None:
         return f"{TO_DO}put {case.jump.name} back, and if the loss does not come back go on from {before}"

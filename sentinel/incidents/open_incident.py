@@ -8,12 +8,12 @@ from collections.abc import Iterable
 import msgspec
 
 from sentinel.anomaly import Anomaly, Incident
-from sentinel.order.case import Case
+from sentinel.incidents.diagnosis.advice import advice
+from sentinel.incidents.diagnosis.diagnose import suspect
+from sentinel.incidents.diagnosis.evidence import Evidence
 from sentinel.order.causal import is_nonfinite
 from sentinel.order.origin import Origin
 from sentinel.order.phase import Phase, phase_of
-from sentinel.order.verdict import suspect
-from sentinel.order.verdict_advice import advice
 from sentinel.order.wording import born_words, root_words, title_words
 
 SUSPECTED = "suspected "
@@ -40,7 +40,7 @@ class OpenIncident(msgspec.Struct, kw_only=True):
     has_settled: bool = False
     num_unnamed: int = 0
     """First causes that the cap left out."""
-    case: Case = msgspec.field(default_factory=lambda: Case(opened=-1))
+    case: Evidence = msgspec.field(default_factory=lambda: Evidence(opened=-1))
     """What it has shown, for the verdict."""
     facts: tuple[str, ...] = ()
     """Evidence that stays whatever is suspected."""

@@ -19,7 +19,7 @@ reasons; the first that holds decides.
    float32 an infinity is no matter of precision: the value really grew.
 4. `batch` by reference: a sister run on the same data moved at the same step. Two trainings share nothing but the data.
    A sister that did not move acquits the batch.
-5. One element of a weight that no update makes (`verdict_element.py`): `hardware`, without a second copy.
+5. One element of a weight that no update makes (`element.py`): `hardware`, without a second copy.
 6. Non-finite values. Growth before them: `model`. Born in the data (the input of the whole model): `batch`. In every
    replica at one step, and the next steps are well: `batch`, for only the data is of that step; still there: `model`.
    Born again and again in several replicas: `model`. Whole rows, once: `batch`.
@@ -34,8 +34,8 @@ reasons; the first that holds decides.
    that all fall on one rank of R replicas, in several modules, are chance in 1 of R**(n-1); less than 1 in 100 is
    `hardware`.
 7. Finite values. A learning rate that jumped just before: `model`. Optimizer state that fell faster than a mean can:
-   `model`. What came in with the data (`verdict_data.py`): `batch`. An output out of its range with nothing before it amiss
-   is not the batch's (`verdict_element.py`). Weights or optimizer state that moved first, series
+   `model`. What came in with the data (`batch.py`): `batch`. An output out of its range with nothing before it amiss
+   is not the batch's (`element.py`). Weights or optimizer state that moved first, series
    of states (dead, collapsed, drifting), or an excursion of 3 steps in a row: `model`, unless one replica alone keeps
    moving, which its data and its machine explain alike: `unknown`. An excursion of at most two steps after which two whole
    steps were well: `batch`: what is wrong with weights does not go away. A bad batch
@@ -47,34 +47,34 @@ reasons; the first that holds decides.
 What each layout can show. With one data-parallel replica, or with every weight sharded, there is no second copy: rule 2
 and the last two of 6 cannot hold, and only 5 says `hardware`; a tensor-parallel group holds copies of norms and biases.
 With two copies that differ, either may be wrong: only an absurd value tells which. A verdict changes when evidence comes,
-and then says so; what rests on a comparison (2) stays. `verdict_advice.py` says what to do.
+and then says so; what rests on a comparison (2) stays. `advice.py` says what to do.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from sentinel.order.case import Case
-from sentinel.order.phase import Phase
-from sentinel.order.step_facts import Divergence
-from sentinel.order.suspicion import (
+from sentinel.incidents.diagnosis.claim import (
     ALIKE_STEPS,
     CALM_STEPS,
     FEW_TENSORS,
     QUIET_STEPS,
     SCALE_FALL,
     SILENT,
-    Suspicion,
+    Diagnosis,
     figures,
     is_narrow,
     listed,
     plural,
 )
-from sentinel.order.verdict_finite import finite
-from sentinel.order.verdict_nonfinite import nonfinite
+from sentinel.incidents.diagnosis.evidence import Evidence
+from sentinel.incidents.diagnosis.finite import finite
+from sentinel.incidents.diagnosis.nonfinite import nonfinite
+from sentinel.incidents.diagnosis.step_facts import Divergence
+from sentinel.order.phase import Phase
 
 
-def suspect(case: Case) -> Suspicion:
+def suspect(case: Evidence) -> Diagnosis:
     """Return what a case makes one suspect."""
     if case.is_liveness:
         return _liveness(case)
@@ -91,15 +91,15 @@ def suspect(case: Case) -> Suspicion:
     return found
 
 
-def _liveness(case: Case) -> Suspicion:
+def _liveness(case: Evidence) -> Diagnosis:
     ranks = sorted({sign.rank for sign in case.signs.values() if sign.rank is not None})
     who = f"rank {listed(ranks)}" if ranks else "a rank"
-    return Suspicion(
+    return Diagnosis(
         reasons=(f"{who} is late or silent: its device, its host, its input pipeline and its program look alike in time",)
     )
 
 
-def by_comparison(case: Case) -> Suspicion | None:
+def by_comparison(case: Evidence) -> Diagnosis | None:
     signs = [sign for sign in case.signs.values() if sign.statistic == "checksum"]
     if not signs:
         return None
@@ -107,34 +107,34 @@ def by_comparison(case: Case) -> Suspicion | None:
     if not found:
         if any(sign.kind != "wgrad" for sign in signs):
             return None
-        return Suspicion(
+        return Diagnosis(
             reasons=("reduced gradients differ between ranks, their weights do not: a reduction left out, or a link",)
         )
     names = {one.name for one in found}
     first = found[0]
     what = f"{first.kind} of {first.name}"
     if case.num_alike < ALIKE_STEPS:
-        return Suspicion(reasons=(f"copies of {what} differ, and never were the same since they are compared",))
+        return Diagnosis(reasons=(f"copies of {what} differ, and never were the same since they are compared",))
     since = f"bit-identical on all {first.num_copies} copies until step {case.last_alike}"
     of_exchange = _by_exchange(case, found)
     if of_exchange is not None:
         return of_exchange
     # A weight, its gradient and its optimizer state may all differ.
     if case.num_differing > 4 * FEW_TENSORS or len(names) > FEW_TENSORS:
-        return Suspicion(
+        return Diagnosis(
             reasons=(
                 f"{case.num_differing} tensors differ from step {case.divergence_step} on, {what} among them; {since}",
                 "so many at once point to weights loaded or changed by the program on some ranks rather than to a machine",
             )
         )
     if any(sign.is_bad and sign.first_step < case.divergence_step for sign in case.signs.values()):
-        return Suspicion(reasons=(f"copies of {what} differ after values had gone non-finite: no evidence of its own",))
+        return Diagnosis(reasons=(f"copies of {what} differ after values had gone non-finite: no evidence of its own",))
     accused = {one.accused for one in found if one.is_sure}
     shown = [one for one in found if one.change]
     if len(accused) == 1 and all(one.is_sure for one in found):
         (ranks,) = accused
         if ranks == (0,) and not shown:
-            return Suspicion(
+            return Diagnosis(
                 reasons=(
                     f"{what} was {since}; at step {case.divergence_step} rank 0 alone differs, in more than one element",
                     "rank 0 is the one that programs treat apart",
@@ -143,7 +143,7 @@ def by_comparison(case: Case) -> Suspicion | None:
         if len(ranks) == 1:
             odd = f"rank {ranks[0]} alone differs, the other {first.num_copies - 1} copies agree"
             why = f"{what} was {since}; at step {case.divergence_step} {odd}"
-            return Suspicion(
+            return Diagnosis(
                 verdict="hardware",
                 reasons=(
                     why + (f": {shown[0].change_words}" if shown else ""),
@@ -155,7 +155,7 @@ def by_comparison(case: Case) -> Suspicion | None:
     if shown:
         one = shown[0]
         who = f"rank {one.culprit}" if one.culprit is not None else f"one of ranks {listed(one.accused)}"
-        return Suspicion(
+        return Diagnosis(
             verdict="hardware",
             reasons=(
                 f"{one.kind} of {one.name} was {since}; at step {case.divergence_step} {who} changed: {one.change_words}",
@@ -164,7 +164,7 @@ def by_comparison(case: Case) -> Suspicion | None:
             ranks=(one.culprit,) if one.culprit is not None else one.accused,
             since=case.divergence_step,
         )
-    return Suspicion(
+    return Diagnosis(
         reasons=(
             f"{what} was {since}; from step {case.divergence_step} on ranks {listed(first.accused)} differ",
             "no majority says which copy is wrong, and the change looks like no single fault",
@@ -172,7 +172,7 @@ def by_comparison(case: Case) -> Suspicion | None:
     )
 
 
-def _by_exchange(case: Case, found: list[Divergence]) -> Suspicion | None:
+def _by_exchange(case: Evidence, found: list[Divergence]) -> Diagnosis | None:
     """Return what reduced gradients say that arrived otherwise on one rank in one step, and the weights that took them."""
     at = [(step, ranks) for step, ranks in case.odd_gradients if step <= case.divergence_step]
     if not at or not 0 <= case.divergence_step - at[0][0] <= 1 or case.num_alike < CALM_STEPS:
@@ -192,8 +192,8 @@ def _by_exchange(case: Case, found: list[Divergence]) -> Suspicion | None:
     )
     since = f"bit-identical on all {found[0].num_copies} copies until step {case.last_alike}"
     if case.seen < at[-1][0] + QUIET_STEPS:
-        return Suspicion(reasons=(f"{seen}; {since}", "whether it comes again in the next steps is to be seen"))
-    return Suspicion(
+        return Diagnosis(reasons=(f"{seen}; {since}", "whether it comes again in the next steps is to be seen"))
+    return Diagnosis(
         verdict="hardware",
         reasons=(
             f"{seen}; {since}",
@@ -203,7 +203,7 @@ def _by_exchange(case: Case, found: list[Divergence]) -> Suspicion | None:
     )  # fmt: skip
 
 
-def by_precision(case: Case) -> Suspicion | None:
+def by_precision(case: Evidence) -> Diagnosis | None:
     bad = [sign for sign in case.signs.values() if sign.is_bad]
     first_bad = min((sign.first_step for sign in bad), default=1 << 62)
     shares = [
@@ -218,21 +218,21 @@ def by_precision(case: Case) -> Suspicion | None:
     if early:
         one = min(early, key=lambda sign: (sign.first_step, sign.phase, sign.name))
         then = f", before the first non-finite value at step {first_bad}" if bad else ""
-        return Suspicion(verdict="precision", reasons=(f"{figures(one)} from step {one.first_step} on{then}",))
+        return Diagnosis(verdict="precision", reasons=(f"{figures(one)} from step {one.first_step} on{then}",))
     if bad:
         births = [birth for birth in case.births if birth.step == case.births[0].step]
         narrow = [birth for birth in births if is_narrow(birth.dtype)]
         infinite = next((birth for birth in narrow if birth.is_inf), None)
         if infinite is not None:
             what = f"{infinite.kind} of {infinite.name} ({infinite.dtype})"
-            return Suspicion(
+            return Diagnosis(
                 verdict="precision",
                 reasons=(f"at step {infinite.step} {what} held infinities before anything held a NaN",),
             )
         are_gradients = bool(births) and all(birth.phase in _GRADIENTS for birth in births)
         if case.has_scaler and are_gradients and (narrow or any(birth.is_inf for birth in births)):
             scale = "" if case.scale_before is None else f" of {case.scale_before:.6g}"
-            return Suspicion(
+            return Diagnosis(
                 verdict="precision",
                 reasons=(
                     f"at step {births[0].step} gradients overflowed under a loss scale{scale}, all of the forward finite",
@@ -246,7 +246,7 @@ def by_precision(case: Case) -> Suspicion | None:
     forward = [sign for sign in case.signs.values() if sign.phase is Phase.FORWARD and sign.first_step <= begun + 1]
     if len(names) >= SILENT and not forward and not bad:
         scale = "" if case.scale_now is None else f", under a loss scale of {case.scale_now:.6g}"
-        return Suspicion(
+        return Diagnosis(
             verdict="precision",
             reasons=(
                 f"the gradients of {len(names)} tensors are exactly 0 from step {begun} on{scale}: {listed(names, 3)}",
@@ -255,21 +255,21 @@ def by_precision(case: Case) -> Suspicion | None:
         )
     before, now = case.scale_before, case.scale_now
     if before is not None and now is not None and now > 0 and before / now >= SCALE_FALL:
-        return Suspicion(verdict="precision", reasons=(f"the loss scale fell from {before:.6g} to {now:.6g}",))
+        return Diagnosis(verdict="precision", reasons=(f"the loss scale fell from {before:.6g} to {now:.6g}",))
     return None
 
 
 _GRADIENTS = frozenset({Phase.BACKWARD, Phase.WGRAD_UNREDUCED, Phase.WGRAD, Phase.NORM})
 
 
-def by_reference(case: Case) -> tuple[str, Suspicion | None]:
+def by_reference(case: Evidence) -> tuple[str, Diagnosis | None]:
     """Return words that acquit the batch, empty: none; or what is suspected because sisters moved."""
     asked = [sign for sign in case.signs.values() if sign.reference_score is not None]
     moved = [sign for sign in asked if (sign.reference_score or 0.0) >= 1.0]
     if moved:
         one = min(moved, key=lambda sign: sign.first_step)
         steps = tuple(sorted({sign.first_step for sign in moved}))
-        return "", Suspicion(
+        return "", Diagnosis(
             verdict="batch",
             reasons=(
                 f"runs on the same data moved at step {one.first_step} too (score {one.reference_score:.2f}), "

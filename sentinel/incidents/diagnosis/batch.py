@@ -8,9 +8,7 @@ does to weights it undoes step by step.
 
 from __future__ import annotations
 
-from sentinel.order.case import Case, Note, Sign
-from sentinel.order.phase import Phase
-from sentinel.order.suspicion import (
+from sentinel.incidents.diagnosis.claim import (
     FRONT,
     GONE,
     HALF,
@@ -18,22 +16,24 @@ from sentinel.order.suspicion import (
     PULSE_STEPS,
     QUIET_STEPS,
     SURE_STATES,
-    Suspicion,
+    Diagnosis,
     figures,
     listed,
     plural,
     times,
 )
+from sentinel.incidents.diagnosis.evidence import Evidence, Note, Sign
+from sentinel.order.phase import Phase
 
 
-def by_data(case: Case, signs: list[Sign], notes: list[Note]) -> Suspicion | None:
+def by_data(case: Evidence, signs: list[Sign], notes: list[Note]) -> Diagnosis | None:
     """Return what speaks of the data of several steps, or of one tensor at the front; None: nothing does."""
     if not notes or any(sign.phase is Phase.PARAM or sign.detector in SURE_STATES for sign in signs):
         return None
     return _of_one_replica(case, signs, notes) or _stretch(case, notes) or _front(case, signs, notes)
 
 
-def _of_one_replica(case: Case, signs: list[Sign], notes: list[Note]) -> Suspicion | None:
+def _of_one_replica(case: Evidence, signs: list[Sign], notes: list[Note]) -> Diagnosis | None:
     """One replica alone keeps moving, from its front on, or in its loss with nothing before it."""
     lanes = sorted({lane for note in notes for lane in note.lanes})
     if case.num_lanes <= 1 or len(lanes) != 1 or not case.num_compared or case.is_differing:
@@ -56,7 +56,7 @@ def _of_one_replica(case: Case, signs: list[Sign], notes: list[Note]) -> Suspici
     else:
         return None
     is_over = case.num_quiet >= QUIET_STEPS and len(steps) <= PULSE_STEPS
-    return Suspicion(
+    return Diagnosis(
         verdict="batch",
         reasons=(
             f"data-parallel replica {lanes[0]} of {case.num_lanes} alone moves, from step {steps[0]} on: {figures(one)}",
@@ -66,7 +66,7 @@ def _of_one_replica(case: Case, signs: list[Sign], notes: list[Note]) -> Suspici
     )  # fmt: skip
 
 
-def _stretch(case: Case, notes: list[Note]) -> Suspicion | None:
+def _stretch(case: Evidence, notes: list[Note]) -> Diagnosis | None:
     """The loss rose at once, stayed for some steps, and came back at once."""
     if case.num_quiet < QUIET_STEPS or case.jump is not None:
         return None
@@ -83,7 +83,7 @@ def _stretch(case: Case, notes: list[Note]) -> Suspicion | None:
             continue
         steps = tuple(step for step, _ in told[:length])
         shown = f"{steps[0]} to {steps[-1]}" if steps[-1] - steps[0] == length - 1 else listed(steps)
-        return Suspicion(
+        return Diagnosis(
             verdict="batch",
             reasons=(
                 f"{figures(sign)} at step {steps[0]}; it stayed for {plural(length, 'step')} ({shown}) and came back at "
@@ -94,7 +94,7 @@ def _stretch(case: Case, notes: list[Note]) -> Suspicion | None:
     return None
 
 
-def _front(case: Case, signs: list[Sign], notes: list[Note]) -> Suspicion | None:
+def _front(case: Evidence, signs: list[Sign], notes: list[Note]) -> Diagnosis | None:
     """What is made of the data before the first block moved for a step or two, and came back, with or without the rest."""
     first = min(sign.first_step for sign in signs)
     fronts = [
@@ -108,7 +108,7 @@ def _front(case: Case, signs: list[Sign], notes: list[Note]) -> Suspicion | None
     lanes = sorted({lane for note in notes for lane in note.lanes})
     is_part = case.num_lanes > 1 and 0 < len(lanes) < case.num_lanes
     of = f" on data-parallel replica {listed(lanes)} of {case.num_lanes} alone" if is_part else ""
-    return Suspicion(
+    return Diagnosis(
         verdict="batch",
         reasons=(
             f"{figures(fronts[0])} at step {first}{of}: what is made of the data before the first block",

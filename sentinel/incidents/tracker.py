@@ -10,7 +10,7 @@ What explains what (all choices are deterministic and kept in the snapshot):
 - A finite anomaly joins the open incident that has it already, else the component of its step, else an incident of at
   least its severity that grew a step or two ago. What is more severe is never explained by what was less so.
 
-What an incident makes one suspect (`verdict.py`) is said anew after every step while it is open.
+What an incident makes one suspect (`diagnosis/diagnose.py`) is said anew after every step while it is open.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import msgspec
 
 from sentinel.anomaly import Anomaly, Incident, Severity, incident_id
 from sentinel.errors import ConfigError
-from sentinel.order.background import MIN_LOSSES, Background
-from sentinel.order.case import Case
-from sentinel.order.causal import is_nonfinite, sort_key
-from sentinel.order.causes import leading_causes
-from sentinel.order.open_incident import (
+from sentinel.incidents.diagnosis.background import MIN_LOSSES, Background
+from sentinel.incidents.diagnosis.claim import JUMP_STEPS, usual
+from sentinel.incidents.diagnosis.evidence import Evidence
+from sentinel.incidents.diagnosis.step_facts import StepFacts
+from sentinel.incidents.open_incident import (
     OpenIncident,
     age,
     has_bad_episode,
@@ -35,9 +35,9 @@ from sentinel.order.open_incident import (
     says_settled,
     series_of,
 )
+from sentinel.order.causal import is_nonfinite, sort_key
+from sentinel.order.causes import leading_causes
 from sentinel.order.origin import origin
-from sentinel.order.step_facts import StepFacts
-from sentinel.order.suspicion import JUMP_STEPS, usual
 from sentinel.order.wording import born_words, is_liveness, place_words, root_words, title_words
 
 MAX_SERIES = 4096
@@ -345,9 +345,9 @@ class IncidentTracker:
         self._join(one, group)
         return one
 
-    def _case(self, nature: str, root: Anomaly) -> Case:
+    def _case(self, nature: str, root: Anomaly) -> Evidence:
         before = self._state.background
-        return Case(
+        return Evidence(
             opened=root.step,
             is_liveness=nature == "liveness",
             num_alike=before.num_alike,

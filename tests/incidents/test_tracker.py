@@ -9,7 +9,7 @@ import pytest
 
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.errors import ConfigError
-from sentinel.order.incidents import IncidentConfig, IncidentTracker
+from sentinel.incidents.tracker import IncidentConfig, IncidentTracker
 
 
 def anomaly(kind="activation", name="blocks.2", step=41, **fields):

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from sentinel.anomaly import Anomaly, Incident, Severity, anomaly_id
-from sentinel.order.incidents import IncidentTracker
-from sentinel.order.step_facts import Apart, Divergence, FirstBad, OddWeight, StepFacts, Stray, Upstream
+from sentinel.incidents.diagnosis.step_facts import Apart, Divergence, FirstBad, OddWeight, StepFacts, Stray, Upstream
+from sentinel.incidents.tracker import IncidentTracker
 
 DP = 4
 LANES = {rank: rank for rank in range(DP)}

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import msgspec
 
 from sentinel.anomaly import Anomaly, Severity
-from sentinel.order.case import Jump
+from sentinel.incidents.diagnosis.claim import CALM_STEPS, rose
+from sentinel.incidents.diagnosis.evidence import Jump
+from sentinel.incidents.diagnosis.step_facts import StepFacts
 from sentinel.order.phase import Phase, scalar_phase
-from sentinel.order.step_facts import StepFacts
-from sentinel.order.suspicion import CALM_STEPS, rose
 
 RECENT_LOSSES, MIN_LOSSES = 16, 8
 """Values of a loss that say what is usual when an incident opens (chosen)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sentinel.order.cascade import MANY, SCALARS, Cascade, Cell, Row, Wave
+from sentinel.explain.cascade import MANY, SCALARS, Cascade, Cell, Row, Wave
 
 WIDTH = 100
 """Columns of a page that is no terminal."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
-from sentinel.order.cascade import MAX_ROWS, cascade_of
-from sentinel.order.drawing import draw, rank_words, spans, way
+from sentinel.explain.cascade import MAX_ROWS, cascade_of
+from sentinel.explain.drawing import draw, rank_words, spans, way
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import msgspec
 
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
-from sentinel.order.anomaly_files import Damage, FileRange, chunks, msprobe_chunks, packed_chunks, repaired
+from sentinel.explain.anomaly_files import Damage, FileRange, chunks, msprobe_chunks, packed_chunks, repaired
 from sentinel.order.causal import SortKey, sort_key
 from sentinel.order.msprobe import MsprobeRecord, from_msprobe, msprobe_sort_key
 

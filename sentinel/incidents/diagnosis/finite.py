@@ -1,12 +1,11 @@
-"""What finite excursions make one suspect: rule 7 of `verdict.py`."""
+"""What finite excursions make one suspect: rule 7 of `diagnosis/diagnose.py`."""
 
 from __future__ import annotations
 
 import msgspec
 
-from sentinel.order.case import Case, Note, Sign
-from sentinel.order.phase import Phase
-from sentinel.order.suspicion import (
+from sentinel.incidents.diagnosis.batch import by_data
+from sentinel.incidents.diagnosis.claim import (
     ABSURD,
     AFTERMATH_STEPS,
     AVERAGES,
@@ -21,7 +20,7 @@ from sentinel.order.suspicion import (
     SURE_STATES,
     UNKNOWN,
     WIDE,
-    Suspicion,
+    Diagnosis,
     by_jump,
     figures,
     is_after_jump,
@@ -29,11 +28,12 @@ from sentinel.order.suspicion import (
     plural,
     times,
 )
-from sentinel.order.verdict_data import by_data
-from sentinel.order.verdict_element import by_output, by_weight
+from sentinel.incidents.diagnosis.element import by_output, by_weight
+from sentinel.incidents.diagnosis.evidence import Evidence, Note, Sign
+from sentinel.order.phase import Phase
 
 
-def finite(case: Case, acquitted: str) -> Suspicion:
+def finite(case: Evidence, acquitted: str) -> Diagnosis:
     signs = [sign for sign in case.signs.values() if sign.statistic != "checksum"]
     if not signs:
         return UNKNOWN
@@ -67,7 +67,7 @@ def finite(case: Case, acquitted: str) -> Suspicion:
     ]
     began_so = any(sign.first_step <= first for sign in states)
     if is_batch_like and not began_so and run <= AFTERMATH_STEPS and case.num_quiet < QUIET_STEPS:
-        return Suspicion(
+        return Diagnosis(
             reasons=(f"it was at its highest at step {first}; whether it goes as the mark of a batch does is to be seen",)
         )
     lanes = {lane for note in notes for lane in note.lanes}
@@ -76,13 +76,13 @@ def finite(case: Case, acquitted: str) -> Suspicion:
     if states:
         one = min(states, key=lambda sign: (sign.first_step, sign.phase, sign.name))
         lasted = f", for {one.num_steps} steps" if one.num_steps > 1 else ""
-        return Suspicion(verdict="model", reasons=(f"{one.detector}: {figures(one)} from step {one.first_step} on{lasted}",))
+        return Diagnosis(verdict="model", reasons=(f"{one.detector}: {figures(one)} from step {one.first_step} on{lasted}",))
     of_states = [sign for sign in own if sign.phase in (Phase.PARAM, Phase.OPTIMIZER)]
     moved_first = [sign for sign in of_states if sign.first_step == first]
     state_lasts = [sign for sign in lasting if sign in of_states]
     if moved_first and (state_lasts or run >= LASTING_STEPS):
         one = min(moved_first, key=lambda sign: (sign.phase, sign.name))
-        return Suspicion(
+        return Diagnosis(
             verdict="model", reasons=(f"it began in the weights or their optimizer: {figures(one)} at step {first}",)
         )
     flow_lasts = [sign for sign in lasting if sign not in state_lasts]
@@ -92,16 +92,16 @@ def finite(case: Case, acquitted: str) -> Suspicion:
         if lasting:
             return _lasting(case, notes, lasting, max(sign.num_steps for sign in lasting))
         one = min(signs, key=lambda sign: (sign.first_step, sign.phase, sign.name))
-        return Suspicion(reasons=(f"{figures(one)} at step {one.first_step}, with too few others to say more",))
+        return Diagnosis(reasons=(f"{figures(one)} at step {one.first_step}, with too few others to say more",))
     if run > QUIET_STEPS or case.num_quiet < QUIET_STEPS:
         at = strong[0].step
-        return Suspicion(reasons=(f"it moved at step {at}; whether the next {QUIET_STEPS} steps are well is to be seen",))
+        return Diagnosis(reasons=(f"it moved at step {at}; whether the next {QUIET_STEPS} steps are well is to be seen",))
     if acquitted:
-        return Suspicion(reasons=(f"it moved at step {strong[0].step} and passed",))
+        return Diagnosis(reasons=(f"it moved at step {strong[0].step} and passed",))
     return _passed(case, signs, strong, f"the {case.num_quiet} whole steps after it were well: weights do not heal")
 
 
-def _lost_state(signs: list[Sign]) -> Suspicion | None:
+def _lost_state(signs: list[Sign]) -> Diagnosis | None:
     """Return what running means of the optimizer say that fell faster than a mean can; None: none did."""
     for sign in signs:
         if sign.kind in AVERAGES:
@@ -110,7 +110,7 @@ def _lost_state(signs: list[Sign]) -> Suspicion | None:
             names = {one.name for one in fallen}
             if len(names) >= SILENT and len(fallen) == len(of_step):
                 one = min(fallen, key=lambda one: one.name)
-                return Suspicion(
+                return Diagnosis(
                     verdict="model",
                     reasons=(
                         f"{figures(one)} at step {one.first_step}, and so of {len(names)} weights: optimizer state was lost",
@@ -140,7 +140,7 @@ def _outlives(sign: Sign) -> bool:
     return sign.phase is not Phase.OPTIMIZER and sign.kind != "scalar" and sign.streak >= AFTERMATH_STEPS
 
 
-def _jump(case: Case) -> _Jump | None:
+def _jump(case: Evidence) -> _Jump | None:
     """Return how the results of steps jumped and came down; None: none did, or one went on to grow."""
     high: set[int] = set()
     peak: set[int] = set()
@@ -168,7 +168,7 @@ def _jump(case: Case) -> _Jump | None:
     return _Jump(frozenset(peak), is_over, max(left, 0.0), num_after, since)
 
 
-def _passed(case: Case, signs: list[Sign], strong: list[Note], after: str) -> Suspicion:
+def _passed(case: Evidence, signs: list[Sign], strong: list[Note], after: str) -> Diagnosis:
     steps = tuple(note.step for note in strong)
     at = [sign for sign in signs if sign.first_step in steps and sign.phase is not Phase.OPTIMIZER]
     one = max(at or signs, key=lambda sign: (sign.phase is Phase.LOSS, sign.phase is Phase.NORM, sign.score or 0.0))
@@ -176,7 +176,7 @@ def _passed(case: Case, signs: list[Sign], strong: list[Note], after: str) -> Su
     if case.losses and not any(sign.phase is Phase.LOSS for sign in at):
         rise = max((case.risen.get(step, 0.0) for step in steps), default=0.0)
         if rise < LOSS_SPREADS and max(note.num_flow for note in strong) < WIDE:
-            return Suspicion(reasons=(f"{figures(one)} at {when} alone, while the loss stayed: hardly its batch",))
+            return Diagnosis(reasons=(f"{figures(one)} at {when} alone, while the loss stayed: hardly its batch",))
     reasons = [f"{figures(one)} at {when} alone; {after}"]
     lanes = sorted({lane for note in strong for lane in note.lanes})
     skip_lanes: tuple[int, ...] = ()
@@ -186,7 +186,7 @@ def _passed(case: Case, signs: list[Sign], strong: list[Note], after: str) -> Su
         else:
             absurd = [sign for sign in at if sign.phase is Phase.FORWARD and times(sign) >= ABSURD]
             if absurd:
-                return Suspicion(
+                return Diagnosis(
                     reasons=(
                         f"data-parallel replica {listed(lanes)} alone moved: {figures(absurd[0])} at {when}",
                         "no data moves a layer so far, and nothing was done twice that would tell a machine",
@@ -197,7 +197,7 @@ def _passed(case: Case, signs: list[Sign], strong: list[Note], after: str) -> Su
                 f"data-parallel replica {listed(lanes)} of {case.num_lanes} alone moved: its part of the batch"
                 + (f"; the {case.num_compared} weights compared stay bit-identical" if case.num_compared else "")
             )
-    return Suspicion(verdict="batch", reasons=tuple(reasons), skip_steps=steps, skip_lanes=skip_lanes)
+    return Diagnosis(verdict="batch", reasons=tuple(reasons), skip_steps=steps, skip_lanes=skip_lanes)
 
 
 def _longest_run(notes: list[Note]) -> int:
@@ -208,11 +208,11 @@ def _longest_run(notes: list[Note]) -> int:
     return longest
 
 
-def _lasting(case: Case, notes: list[Note], lasting: list[Sign], run: int) -> Suspicion:
+def _lasting(case: Evidence, notes: list[Note], lasting: list[Sign], run: int) -> Diagnosis:
     one = min(lasting, key=lambda sign: (sign.first_step, sign.phase, sign.name))
     lanes = sorted({lane for note in notes for lane in note.lanes})
     if case.num_lanes > 1 and len(lanes) == 1:
-        return Suspicion(
+        return Diagnosis(
             reasons=(
                 f"data-parallel replica {lanes[0]} of {case.num_lanes} alone moves, for {run} steps: its part of the data "
                 "or its machine",
@@ -224,4 +224,4 @@ def _lasting(case: Case, notes: list[Note], lasting: list[Sign], run: int) -> Su
         reasons.append(f"it spread from {plural(spread[0], 'series', 'series')} to {max(spread)}")
     if case.num_lanes > 1 and len(lanes) == case.num_lanes:
         reasons.append(f"all {case.num_lanes} data-parallel replicas show it: they share the weights")
-    return Suspicion(verdict="model", reasons=tuple(reasons))
+    return Diagnosis(verdict="model", reasons=tuple(reasons))

@@ -13,17 +13,14 @@ to good models, so that on one replica a single huge element accuses nobody.
 
 from __future__ import annotations
 
-from sentinel.order.case import FLOW, Case, Sign
-from sentinel.order.phase import Phase
-from sentinel.order.step_facts import OddWeight, Stray
-from sentinel.order.suspicion import (
+from sentinel.incidents.diagnosis.claim import (
     ABSURD,
     CALM_STEPS,
     LASTING_STEPS,
     STEEP,
     UPDATES,
     WELL_STEPS,
-    Suspicion,
+    Diagnosis,
     figures,
     is_after_jump,
     is_narrow,
@@ -31,13 +28,16 @@ from sentinel.order.suspicion import (
     plural,
     times,
 )
+from sentinel.incidents.diagnosis.evidence import FLOW, Evidence, Sign
+from sentinel.incidents.diagnosis.step_facts import OddWeight, Stray
+from sentinel.order.phase import Phase
 
 UNMADE = 1e6
 """Times beyond the largest value of the other replicas that no data move an output by (chosen): massive activations stay
 below 1e5 times the median."""
 
 
-def by_weight(case: Case) -> Suspicion | None:
+def by_weight(case: Evidence) -> Diagnosis | None:
     """Return what one element of a weight says that no update can have made; None: there is none."""
     for odd in case.odd_weights:
         before = [one for one in case.signs.values() if one.first_step < odd.step and one.phase in FLOW]
@@ -49,7 +49,7 @@ def by_weight(case: Case) -> Suspicion | None:
         made = f", and its gradient holds nothing beyond {odd.gradient:.3g}" if odd.gradient > 0.0 else ""
         if odd.gradient == float("inf"):
             made = ", and its gradient is not finite, so that no update made a number of it"
-        return Suspicion(
+        return Diagnosis(
             verdict="hardware",
             reasons=(
                 f"one element of {odd.name} is {odd.value:.3g} on rank {odd.rank} from step {odd.step} on, and nearly all "
@@ -68,7 +68,7 @@ def _most(odd: OddWeight) -> float:
     return UPDATES * max(odd.rate, 1e-3) * max(1.0, gradient)
 
 
-def by_output(case: Case, acquitted: str) -> Suspicion | None:
+def by_output(case: Evidence, acquitted: str) -> Diagnosis | None:
     """Return what an output says that left its range with nothing before it amiss; None: there is none, or it lasts."""
     found = _first_output(case)
     if found is None:
@@ -88,12 +88,12 @@ def by_output(case: Case, acquitted: str) -> Suspicion | None:
     passed = f"the {plural(stray.num_before, 'output')} measured before it were as ever: it did not come in with the data"
     doubt = _doubt(case, sign, stray)
     if doubt:
-        return Suspicion(reasons=(what, passed, f"its machine, or what its module computes: {doubt}"))
+        return Diagnosis(reasons=(what, passed, f"its machine, or what its module computes: {doubt}"))
     if case.num_quiet < WELL_STEPS:
-        return Suspicion(
+        return Diagnosis(
             reasons=(what, passed, f"its machine is suspected; {WELL_STEPS} steps that are well are waited for")
         )
-    return Suspicion(
+    return Diagnosis(
         verdict="hardware",
         reasons=(
             f"{what}, on data-parallel replica {stray.lane} of {case.num_lanes}, rank {stray.rank}; the others stayed "
@@ -106,16 +106,16 @@ def by_output(case: Case, acquitted: str) -> Suspicion | None:
     )  # fmt: skip
 
 
-def _of_nothing(sign: Sign, stray: Stray) -> Suspicion:
+def _of_nothing(sign: Sign, stray: Stray) -> Diagnosis:
     """Return what an output of exactly 0 says, where what came before it was none."""
     what = f"{figures(sign)} from step {sign.first_step} on: exactly 0"
     passed = f"the {plural(stray.num_before, 'output')} measured before it were as ever: it did not come in with the data"
     if sign.streak < LASTING_STEPS:
-        return Suspicion(reasons=(what, passed, "whether it stays is to be seen"))
-    return Suspicion(verdict="model", reasons=(what, passed, "its weights are zero, or what switches it off is wrong"))
+        return Diagnosis(reasons=(what, passed, "whether it stays is to be seen"))
+    return Diagnosis(verdict="model", reasons=(what, passed, "its weights are zero, or what switches it off is wrong"))
 
 
-def _first_output(case: Case) -> tuple[Sign, Stray] | None:
+def _first_output(case: Evidence) -> tuple[Sign, Stray] | None:
     """Return the first output in forward order that left its range in the first step; None: data came in so, or none did."""
     signs = [one for one in case.signs.values() if one.statistic != "checksum" and not one.is_bad]
     first = min((one.first_step for one in signs), default=-1)
@@ -132,7 +132,7 @@ def _first_output(case: Case) -> tuple[Sign, Stray] | None:
     return sign, case.strays[sign.name]
 
 
-def _doubt(case: Case, sign: Sign, stray: Stray) -> str:
+def _doubt(case: Evidence, sign: Sign, stray: Stray) -> str:
     """Return why an output accuses no machine; empty: it does."""
     if case.num_lanes <= 1:
         return "there is one data-parallel replica, and nothing was done twice that would tell"

@@ -1,4 +1,4 @@
-"""Case: what an incident has shown so far, as far as a verdict asks. Bounded, kept in the tracker's snapshot."""
+"""Evidence: what an incident has shown so far, as far as a verdict asks. Bounded, kept in the tracker's snapshot."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import msgspec
 
 from sentinel.anomaly import Anomaly
+from sentinel.incidents.diagnosis.step_facts import Apart, Divergence, OddWeight, StepFacts, Stray, Upstream
 from sentinel.order.causal import is_nonfinite
 from sentinel.order.origin import Origin
 from sentinel.order.phase import Phase, phase_of
-from sentinel.order.step_facts import Apart, Divergence, OddWeight, StepFacts, Stray, Upstream
 
 MAX_SIGNS = 256
 """Series of an incident that a verdict looks at, the earliest (chosen)."""
@@ -131,7 +131,7 @@ class Jump(msgspec.Struct, frozen=True, kw_only=True):
     after: float
 
 
-class Case(msgspec.Struct, kw_only=True):
+class Evidence(msgspec.Struct, kw_only=True):
     """What an incident has shown."""
 
     opened: int
@@ -368,7 +368,7 @@ class Case(msgspec.Struct, kw_only=True):
                     )
                 )  # fmt: skip
 
-    def absorb(self, other: Case) -> None:
+    def absorb(self, other: Evidence) -> None:
         """Take over what an incident had shown that turned out to be the same."""
         for key, sign in other.signs.items():
             if key not in self.signs and len(self.signs) < MAX_SIGNS:

@@ -1,4 +1,4 @@
-"""Suspicion: a verdict and its reasons, the bounds that verdicts are given by, and the words that they share."""
+"""Diagnosis: a verdict and its reasons, the bounds that verdicts are given by, and the words that they share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from sentinel.order.case import Case, Sign
+from sentinel.incidents.diagnosis.evidence import Evidence, Sign
 
 LASTING_STEPS = 3
 """Steps in a row that are no batch any more (DESIGN.md, section 6)."""
@@ -72,7 +72,7 @@ _EXPERTS = re.compile(r"expert|moe|router|(^|[._])gate($|[._])", re.IGNORECASE)
 _NARROW = re.compile(r"float16|half|float8|fp8|e4m3|e5m2", re.IGNORECASE)
 
 
-class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """What is suspected, and why."""
 
     verdict: str = "unknown"
@@ -88,7 +88,7 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
     """Step from which on what was trained is to be doubted; -1: not known."""
 
 
-UNKNOWN = Suspicion()
+UNKNOWN = Diagnosis()
 
 
 def usual(values: Sequence[float]) -> tuple[float, float]:
@@ -134,16 +134,16 @@ def is_narrow(dtype: str) -> bool:
     return bool(_NARROW.search(dtype)) and "bfloat16" not in dtype
 
 
-def is_after_jump(case: Case, index: int) -> bool:
+def is_after_jump(case: Evidence, index: int) -> bool:
     """Tell whether a closed step of the case, by its number, comes so soon behind a jump of the learning rate."""
     return case.jump is not None and 0 <= case.num_before + index - case.jump.index <= JUMP_STEPS
 
 
-def by_jump(case: Case) -> Suspicion:
+def by_jump(case: Evidence) -> Diagnosis:
     jump = case.jump
     assert jump is not None
     times = f"{jump.after / jump.before:.3g} times" if jump.before > 0 else "from nothing"
-    return Suspicion(
+    return Diagnosis(
         verdict="model",
         reasons=(
             f"{jump.name} rose from {jump.before:.3g} to {jump.after:.3g} ({times}) at step {jump.step}; it began at step "

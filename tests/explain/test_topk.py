@@ -13,13 +13,13 @@ import pytest
 
 from sentinel.anomaly import Anomaly, Incident, Severity, anomaly_id
 from sentinel.errors import ConfigError
-from sentinel.order import anomaly_files as files_module
-from sentinel.order.anomaly_files import anomaly_files
+from sentinel.explain import anomaly_files as files_module
+from sentinel.explain.anomaly_files import anomaly_files
+from sentinel.explain.topk import topk
 from sentinel.order.causal import sort_key
 from sentinel.order.causes import leading_causes
 from sentinel.order.msprobe import MsprobeRecord, from_msprobe, module_of, msprobe_sort_key
 from sentinel.order.origin import origin
-from sentinel.order.topk import topk
 
 GOLDEN = Path(__file__).parent / "golden"
 

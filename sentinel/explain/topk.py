@@ -16,10 +16,10 @@ import msgspec
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.errors import ConfigError
-from sentinel.order.anomaly_files import Damage, FileRange, anomaly_files, ranges_of
+from sentinel.explain.anomaly_files import Damage, FileRange, anomaly_files, ranges_of
+from sentinel.explain.selection import MSPROBE_LINE, RECORD, Candidate, Findings, Record, Wanted
+from sentinel.incidents.revisions import find_incident, incident_members, incident_revisions
 from sentinel.order.msprobe import from_msprobe, msprobe_key
-from sentinel.order.revisions import find_incident, incident_members, incident_revisions
-from sentinel.order.selection import MSPROBE_LINE, RECORD, Candidate, Findings, Record, Wanted
 
 RESULT_NAME = "anomaly_analyse.json"
 
