@@ -53,15 +53,18 @@ def lint_rule(rule: Rule, names: Mapping[str, Collection[str]] | None) -> list[F
         elif glob.count("[") > glob.count("]"):
             notes.append(f'match.name "{glob}" has a "[" without "]": it takes a name with that sign in it')
     notes += _limits(rule)
-    file, _, _ = rule.source.rpartition(":")
-    if names is not None and Path(file).parent != PACKS:
+    found = [_finding(rule, note) for note in notes]
+    # A pack that comes with Sentinel is for every run, whoever changes something else about its rule.
+    file, _, line = rule.match_source.rpartition(":")
+    if names is not None and file and Path(file).resolve().parent != PACKS.resolve():
         known = {name for kind in rule.match.kind for name in names.get(kind, ())}
         for key, glob in named:
             if not any(matches(glob, name) for name in known):
                 kinds = "any kind" if rule.match.kind == RULE_KINDS else "/".join(rule.match.kind)
                 near = f"; nearest: {', '.join(nearest_names([glob], known, 3))}" if known else ", which it has none of"
-                notes.append(f'match.{key} "{glob}" matches no name of {kinds} in that run{near}')
-    return [_finding(rule, note) for note in notes]
+                note = f'rule "{rule.name}": match.{key} "{glob}" matches no name of {kinds} in that run{near}'
+                found.append(Finding(file=file, line=int(line), message=note))
+    return found
 
 
 def lint_together(pack: Pack, builtin: Pack) -> list[Finding]:
@@ -71,7 +74,7 @@ def lint_together(pack: Pack, builtin: Pack) -> list[Finding]:
     of_default = {rule.name: rule for rule in builtin.rules}
     for rule in pack.rules:
         # With another severity or other actions it has a purpose of its own.
-        bare = msgspec.structs.replace(rule, name="", description="", source="")
+        bare = {**rule.unlocated(), "name": "", "description": ""}
         other = seen.setdefault(msgspec.json.encode(bare, order="sorted"), rule)
         if other is not rule:
             found.append(_finding(rule, f'does what rule "{other.name}" ({other.source}) does: all is told twice'))

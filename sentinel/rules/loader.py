@@ -16,6 +16,9 @@ from sentinel.rules.schema import Pack, Rule
 PACKS = Path(__file__).parent / "packs"
 """The packs that come with Sentinel: `default`, and opt-in ones."""
 
+_Merged = tuple[dict[str, Located], dict[str, str], Draft]
+"""Fields of a rule, the file of each, and the draft on top."""
+
 PACK_KEYS = ("rules", "builtin")
 RULE_KEYS = (
     "name", "detector", "match", "args", "severity", "actions", "episode_quiet_steps", "enabled", "reference",
@@ -38,7 +41,9 @@ def load_pack(
     """Return the rules of `paths`, each merged over those before it, all over the built-in default pack.
 
     paths: files, directories (their *.yaml and *.yml, one level), or names of packs that come with Sentinel (`msprobe`).
-    builtin: False leaves the default pack out, as does `builtin: false` in a file.
+    builtin: False leaves the default pack out, as does `builtin: false` in a file, unless a path names it. A rule that gives
+    no detector is a change of the default pack's rule of that name, and takes from there what it does not say, also where
+    the rest of the default pack is left out: packs that come with Sentinel combine in any order.
     references: reads what `reference:` names; None: that is checked to be there, not read.
     RuleError names everything that is wrong, one `FILE:LINE: what` a line.
     """
@@ -57,22 +62,30 @@ def read_pack(
 ) -> tuple[Pack, list[Problem]]:
     """Return what `load_pack` returns and every problem, without raising for any of them."""
     reading = Reading(detectors if detectors is not None else known_detectors(), references)
+    default = PACKS / "default.yaml"
     layers: list[list[Draft]] = []
+    is_named = False
     for given in paths:
         layer: list[Draft] = []
         for file in _files(given, reading):
+            if file == default:
+                is_named = True  # It is below all others, wherever it was named.
+                continue
             drafts, leaves_out = _read_file(file, reading)
             builtin = builtin and not leaves_out
             _add_all(layer, drafts, reading)
         layers.append(layer)
-    if builtin:
-        drafts, _ = _read_file(PACKS / "default.yaml", reading)
-        layers.insert(0, drafts)
-    merged: dict[str, tuple[dict[str, Located], dict[str, str], Draft]] = {}
+    defaults, _ = _read_file(default, reading)
+    if builtin or is_named:
+        layers.insert(0, defaults)
+    below = {draft.name: _merge(None, draft) for draft in defaults}
+    merged: dict[str, _Merged] = {}
     for layer in layers:
         for draft in layer:
-            merged[draft.name] = _merge(merged.get(draft.name), draft)
-    reading.complete = [name for name, (given, _, _) in merged.items() if "detector" in given]
+            is_change = "detector" not in draft.given
+            merged[draft.name] = _merge(merged.get(draft.name) or (below.get(draft.name) if is_change else None), draft)
+    complete = (name for name, (given, _, _) in merged.items() if "detector" in given)
+    reading.complete = list(dict.fromkeys([*below, *complete]))
     rules = [_build(given, files, draft, reading) for given, files, draft in merged.values()]
     reading.problems.sort(key=lambda problem: (problem.file, problem.line))
     return Pack(rules=tuple(rule for rule in rules if rule is not None and rule.enabled)), reading.problems
@@ -167,9 +180,7 @@ def _draft(item: Located, file: str, reading: Reading) -> Draft | None:
     return Draft(name.value, item.value, file, item.line)
 
 
-def _merge(
-    below: tuple[dict[str, Located], dict[str, str], Draft] | None, draft: Draft
-) -> tuple[dict[str, Located], dict[str, str], Draft]:
+def _merge(below: _Merged | None, draft: Draft) -> _Merged:
     """Return fields and the file of each: what a draft gives replaces, and `args` of the same detector merge by key."""
     files = dict.fromkeys(draft.given, draft.file)
     if below is None:
@@ -207,6 +218,7 @@ def _build(given: dict[str, Located], files: dict[str, str], draft: Draft, readi
         reference=reader.reference(),
         description=reader.text("description"),
         source=f"{draft.file}:{draft.line}",
+        match_source=f"{files['match']}:{given['match'].where}" if "match" in given else "",
     )
     if detector in reading.detectors:
         reader.check_detector(rule)

@@ -65,6 +65,14 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     """For people."""
     source: str = ""
     """FILE:LINE it was read from; not part of the hash."""
+    match_source: str = ""
+    """FILE:LINE its match was read from, which may be another pack's; empty: it has none. Not part of the hash."""
+
+    def unlocated(self) -> dict[str, Any]:
+        """Return its fields as plain values, without where they were read from."""
+        fields: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(self, source=""))
+        del fields["match_source"]
+        return fields
 
     def statistics(self, defaults: tuple[str, ...]) -> tuple[str, ...]:
         """Return the statistics watched: those named, else `value` for scalars, else the detector's `defaults`."""
@@ -81,7 +89,7 @@ class Pack(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def pack_hash(self) -> str:
         """16 hex digits: the same rules in the same order have the same hash, wherever they were read from."""
-        bare = [msgspec.structs.replace(rule, source="") for rule in self.rules]
+        bare = [rule.unlocated() for rule in self.rules]
         return hashlib.blake2b(msgspec.json.encode(bare, order="sorted"), digest_size=8).hexdigest()
 
     def rule(self, name: str) -> Rule:

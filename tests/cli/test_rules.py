@@ -3,6 +3,7 @@ import json
 import pytest
 
 from sentinel.cli.main import run_cli
+from sentinel.testing import SyntheticRun
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,32 @@ def test_what_is_probably_not_meant_is_lint_with_file_and_line(case, tmp_path, c
     assert run_cli(["rules", "check", str(pack)]) == 3
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"{pack}:2: rule ") and words in line and line.endswith("(lint)")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    run = tmp_path_factory.mktemp("runs") / "tiny"
+    SyntheticRun(run, layers=2).write(3)
+    return run
+
+
+def test_globs_of_the_packs_that_come_with_sentinel_are_never_blamed_on_a_file_that_changes_their_rules(
+    recorded, tmp_path, capsys
+):
+    pack = tmp_path / "mine.yaml"
+    pack.write_text("rules:\n  - {name: loss-spike, severity: warning}\n  - {name: expert-imbalance, actions: [notify]}\n")
+
+    assert run_cli(["rules", "check", "moe", str(pack), "--run", str(recorded)]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_glob_of_ones_own_is_blamed_where_it_was_written(recorded, tmp_path, capsys):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("rules:\n  - name: loss-spike\n    match: {kind: scalar, name: los}\n")
+    second.write_text("rules: [{name: loss-spike, severity: warning}]")
+
+    assert run_cli(["rules", "check", str(first), str(second), "--run", str(recorded)]) == 3
+    assert capsys.readouterr().out.startswith(f'{first}:3: rule "loss-spike": match.name "los" matches no name of scalar')
 
 
 def test_a_limit_that_can_be_passed_is_no_lint(tmp_path, capsys):

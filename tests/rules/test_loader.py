@@ -1,3 +1,4 @@
+import itertools
 from pathlib import Path
 from typing import ClassVar
 
@@ -73,6 +74,37 @@ rules:
     assert "kurtosis-spike" not in rules
     assert rules["my-norm"].match.statistic == ("norm", "mean")
     assert rules["my-norm"].source == f"{mine}:7"
+
+
+def test_packs_that_come_with_sentinel_combine_in_any_order():
+    packs = sorted(builtin_packs())
+
+    orders = [*itertools.permutations(packs, 2), *(packs[at:] + packs[:at] for at in range(len(packs)))]
+
+    found = {order: load_pack(order).rules for order in map(tuple, orders)}
+
+    for order, rules in found.items():
+        others = found.get(order[::-1]) or found[tuple(packs)]
+        assert {rule.name: rule for rule in rules} == {rule.name: rule for rule in others}
+
+
+def test_a_change_of_a_default_rule_takes_it_along_where_the_default_pack_is_left_out(pack):
+    mine = pack("""builtin: false
+rules:
+  - {name: loss-spike, severity: warning}
+  - {name: kurtosis-spike, enabled: false}
+""")
+
+    (rule,) = load_pack([mine]).rules
+
+    assert (rule.name, rule.detector, rule.severity) == ("loss-spike", "LossSpike", Severity.WARNING)
+    assert rule.match == load_pack().rule("loss-spike").match
+
+
+def test_where_a_rule_was_read_from_is_not_part_of_the_hash(pack):
+    text = "builtin: false\nrules: [{name: a, detector: AnomalyNan, match: {kind: wgrad}}]"
+
+    assert load_pack([pack(text, "1.yaml")]).pack_hash == load_pack([pack("\n" + text, "2.yaml")]).pack_hash
 
 
 def test_args_merge_by_key_while_the_detector_stays(pack):
