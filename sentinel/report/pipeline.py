@@ -29,6 +29,9 @@ READ_LIMIT = 5000
 BURST = 3
 """Messages that a sink may be sent at once after a quiet time (chosen; Slack allows short bursts)."""
 
+STUCK_AFTER_S = 60.0
+"""A delivery that takes longer is told as a problem of its sink (chosen): one over HTTP is cut off long before."""
+
 ALONE_AFTER = 3
 """Failures after which a message is sent by itself and no longer in a digest (chosen)."""
 
@@ -89,6 +92,8 @@ class SinkWorker:
         self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self.problem = ""
         """Why the last request failed; empty after one that did not."""
+        self.busy_since: float | None = None
+        """When the delivery under way began, seconds since the epoch; None: there is none."""
         self._outbox = outbox
         self._policy = policy
         self._bucket = TokenBucket(rate_per_s)
@@ -238,17 +243,22 @@ class SinkWorker:
         self._outbox.postpone_delivery(heads, self._blocked_until)
 
     def _deliver(self, alerts: Sequence[Alert], now: float) -> Delivery:
+        self.busy_since = now
         try:
             return self.sink.deliver(alerts, now)
         except Exception as error:  # A sink of somebody else's must not end the thread, nor lose its alerts.
             _log.exception("sink %s: raised", self.sink.name)
             return Delivery(outcome="retry", detail=f"{type(error).__name__}", is_unknown=True)
+        finally:
+            self.busy_since = None
 
     def _keep_alive(self, now: float) -> float | None:
         if not isinstance(self.sink, StandingSink):
             return None
         delivery, due = self.sink.keep_alive(now)
-        if delivery is not None and delivery.outcome != "sent":
+        if delivery is not None and delivery.outcome == "sent":
+            self.problem = ""
+        elif delivery is not None:
             self.problem = delivery.detail
             self.counts["retried"] += 1
             _log.warning("sink %s: open incidents could not be sent again: %s", self.sink.name, delivery.detail)
@@ -337,8 +347,14 @@ class Notifier:
         return {name: worker.num_waiting() for name, worker in self.workers.items()}
 
     def problems(self) -> dict[str, str]:
-        """Return sink -> why it cannot be reached, for those that cannot."""
-        return {name: worker.problem for name, worker in self.workers.items() if worker.problem}
+        """Return sink -> why it cannot be reached, for those that cannot, or that have not come back from a delivery."""
+        found = {name: worker.problem for name, worker in self.workers.items() if worker.problem}
+        now = self._clock()
+        for name, worker in self.workers.items():
+            since = worker.busy_since
+            if since is not None and now - since > STUCK_AFTER_S:
+                found[name] = f"a delivery has been under way for {now - since:.0f} s"
+        return found
 
     def _run(self, name: str) -> None:
         worker, wake = self.workers[name], self._wakes[name]

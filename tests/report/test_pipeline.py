@@ -333,6 +333,40 @@ def test_the_notifier_counts_every_outcome_of_every_sink_from_the_start():
     assert notifier.close()
 
 
+def test_a_delivery_that_does_not_come_back_is_told_while_it_lasts():
+    class Stuck(FakeSink):
+        def deliver(self, alerts, now):
+            told.append(notifier.problems())
+            clock[0] += 75.0
+            told.append(notifier.problems())
+            return SENT
+
+    told, clock = [], [1000.0]
+    notifier = Notifier(MemoryOutbox(), [Stuck()], RetryPolicy(), clock=lambda: clock[0])
+    worker = notifier.workers["fake"]
+    worker._outbox.add(alerts_for(None, an_incident(), ROUTES, 1000.0))
+
+    worker.turn(1000.0)
+
+    assert told == [{}, {"fake": "a delivery has been under way for 75 s"}]
+    assert notifier.problems() == {}
+
+
+def test_a_keep_alive_that_works_again_ends_the_problem():
+    class Forgetful(FakeStandingSink):
+        def keep_alive(self, now):
+            return self.answers.pop(0), now + 60.0
+
+    bench = Bench(Forgetful([LATER, SENT]))
+
+    problems = []
+    for _ in range(2):
+        bench.turn()
+        problems.append(bench.worker.problem)
+
+    assert problems == ["HTTP 500", ""]
+
+
 def test_threads_send_what_was_queued_and_end_when_told():
     outbox, sink = MemoryOutbox(), FakeSink()
     notifier = Notifier(outbox, [sink], RetryPolicy(), clock=lambda: 5.0)

@@ -50,7 +50,7 @@ class AlertmanagerConfig(
     """Open incidents are sent again this often; one not sent for four intervals resolves itself."""
 
     timeout_s: float = 10.0
-    """Longest wait for an answer."""
+    """Longest a whole request may take, from looking up the name to the last byte of the answer."""
 
     def __post_init__(self) -> None:
         if not self.urls:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email.utils
+import threading
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
@@ -13,7 +14,10 @@ import urllib3
 
 from sentinel.errors import ConfigError
 from sentinel.report.alert import Alert
+from sentinel.report.sinks import cutting
 
+CUT_S = 0.5
+"""How long a request that was cut off has to end (chosen): its connections are shut down, so it ends at once."""
 MAX_RETRY_AFTER_S = 3600.0
 """A server that asks for longer is asked again after an hour (chosen)."""
 RETRIED_STATUSES = frozenset({408, 425, 429})
@@ -72,48 +76,97 @@ class Poster(Protocol):
 
 
 class HttpPoster:
-    """POST over requests, one session: bounded in time, in what it reads, and without redirects.
+    """POST over requests: bounded in time as a whole, in what it reads, and without redirects.
+
+    timeout_s: for all of a request: the name's lookup, the connection, TLS, and every byte of the answer. Each request is
+    made by a thread of its own, which is cut off then; one that even so does not end (a name is being looked up) is left
+    behind, and no other is made before it has ended.
 
     The environment's proxies are not read (STYLE.md: two readers of the environment); `proxy` names one.
     """
 
     def __init__(self, *, timeout_s: float = 10.0, proxy: str = "", ca_file: str = "") -> None:
-        self._timeout = (min(timeout_s, 5.0), timeout_s)
-        self._session = requests.Session()
-        self._session.trust_env = False
-        if proxy:
-            self._session.proxies = {"http": proxy, "https": proxy}
-        if ca_file:
-            self._session.verify = ca_file
+        self._timeout_s = timeout_s
+        self._connect_timeout_s = min(timeout_s, 5.0)
+        self._proxies = {"http": proxy, "https": proxy} if proxy else {}
+        self._ca_file = ca_file
+        self._session = self._new_session()
+        self._late: threading.Thread | None = None
+
+    def _new_session(self) -> requests.Session:
+        session = cutting.session()
+        session.proxies = dict(self._proxies)
+        if self._ca_file:
+            session.verify = self._ca_file
+        return session
 
     def post(self, url: str, body: bytes, headers: Mapping[str, str], now: float) -> Delivery:
         """Return what became of it; see Delivery."""
         where = host_of(url)
+        if self._late is not None and self._late.is_alive():
+            detail = f"{where}: the request before has not ended yet; is its name looked up in vain?"
+            return Delivery(outcome="retry", detail=detail)
+        found: list[Delivery] = []
+        request = cutting.OpenRequest()
+        session = self._session
+
+        def make() -> None:
+            with request:
+                found.append(self._made(request, session, url, body, headers, now))
+
+        thread = threading.Thread(target=make, name="sentinel-post", daemon=True)
+        thread.start()
+        thread.join(self._timeout_s)
+        if not thread.is_alive():
+            return found[0]
+        request.cut()
+        thread.join(CUT_S)
+        if thread.is_alive():
+            self._late, self._session = thread, self._new_session()
+        elif request.was_answered:
+            return found[0]  # The status came in time; what is cut off is the rest of the answer.
+        what = "whole answer" if request.was_connected else "connection"
+        detail = f"{where}: no {what} within {self._timeout_s:g} s"
+        return Delivery(outcome="retry", detail=detail, is_unknown=request.was_connected)
+
+    def _made(
+        self,
+        request: cutting.OpenRequest,
+        session: requests.Session,
+        url: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        now: float,
+    ) -> Delivery:
+        where = host_of(url)
         try:
-            with self._session.post(
+            with session.post(
                 url,
                 data=body,
                 headers={"Content-Type": "application/json", "User-Agent": "sentinel", **headers},
-                timeout=self._timeout,
+                timeout=(self._connect_timeout_s, self._timeout_s),
                 allow_redirects=False,
                 stream=True,
             ) as answer:
                 # The status has come: the request was heard, whatever happens to the rest of the answer.
+                request.was_answered = True
                 text = _beginning(answer)
                 return judge_answer(answer.status_code, answer.headers, text, where, now)
         except requests.exceptions.ConnectTimeout:
-            return Delivery(outcome="retry", detail=f"{where}: no connection within {self._timeout[0]:g} s")
+            return Delivery(outcome="retry", detail=f"{where}: no connection within {self._connect_timeout_s:g} s")
         except requests.exceptions.Timeout:
-            return Delivery(
-                outcome="retry", detail=f"{where}: no answer within {self._timeout[1]:g} s", is_unknown=True
-            )
+            return Delivery(outcome="retry", detail=f"{where}: no answer within {self._timeout_s:g} s", is_unknown=True)
         except requests.exceptions.ConnectionError as error:
             was_refused = any(isinstance(cause, urllib3.exceptions.NewConnectionError) for cause in _causes(error))
             is_tls = isinstance(error, requests.exceptions.SSLError)
             word = "refused or host unknown" if was_refused else "TLS failed" if is_tls else "connection lost"
+            if not was_refused and not is_tls and any(isinstance(cause, TimeoutError) for cause in _causes(error)):
+                word = f"it took nothing of the request for {self._connect_timeout_s:g} s"
             return Delivery(outcome="retry", detail=f"{where}: {word}", is_unknown=not (was_refused or is_tls))
         except (requests.exceptions.RequestException, ValueError) as error:
             return Delivery(outcome="failed", detail=f"{where}: {type(error).__name__}")
+        except Exception as error:
+            return Delivery(outcome="retry", detail=f"{where}: {type(error).__name__}", is_unknown=True)
 
 
 def judge_answer(status: int, headers: Mapping[str, str], text: str, where: str, now: float) -> Delivery:

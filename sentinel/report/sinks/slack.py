@@ -45,7 +45,7 @@ class SlackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """More alerts than this waiting at once go out as one message; 0: never."""
 
     timeout_s: float = 10.0
-    """Longest wait for an answer."""
+    """Longest a whole request may take, from looking up the name to the last byte of the answer."""
 
 
 class SlackSink:

@@ -53,7 +53,7 @@ class WebhookConfig(
     """More alerts than this waiting at once go out in one request; 0: never."""
 
     timeout_s: float = 10.0
-    """Longest wait for an answer."""
+    """Longest a whole request may take, from looking up the name to the last byte of the answer."""
 
 
 class WebhookSink:
