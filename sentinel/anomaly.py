@@ -1,4 +1,4 @@
-"""Anomaly, Incident and Severity: their JSON is public."""
+"""Anomaly, Incident, IncidentAct and Severity: their JSON is public."""
 
 from __future__ import annotations
 
@@ -100,6 +100,20 @@ class Anomaly(msgspec.Struct, frozen=True, kw_only=True):
     """Of `group_mates`, those whose own part moved past the bound too; empty: not known, or nobody's alone."""
 
 
+class IncidentAct(msgspec.Struct, frozen=True, kw_only=True):
+    """What a person did about an incident."""
+
+    incident: str
+    act: str
+    """`ack` (somebody works on it), `resolve` (it is over) or `reopen` (it is not)."""
+    who: str
+    why: str = ""
+    until: float = 0.0
+    """Of `ack`: seconds since the epoch until which it holds; 0: until the incident ends."""
+    time: float = 0.0
+    """Seconds since the epoch."""
+
+
 class Incident(msgspec.Struct, frozen=True, kw_only=True):
     """One revision of an incident: anomalies that follow from the same first causes; one line of `incidents.jsonl`."""
 
@@ -108,7 +122,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     attempt: int
     state: str
-    """`open`, `resolved` (quiet), `settled` (a level shift became the new normal) or `merged` (into `merged_into`)."""
+    """`open`, `resolved` (quiet), `settled` (a level shift became the new normal), `ended` (the run ended, or began anew),
+    `closed` (by a person) or `merged` (into `merged_into`)."""
     opened_step: int
     last_step: int
     severity: Severity
@@ -139,6 +154,21 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     """A page was due: something in it is corroborated, non-finite, or in the loss, and critical."""
     merged_into: str | None = None
     time: float = 0.0
+    num_worse: int = 0
+    """Times that it became several times worse than what its title had told; each is told."""
+    acts: tuple[IncidentAct, ...] = ()
+    """What people did about it, oldest first."""
+
+    def acknowledged(self, now: float) -> IncidentAct | None:
+        """Return the acknowledgement that holds at `now`, seconds since the epoch; None: nobody says that he works on it."""
+        last = self.acts[-1] if self.acts else None
+        if last is None or last.act != "ack" or 0.0 < last.until <= now:
+            return None
+        return last
+
+
+CLOSED_STATES = frozenset({"resolved", "settled", "ended", "closed", "merged"})
+"""States of an incident that is over."""
 
 
 def anomaly_id(

@@ -7,14 +7,26 @@ from collections.abc import Iterable
 
 import msgspec
 
-from sentinel.anomaly import Anomaly, Incident
+from sentinel.anomaly import Anomaly, Incident, Severity
 from sentinel.incidents.diagnosis.advice import advice
 from sentinel.incidents.diagnosis.diagnose import suspect
 from sentinel.incidents.diagnosis.evidence import Evidence
+from sentinel.incidents.diagnosis.step_facts import StepFacts
+from sentinel.incidents.scope import deviating_rank, is_several_times, lineage_of, series_of, size_of
 from sentinel.order.causal import is_nonfinite
-from sentinel.order.origin import Origin
+from sentinel.order.causes import leading_causes
+from sentinel.order.origin import Origin, origin
 from sentinel.order.phase import Phase, phase_of
 from sentinel.order.wording import born_words, root_words, title_words
+
+MAX_SERIES = 4096
+"""Most series that an incident remembers, to know its own again (chosen); past it the newest are not remembered."""
+
+MAX_FIRST_CAUSES = 64
+"""Most first causes that an incident lists (chosen); a NaN on each of a thousand replicas needs no thousand names."""
+
+GROWING_STEPS = 3
+"""Steps that a worse member is given to grow before it is told (chosen): an explosion is one message, not one a step."""
 
 SUSPECTED = "suspected "
 """What the lines of evidence begin with that give the reasons of the verdict; all others are facts."""
@@ -37,6 +49,22 @@ class OpenIncident(msgspec.Struct, kw_only=True):
     """Ids of onsets without an end, to the step of each."""
     series: dict[str, int] = {}
     """Keys of the series that belong here, to the step they last joined."""
+    lineages: dict[str, int] = {}
+    """The same of the modules whose tensors belong here (`scope.lineage_of`)."""
+    subject: tuple[str, ...] = ()
+    """Of liveness: what it is about (`scope.subject_of`)."""
+    deviating: tuple[int, ...] = ()
+    """Ranks that members say deviate from their peers."""
+    carried_step: int = -1
+    """Newest step with a member above `info` whose update the optimizer took: the weights carry it on; -1: none."""
+    told_size: float = 0.0
+    """Size of what the title tells (`scope.size_of`)."""
+    told_step: int = -1
+    """Step of what the title tells."""
+    worse: Anomaly | None = None
+    """The worst member since that is several times as bad; told once growth has had its time."""
+    reopened_step: int = -1
+    """Newest step when a person opened it again; -1: nobody did."""
     has_settled: bool = False
     num_unnamed: int = 0
     """First causes that the cap left out."""
@@ -53,6 +81,123 @@ class OpenIncident(msgspec.Struct, kw_only=True):
             self.facts = (*self.facts, evidence)
             reasons = [line for line in self.incident.evidence if line.startswith(SUSPECTED)]
             self.incident = msgspec.structs.replace(self.incident, evidence=(*reasons, *self.facts))
+
+    def join(self, group: list[Anomaly], facts: StepFacts | None, *, is_skipped: bool) -> None:
+        """Take in anomalies that it explains. Title and root follow the worst of them (DESIGN.md, section 7b)."""
+        was_level = self.incident.severity.level
+        for anomaly in group:
+            self._remember(anomaly)
+            if anomaly.severity.level > 0 and not is_skipped:
+                self.carried_step = max(self.carried_step, anomaly.step)
+        self._follow_early(group)
+        self.case.join(group, facts)
+        now = self.incident
+        ranks = {rank for a in group for rank in (a.ranks if a.rank is None else (a.rank,))}
+        severity = max((now.severity, *(a.severity for a in group)), key=lambda s: s.level)
+        self.incident = msgspec.structs.replace(
+            now,
+            last_step=max(now.last_step, *(a.step for a in group)),
+            severity=severity,
+            first_causes=tuple(a.id for a in self.causes),
+            num_members=now.num_members + len(group),
+            detectors=tuple(sorted({*now.detectors, *(a.detector for a in group)})),
+            ranks=tuple(sorted({*now.ranks, *ranks})),
+            paged=now.paged or severity is Severity.CRITICAL,
+        )
+        later = [a for a in group if a.step > now.opened_step]
+        is_graver = severity.level > was_level if self.nature == "liveness" else severity.level > was_level == 0
+        if is_graver and later:
+            # What was only written down is told from now on by what makes it worth telling; a slow rank that died, as dead.
+            self._lead(later, "graver than what it began with")
+        else:
+            self._note_worse(group)
+
+    def _remember(self, anomaly: Anomaly) -> None:
+        for known, key in ((self.series, series_of(anomaly)), (self.lineages, lineage_of(anomaly))):
+            if key in known or len(known) < MAX_SERIES:
+                known[key] = max(anomaly.step, known.get(key, -1))
+        rank = deviating_rank(anomaly)
+        if rank is not None:
+            self.deviating = tuple(sorted({*self.deviating, rank}))
+
+    def _follow_early(self, group: list[Anomaly]) -> None:
+        """Let what came in the opening step, or late before it, take its place among the first causes."""
+        now = self.incident
+        early = [a for a in group if (a.attempt, a.step) <= (now.attempt, now.opened_step)]
+        if not early:
+            return
+        known = {a.id: a for a in (*self.causes, *early)}
+        pool = list(known.values())
+        causes = [pool[i] for i in leading_causes(pool)]
+        is_late = bool(self.causes)
+        self.causes = causes[:MAX_FIRST_CAUSES]
+        self.num_unnamed += len(causes) - len(self.causes)
+        if is_late and causes[0].id != now.root and causes[0].id in {a.id for a in early}:
+            self.retell(causes[0], origin(causes[0], pool), "an earlier or graver sign of its first step came late")
+
+    def _lead(self, group: list[Anomaly], why: str) -> None:
+        first = group[leading_causes(group)[0]]
+        if first.id != self.root.id:
+            self.retell(first, origin(first, group), why)
+
+    def _note_worse(self, group: list[Anomaly]) -> None:
+        """Keep the worst member of the subject that is told, where it is several times as bad as that."""
+        mine = series_of(self.root)
+        for anomaly in group:
+            is_same = anomaly.statistic == self.root.statistic and series_of(anomaly) == mine
+            size = size_of(anomaly)
+            is_worst = self.worse is None or size > size_of(self.worse)
+            if is_same and is_worst and is_several_times(size, self.told_size):
+                self.worse = anomaly
+
+    def tell_worse(self, step: int, stride: int) -> None:
+        """Tell a member that is several times worse than what the title says, once growth has had its time."""
+        worse = self.worse
+        if worse is None or step - self.told_step < GROWING_STEPS * stride:
+            return
+        self.incident = msgspec.structs.replace(self.incident, num_worse=self.incident.num_worse + 1)
+        self.retell(worse, origin(worse, [worse]), "several times worse than what was told")
+
+    def absorb(self, other: OpenIncident) -> None:
+        """Take over what turned out to be the same."""
+        a, b = self.incident, other.incident
+        self.episodes |= other.episodes
+        for mine, theirs in ((self.series, other.series), (self.lineages, other.lineages)):
+            for key, step in theirs.items():
+                if key in mine or len(mine) < MAX_SERIES:
+                    mine[key] = max(step, mine.get(key, -1))
+        self.last_bad_step = max(self.last_bad_step, other.last_bad_step)
+        self.carried_step = max(self.carried_step, other.carried_step)
+        self.deviating = tuple(sorted({*self.deviating, *other.deviating}))
+        severity = max(a.severity, b.severity, key=lambda s: s.level)
+        self.incident = msgspec.structs.replace(
+            a,
+            last_step=max(a.last_step, b.last_step),
+            severity=severity,
+            num_members=a.num_members + b.num_members,
+            detectors=tuple(sorted({*a.detectors, *b.detectors})),
+            ranks=tuple(sorted({*a.ranks, *b.ranks})),
+            paged=a.paged or b.paged,
+        )
+        self.case.absorb(other.case)
+        self.revise(evidence=f"incident {b.id} turned out to be the same")
+        other.episodes = {}
+        other.incident = msgspec.structs.replace(b, state="merged", merged_into=a.id)
+
+    def retell(self, root: Anomaly, born: Origin, why: str) -> None:
+        """Tell it by another root from now on; what was told before stays among the facts."""
+        before = self.incident.title
+        self.root, self.origin = root, born
+        self.told_size, self.told_step, self.worse = size_of(root), root.step, None
+        self.incident = msgspec.structs.replace(
+            self.incident,
+            root=root.id,
+            root_name=root_words(root, born),
+            title=title_words(root, born),
+            segment=born.segment,
+            module=born.module if self.nature == "nonfinite" else "",
+        )
+        self.revise(evidence=f"{why}; told before: {before}")
 
     def suspect(self) -> None:
         """Say what it makes one suspect now, and why."""
@@ -84,10 +229,6 @@ def _without_figures(lines: Iterable[str]) -> list[str]:
 
 def age(one: OpenIncident) -> tuple[int, int, str]:
     return one.incident.attempt, one.incident.opened_step, one.incident.id
-
-
-def series_of(anomaly: Anomaly) -> str:
-    return f"{anomaly.kind}/{anomaly.tag_name}"
 
 
 def says_settled(end: Anomaly) -> bool:

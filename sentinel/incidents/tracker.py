@@ -1,16 +1,19 @@
-"""Incidents: anomalies that follow from the same first causes, as one thing that opens, grows, is refined and closes.
+"""Incidents: anomalies that follow from the same first causes, as one thing that opens, grows, is refined and ends.
 
-What explains what (all choices are deterministic and kept in the snapshot):
+What explains what (DESIGN.md, section 7b; all choices are deterministic and kept in the snapshot). Ill timing and ill
+numbers never share an incident.
 
-- Inside a step everything meets at the optimizer's barrier, so what a step brings is one component. Liveness (stale or
-  slow ranks, blindness) is no part of the arithmetic: one incident for each of its rules.
-- A non-finite component joins an open non-finite incident that recurs (same segment, module or tensor as its root),
-  or that was still going on a step or two ago without the optimizer having skipped: then the NaN is in the weights.
-  It joins a finite incident only if that was critical a step or two ago: an explosion that went on to overflow.
-- A finite anomaly joins the open incident that has it already, else the component of its step, else an incident of at
-  least its severity that grew a step or two ago. What is more severe is never explained by what was less so.
+- Ranks: each slow, silent or dead rank is a subject of its own. Blindness is one of each of its rules.
+- Non-finite values of a step are one component. It joins an open non-finite incident that recurs (same segment, module or
+  tensor as its root), or that was still going on a step or two ago without the optimizer having skipped: then the NaN is in
+  the weights. It joins a finite incident only if that was critical a step or two ago: an explosion that went on to overflow.
+- A finite anomaly joins the open incident that had its series, or another tensor of its module, within the quiet window;
+  else the incident of its own step's other anomalies, where that is young or a path of the order leads between them; else
+  an incident whose last step's update the weights carried on, a step or two ago; else it opens one of its own.
+- What is graver than an incident is explained by it only a step or two after its series was last seen there.
+- A member that is several times worse than what the title tells is told: title, root and severity follow it.
 
-What an incident makes one suspect (`diagnosis/diagnose.py`) is said anew after every step while it is open.
+What an incident makes one suspect (`diagnosis/`) is said anew after every step while it is open.
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
-from sentinel.anomaly import Anomaly, Incident, Severity, incident_id
+from sentinel.anomaly import Anomaly, Incident, IncidentAct, Severity, incident_id
 from sentinel.errors import ConfigError
 from sentinel.incidents.diagnosis.background import MIN_LOSSES, Background
 from sentinel.incidents.diagnosis.claim import JUMP_STEPS, usual
 from sentinel.incidents.diagnosis.evidence import Evidence
 from sentinel.incidents.diagnosis.step_facts import StepFacts
 from sentinel.incidents.open_incident import (
+    MAX_FIRST_CAUSES,
     OpenIncident,
     age,
     has_bad_episode,
@@ -33,18 +37,24 @@ from sentinel.incidents.open_incident import (
     opening_facts,
     refine,
     says_settled,
-    series_of,
 )
-from sentinel.order.causal import is_nonfinite, sort_key
+from sentinel.incidents.scope import (
+    deviating_rank,
+    is_connected,
+    lineage_of,
+    nature_of,
+    series_of,
+    size_of,
+    subject_of,
+)
+from sentinel.order.causal import sort_key
 from sentinel.order.causes import leading_causes
 from sentinel.order.origin import origin
-from sentinel.order.wording import born_words, is_liveness, place_words, root_words, title_words
+from sentinel.order.wording import born_words, root_words, title_words
+from sentinel.run_end import RunEnd
 
-MAX_SERIES = 4096
-"""Most series that an incident remembers, to know its own again (chosen); past it the newest are not remembered."""
-
-MAX_FIRST_CAUSES = 64
-"""Most first causes that an incident lists (chosen); a NaN on each of a thousand replicas needs no thousand names."""
+MAX_CLOSED = 64
+"""Closed incidents that are remembered, for a person to reopen (chosen)."""
 
 
 class IncidentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,6 +88,8 @@ class _State(msgspec.Struct, kw_only=True):
     step: int = -1
     num_incidents: int = 0
     background: Background = msgspec.field(default_factory=Background)
+    closed: list[OpenIncident] = []
+    """The newest that are over, oldest first."""
 
 
 class IncidentTracker:
@@ -89,6 +101,7 @@ class IncidentTracker:
         self._touched: dict[str, list[str]] = {}
         self._attempt = 0
         self._stride = 1
+        self._is_skipped = False
         self._facts: StepFacts | None = None
 
     @property
@@ -118,6 +131,7 @@ class IncidentTracker:
         settled: Collection[str] = (),
         facts: StepFacts | None = None,
         stride: int = 1,
+        ended: RunEnd | None = None,
     ) -> list[Incident]:
         """Take in a closed step and return the revisions it made, oldest incident first; one for each that changed.
 
@@ -129,14 +143,14 @@ class IncidentTracker:
         settled: ids of onsets whose series went on at a new level, which closes their incident as `settled`.
         facts: what verdicts ask of the step beside its anomalies; None: nothing is known of it, as on a tick.
         stride: steps from one that is told of to the next; quiet and nearness are counted in it.
+        ended: the attempt is over: what is open ends with it, these anomalies among it.
         """
-        self._touched = {}
-        before = {one.incident.id: one.incident for one in self._state.open}
+        before = self._begin()
         closed: list[OpenIncident] = []
         if attempt > self._state.attempt:
             if self._state.attempt >= 0:
                 for one in self._state.open:
-                    one.revise(state="resolved", evidence=f"attempt {attempt} began")
+                    one.revise(state="ended", evidence=f"attempt {attempt} began")
                     closed.append(one)
                 self._state.open, self._state.owner = [], {}
             self._state.attempt, self._state.step = attempt, -1
@@ -165,17 +179,66 @@ class IncidentTracker:
             self._state.background.see(step, anomalies, self._facts)
         still_open = []
         for one in self._state.open:
-            is_quiet = not one.episodes and self._state.step - one.incident.last_step >= self._quiet_of(one)
-            # Late words about an attempt that is over open and close an incident at once.
-            if is_quiet or one.incident.attempt < self._state.attempt:
-                one.revise(state="settled" if one.has_settled else "resolved")
+            state, why = self._end_of(one, attempt, ended)
+            if state:
+                one.revise(state=state, evidence=why or None)
                 closed.append(one)
             else:
                 still_open.append(one)
         self._state.open = still_open
+        return self._publish_all(closed, before, time)
+
+    def act(self, act: IncidentAct) -> list[Incident]:
+        """Take in what a person did about an incident, and return the revision that it made; ConfigError: it cannot be."""
+        before = self._begin()
+        closed: list[OpenIncident] = []
+        known = [one for one in (*self._state.open, *self._state.closed) if one.incident.id == act.incident]
+        if not known:
+            raise ConfigError(f'"{act.incident}": expected an open incident, or one of the last {MAX_CLOSED} that ended')
+        one = known[0]
+        is_open = one.incident.state == "open"
+        if act.act == "reopen":
+            if is_open or one.incident.state == "merged":
+                raise ConfigError(f'"{act.incident}": expected an incident that is over, this one is {one.incident.state}')
+            self._state.closed = [other for other in self._state.closed if other is not one]
+            self._state.open = sorted([*self._state.open, one], key=age)
+            one.reopened_step = max(self._state.step, one.incident.last_step)
+            one.revise(state="open", evidence=_act_words(act))
+        elif not is_open:
+            raise ConfigError(f'"{act.incident}": expected an open incident, this one is {one.incident.state} already')
+        elif act.act == "resolve":
+            self._state.open = [other for other in self._state.open if other is not one]
+            one.revise(state="closed", evidence=_act_words(act))
+            closed.append(one)
+        elif act.act == "ack":
+            one.revise(evidence=_act_words(act))
+        else:
+            raise ConfigError(f'expected an act of ack, resolve or reopen, got "{act.act}"')
+        one.incident = msgspec.structs.replace(one.incident, acts=(*one.incident.acts, act))
+        return self._publish_all(closed, before, act.time)
+
+    def _begin(self) -> dict[str, Incident]:
+        self._touched = {}
+        return {one.incident.id: one.incident for one in self._state.open}
+
+    def _end_of(self, one: OpenIncident, attempt: int, ended: RunEnd | None) -> tuple[str, str]:
+        """Return the state in which an open incident is over now, and a fact to add; empty: it is not."""
+        if ended is not None and one.incident.attempt <= attempt:
+            return "ended", _end_words(ended)
+        # Late words about an attempt that is over open and close an incident at once.
+        if one.incident.attempt < self._state.attempt:
+            return "ended", f"attempt {self._state.attempt} had begun"
+        seen = max(one.incident.last_step, one.reopened_step)
+        if one.episodes or self._state.step - seen < self._quiet_of(one):
+            return "", ""
+        return "settled" if one.has_settled else "resolved", ""
+
+    def _publish_all(self, closed: list[OpenIncident], before: dict[str, Incident], time: float) -> list[Incident]:
         for one in closed:
             self._forget(one)
-        revisions = [self._publish(one, before, time) for one in (*closed, *still_open)]
+        revisions = [self._publish(one, before, time) for one in (*closed, *self._state.open)]
+        kept = [one for one in closed if one.incident.state != "merged"]
+        self._state.closed = [*self._state.closed, *kept][-MAX_CLOSED:]
         changed = [incident for incident in revisions if incident is not None]
         return sorted(changed, key=lambda i: (i.attempt, i.opened_step, i.id))
 
@@ -186,6 +249,7 @@ class IncidentTracker:
             jump = self._state.background.jump
             if jump is not None and one.case.jump is None and jump.index >= one.case.num_before - JUMP_STEPS:
                 one.case.jump = jump
+        one.tell_worse(step, self._stride)
         if one.case.opened >= 0:
             one.suspect()
 
@@ -194,51 +258,53 @@ class IncidentTracker:
         return 0 if one.has_settled else self.config.quiet_steps * self._stride
 
     def _take_components(self, onsets: list[Anomaly], step: int, is_skipped: bool, closed: list[OpenIncident]) -> None:
-        liveness: dict[str, list[Anomaly]] = {}
-        bad, finite = [], []
+        of_nature: dict[str, list[Anomaly]] = {"liveness": [], "nonfinite": [], "finite": []}
         for anomaly in onsets:
-            if is_liveness(anomaly):
-                liveness.setdefault(anomaly.rule, []).append(anomaly)
-            elif is_nonfinite(anomaly):
-                bad.append(anomaly)
-            else:
-                finite.append(anomaly)
+            of_nature[nature_of(anomaly)].append(anomaly)
+        self._is_skipped = is_skipped
+        bad = of_nature["nonfinite"]
         of_step: OpenIncident | None = None
         if bad:
             of_step = self._take_nonfinite(bad, step, closed)
             of_step.last_bad_step = max(of_step.last_bad_step, step)
             of_step.was_skipped = is_skipped
-        known: list[tuple[OpenIncident, Anomaly]] = []
+        self._take_finite(of_nature["finite"], bad, of_step, step)
+        for anomaly in of_nature["liveness"]:
+            self._take_liveness(anomaly)
+
+    def _take_finite(
+        self, finite: list[Anomaly], bad: list[Anomaly], of_bad: OpenIncident | None, step: int
+    ) -> None:
+        known: dict[str, tuple[OpenIncident, list[Anomaly]]] = {}
         rest = []
         for anomaly in finite:
-            owner = self._owner_of_series(anomaly)
+            owner = self._owner(anomaly)
             if owner is None:
                 rest.append(anomaly)
             else:
-                known.append((owner, anomaly))
+                known.setdefault(owner.incident.id, (owner, []))[1].append(anomaly)
         if rest:
-            of_step = of_step or self._near(rest, step)
-            if of_step is None:
-                # Of the incidents that the step's other anomalies belong to, one that is as grave explains the rest.
-                worst = max(a.severity.level for a in rest)
-                owners = [owner for owner, _ in known if owner.incident.severity.level >= worst]
-                of_step = min(owners, key=age, default=None)
-            if of_step is None:
-                of_step = self._mint("finite", rest)
+            explained = [(of_bad, bad)] if of_bad is not None else []
+            explained += [(owner, theirs) for owner, theirs in sorted(known.values(), key=lambda one: age(one[0]))]
+            one = next((owner for owner, theirs in explained if self._explains(owner, theirs, rest, step)), None)
+            one = one or self._carrying(rest, step)
+            if one is None:
+                self._mint("finite", rest)
             else:
-                self._join(of_step, rest)
-        for owner, anomaly in known:
-            if any(owner is one for one in self._state.open):
-                self._join(owner, [anomaly])
-            else:
-                self._join(self._survivor(owner), [anomaly])
-        for rule in sorted(liveness):
-            group = liveness[rule]
-            open_one = next((one for one in self._peers("liveness") if one.root.rule == rule), None)
-            if open_one is None:
-                self._mint("liveness", group)
-            else:
-                self._join(open_one, group)
+                self._join(one, rest)
+        for owner, theirs in known.values():
+            self._join(self._survivor(owner), theirs)
+
+    def _take_liveness(self, anomaly: Anomaly) -> None:
+        subject = subject_of(anomaly)
+        mine = [one for one in self._peers("liveness") if not set(subject).isdisjoint(one.subject)]
+        near = [one for one in mine if self._may_explain(one, anomaly, one.incident.last_step)]
+        if near:
+            one = min(near, key=age)
+            one.subject = tuple(sorted({*one.subject, *subject}))
+            self._join(one, [anomaly])
+        else:
+            self._mint("liveness", [anomaly]).subject = subject
 
     def _peers(self, *natures: str) -> list[OpenIncident]:
         """Open incidents of the attempt at hand, of these natures."""
@@ -293,27 +359,50 @@ class IncidentTracker:
             refine(first, causes[0], born)
         return first
 
-    def _owner_of_series(self, anomaly: Anomaly) -> OpenIncident | None:
-        key = series_of(anomaly)
-        # A series may make its own incident graver while it lasts; later it is news.
-        owners = [
-            one
-            for one in self._peers("nonfinite", "finite")
-            if key in one.series
-            and (
-                one.incident.severity.level >= anomaly.severity.level
-                or abs(anomaly.step - one.series[key]) <= self.config.near_steps * self._stride
-            )
-        ]
-        return min(owners, key=age, default=None)
+    def _may_explain(self, one: OpenIncident, anomaly: Anomaly, last_step: int) -> bool:
+        """Tell whether something of one subject, last seen in an incident at `last_step`, may belong to it still.
 
-    def _near(self, group: list[Anomaly], step: int) -> OpenIncident | None:
+        Within the quiet window what is no graver does; what is graver only while it goes on.
+        """
+        since = abs(anomaly.step - last_step)
+        if one.incident.severity.level >= anomaly.severity.level:
+            return since <= self.config.quiet_steps * self._stride
+        return since <= self.config.near_steps * self._stride
+
+    def _owner(self, anomaly: Anomaly) -> OpenIncident | None:
+        """Return the incident that had the series of an anomaly, else one that had its module."""
+        series, lineage = series_of(anomaly), lineage_of(anomaly)
+        peers = self._peers("nonfinite", "finite")
+        own = [one for one in peers if series in one.series and self._may_explain(one, anomaly, one.series[series])]
+        if own:
+            return min(own, key=age)
+        of_module = [
+            one
+            for one in peers
+            if lineage in one.lineages
+            and one.incident.severity.level >= anomaly.severity.level
+            and self._may_explain(one, anomaly, one.lineages[lineage])
+        ]
+        return min(of_module, key=age, default=None)
+
+    def _explains(self, one: OpenIncident, sources: list[Anomaly], rest: list[Anomaly], step: int) -> bool:
+        """Tell whether an incident that has other anomalies of this very step explains the rest of it."""
+        worst = max(a.severity.level for a in rest)
+        if max(one.incident.severity.level, 0) < worst or not _is_of_same_ranks(one, rest):
+            return False
+        # What a young incident and its step show at once has one cause, measured or not. Of an old one a path must tell.
+        is_young = step - one.incident.opened_step <= self.config.quiet_steps * self._stride
+        return is_young or is_connected(sources, rest)
+
+    def _carrying(self, group: list[Anomaly], step: int) -> OpenIncident | None:
+        """Return the incident whose harm the weights carried on to this step."""
         worst = max(a.severity.level for a in group)
         near = [
             one
             for one in self._peers("nonfinite", "finite")
             if one.incident.severity.level >= max(worst, Severity.WARNING.level)
-            and self._is_near(one, step, one.incident.last_step)
+            and _is_of_same_ranks(one, group)
+            and self._is_near(one, step, one.carried_step)
         ]
         return min(near, key=age, default=None)
 
@@ -338,7 +427,8 @@ class IncidentTracker:
         )
         one = OpenIncident(
             incident=incident, nature=nature, root=root, origin=born, causes=[], last_bad_step=-1, episodes={}, series={},
-            case=self._case(nature, root), facts=opening_facts(nature, root, causes, group),
+            case=self._case(nature, root), facts=opening_facts(nature, root, causes, group), told_size=size_of(root),
+            told_step=root.step,
         )  # fmt: skip
         self._state.open.append(one)
         self._state.num_incidents += 1
@@ -361,67 +451,23 @@ class IncidentTracker:
 
     def _join(self, one: OpenIncident, group: Iterable[Anomaly]) -> None:
         group = list(group)
-        now = one.incident
         for anomaly in group:
-            key = series_of(anomaly)
-            if key in one.series or len(one.series) < MAX_SERIES:
-                one.series[key] = max(anomaly.step, one.series.get(key, -1))
             if self.config.episode_quiet_steps > 0 and anomaly.rule not in self.config.rules_without_ends:
                 one.episodes[anomaly.id] = anomaly.step
-                self._state.owner[anomaly.id] = now.id
-        # Only what came in the opening step, or late before it, can still be among the first causes.
-        early = [a for a in group if (a.attempt, a.step) <= (now.attempt, now.opened_step)]
-        if early:
-            known = {a.id: a for a in (*one.causes, *early)}
-            pool = list(known.values())
-            causes = [pool[i] for i in leading_causes(pool)]
-            one.causes = causes[:MAX_FIRST_CAUSES]
-            one.num_unnamed += len(causes) - len(one.causes)
-            if one.causes[0].id != now.root and one.causes[0].id in {a.id for a in early}:
-                one.revise(evidence=f"an earlier sign came late: {place_words(one.causes[0])}")
-        one.case.join(group, self._facts)
-        self._touched.setdefault(now.id, []).extend(a.id for a in group)
-        ranks = {rank for a in group for rank in (a.ranks if a.rank is None else (a.rank,))}
-        severity = max((now.severity, *(a.severity for a in group)), key=lambda s: s.level)
-        one.incident = msgspec.structs.replace(
-            one.incident,
-            last_step=max(now.last_step, *(a.step for a in group)),
-            severity=severity,
-            first_causes=tuple(a.id for a in one.causes),
-            num_members=now.num_members + len(group),
-            detectors=tuple(sorted({*now.detectors, *(a.detector for a in group)})),
-            ranks=tuple(sorted({*now.ranks, *ranks})),
-            paged=now.paged or severity is Severity.CRITICAL,
-        )
+                self._state.owner[anomaly.id] = one.incident.id
+        one.join(group, self._facts, is_skipped=self._is_skipped)
+        self._touched.setdefault(one.incident.id, []).extend(a.id for a in group)
 
     def _merge(self, other: OpenIncident, into: OpenIncident) -> None:
-        a, b = into.incident, other.incident
-        into.episodes |= other.episodes
         for onset_id in other.episodes:
-            self._state.owner[onset_id] = a.id
-        other.episodes = {}
-        for key, step in other.series.items():
-            if key in into.series or len(into.series) < MAX_SERIES:
-                into.series[key] = max(step, into.series.get(key, -1))
-        into.last_bad_step = max(into.last_bad_step, other.last_bad_step)
-        severity = max(a.severity, b.severity, key=lambda s: s.level)
-        into.incident = msgspec.structs.replace(
-            a,
-            last_step=max(a.last_step, b.last_step),
-            severity=severity,
-            num_members=a.num_members + b.num_members,
-            detectors=tuple(sorted({*a.detectors, *b.detectors})),
-            ranks=tuple(sorted({*a.ranks, *b.ranks})),
-            paged=a.paged or b.paged,
-        )
-        into.case.absorb(other.case)
-        into.revise(evidence=f"incident {b.id} turned out to be the same")
-        self._touched.setdefault(a.id, [])
-        other.incident = msgspec.structs.replace(b, state="merged", merged_into=a.id)
+            self._state.owner[onset_id] = into.incident.id
+        into.absorb(other)
+        self._touched.setdefault(into.incident.id, [])
         self._state.open = [one for one in self._state.open if one is not other]
 
     def _survivor(self, one: OpenIncident) -> OpenIncident:
-        into = one.incident.merged_into
+        """Return the incident that an open one was merged into meanwhile, else itself."""
+        into = one.incident.merged_into or one.incident.id
         return next(o for o in self._state.open if o.incident.id == into)
 
     def _end_episode(self, onset_id: str, step: int, has_settled: bool) -> None:
@@ -454,3 +500,19 @@ class IncidentTracker:
         # The next revision says what joined with it alone: to compare with, the members of this one are laid off.
         one.incident = msgspec.structs.replace(one.incident, members=())
         return published
+
+
+def _is_of_same_ranks(one: OpenIncident, group: Iterable[Anomaly]) -> bool:
+    """Tell whether the ranks that anomalies say deviate from their peers are those of an incident, or either says none."""
+    odd = {rank for a in group if (rank := deviating_rank(a)) is not None}
+    return not odd or not one.deviating or not odd.isdisjoint(one.deviating)
+
+
+def _end_words(ended: RunEnd) -> str:
+    who = "" if ended.rank is None else f", rank {ended.rank} first"
+    return f"the run ended ({ended.how.replace('_', ' ')}{who})" + (f": {ended.detail}" if ended.detail else "")
+
+
+def _act_words(act: IncidentAct) -> str:
+    did = {"ack": "acknowledged", "resolve": "closed", "reopen": "reopened"}.get(act.act, act.act)
+    return f"{did} by {act.who}" + (f": {act.why}" if act.why else "")

@@ -210,6 +210,23 @@ def _keys(lane: int, possibly: bool) -> tuple[int, ...]:
     return (lane, ALL_LANES) if possibly else (lane,)
 
 
+def reached_by(causes: Iterable[Anomaly], anomalies: Iterable[Anomaly]) -> list[bool]:
+    """Return of each anomaly whether it comes after any of some causes, as far as can be told; near-linear time."""
+    sources: dict[tuple[str, tuple[int, int]], list[Position]] = {}
+    for cause in causes:
+        p = position(cause)
+        sources.setdefault((p.run, p.epoch), []).append(p)
+    tables = {key: _StepTable(positions) for key, positions in sources.items()}
+    found = []
+    for anomaly in anomalies:
+        p = position(anomaly)
+        found.append(
+            any(run == p.run and epoch < p.epoch for run, epoch in tables)
+            or ((p.run, p.epoch) in tables and tables[p.run, p.epoch].has_predecessor(p, possibly=True, loosely=True))
+        )
+    return found
+
+
 class BlastRadius(msgspec.Struct, frozen=True, kw_only=True):
     """What follows from some causes, as counts of anomalies."""
 
@@ -232,20 +249,8 @@ def blast_radius(anomalies: Sequence[Anomaly], causes: Sequence[Anomaly] | None 
     if causes is None:
         causes = [anomalies[i] for i in leading_causes(anomalies)]
     ids = {cause.id for cause in causes}
-    sources: dict[tuple[str, tuple[int, int]], list[Position]] = {}
-    for cause in causes:
-        p = position(cause)
-        sources.setdefault((p.run, p.epoch), []).append(p)
-    tables = {key: _StepTable(positions) for key, positions in sources.items()}
-    reached = []
-    for anomaly in anomalies:
-        if anomaly.id in ids:
-            continue
-        p = position(anomaly)
-        if any(run == p.run and epoch < p.epoch for run, epoch in tables) or (
-            (p.run, p.epoch) in tables and tables[p.run, p.epoch].has_predecessor(p, possibly=True, loosely=True)
-        ):
-            reached.append(anomaly)
+    others = [anomaly for anomaly in anomalies if anomaly.id not in ids]
+    reached = [one for one, is_reached in zip(others, reached_by(causes, others), strict=True) if is_reached]
     ranks = Counter(r for a in reached for r in (a.ranks if a.rank is None else (a.rank,)))
     steps = Counter(a.step for a in reached)
     return BlastRadius(

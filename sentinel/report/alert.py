@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 
 import msgspec
 
-from sentinel.anomaly import Incident, Severity
+from sentinel.anomaly import CLOSED_STATES, Incident, IncidentAct, Severity
 from sentinel.errors import ConfigError
 
-CLOSED_STATES = frozenset({"resolved", "settled", "merged"})
-CHANGES: tuple[str, ...] = ("opened", "raised", "refined", "resolved", "settled", "merged")
+CHANGES: tuple[str, ...] = (
+    "opened", "raised", "worse", "refined", "acknowledged", "reopened", "resolved", "settled", "ended", "closed", "merged",
+)  # fmt: skip
 """What may have happened to an incident that somebody wants to hear."""
 
 
@@ -72,8 +74,9 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Incidents that one of these detectors takes part in are told from `warning` on, whatever min_severity says."""
 
     changes: tuple[str, ...] = CHANGES
-    """Changes that are told: opened, raised (severity, or a page became due), refined (module or verdict became
-    known), resolved, settled, merged."""
+    """Changes that are told: opened, raised (severity, or a page became due), worse (several times what was told),
+    refined (root, module or verdict became known), acknowledged and reopened (by a person), resolved (quiet), settled,
+    ended (the run is over), closed (by a person), merged."""
 
     def __post_init__(self) -> None:
         for change in self.changes:
@@ -97,11 +100,17 @@ def change_of(previous: Incident | None, current: Incident, route: RouteConfig) 
         change = current.state if was_heard else None
     elif not route.hears(current):
         change = None
+    elif (previous is None or previous.state in CLOSED_STATES) and current.acts and current.acts[-1].act == "reopen":
+        change = "reopened"
     elif previous is None or not was_heard:
         change = "opened"
     elif current.severity.level > previous.severity.level or (current.paged and not previous.paged):
         change = "raised"
-    elif (current.module, current.verdict) != (previous.module, previous.verdict):
+    elif current.num_worse > previous.num_worse:
+        change = "worse"
+    elif len(current.acts) > len(previous.acts):
+        change = "acknowledged"
+    elif (current.root, current.module, current.verdict) != (previous.root, previous.module, previous.verdict):
         change = "refined"
     else:
         change = None
@@ -157,9 +166,9 @@ def standing(incidents: Iterable[Incident], sink: str, route: RouteConfig, now: 
 def headline(alert: Alert) -> str:
     """Return one line: what changed, how bad, where. `CRITICAL loss-spike in run a, step 12`."""
     incident = alert.incident
-    word = {"opened": incident.severity.value.upper(), "raised": f"now {incident.severity.value.upper()}"}.get(
-        alert.change, alert.change
-    )
+    level = incident.severity.value.upper()
+    words = {"opened": level, "raised": f"now {level}", "worse": f"{level}, several times worse"}
+    word = words.get(alert.change, alert.change)
     repeated = " (repeated)" if alert.repeated else ""
     return f"{word}: {incident.title}, run {incident.run}, step {incident.opened_step}{repeated}"
 
@@ -179,9 +188,17 @@ def facts(incident: Incident) -> list[tuple[str, str]]:
         ("steps", f"{incident.opened_step} to {incident.last_step}"),
         ("anomalies", str(incident.num_members) if incident.num_members else ""),
         ("detectors", ", ".join(incident.detectors[:8])),
+        ("people", "; ".join(_act_words(act) for act in incident.acts[-3:])),
         ("merged into", incident.merged_into or ""),
     ]
     return [(name, text) for name, text in pairs if text]
+
+
+def _act_words(act: IncidentAct) -> str:
+    """`acknowledged by ana until 14:30 UTC: the node is drained`"""
+    did = {"ack": "acknowledged", "resolve": "closed", "reopen": "reopened"}.get(act.act, act.act)
+    until = f" until {datetime.fromtimestamp(act.until, UTC):%Y-%m-%d %H:%M} UTC" if act.until else ""
+    return f"{did} by {act.who}{until}" + (f": {act.why}" if act.why else "")
 
 
 def _skipped(incident: Incident) -> str:

@@ -230,12 +230,12 @@ def test_a_new_attempt_closes_what_was_open():
 
     closed, again = tracker.update(41, [anomaly(attempt=1)], attempt=1)
 
-    assert (closed.id, closed.state) == (opened.id, "resolved")
+    assert (closed.id, closed.state) == (opened.id, "ended")
     assert (again.attempt, again.state) == (1, "open")
     assert again.id != opened.id
 
 
-def test_late_anomalies_join_and_keep_the_root():
+def test_a_root_that_came_late_is_told_instead():
     tracker = without_episodes()
     root = anomaly(site_pos=9, segment="blocks.2")
     (opened,) = tracker.update(41, [root])
@@ -244,7 +244,8 @@ def test_late_anomalies_join_and_keep_the_root():
 
     (grown,) = tracker.update(41, [early])
 
-    assert (grown.id, grown.root, grown.first_causes) == (opened.id, root.id, (early.id,))
+    assert (grown.id, grown.root, grown.first_causes) == (opened.id, early.id, (early.id,))
+    assert grown.title == "NaN born in blocks.1 (forward) on rank 3, micro_step 1, step 41"
     assert any("came late" in line for line in grown.evidence)
 
 

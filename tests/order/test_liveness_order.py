@@ -28,10 +28,10 @@ def stale(step: int = 41, rank: int = 1, **fields: object) -> Anomaly:
     )  # fmt: skip
 
 
-def slow(step: int = 41) -> Anomaly:
+def slow(step: int = 41, rank: int = 1) -> Anomaly:
     return anomaly(
         "health", "step", step, statistic="busy_s", rule="slow-rank", detector="SlowRank", severity=Severity.WARNING,
-        message="rank 1 arrives last",
+        message=f"rank {rank} arrives last", rank=rank, ranks=(rank,),
     )  # fmt: skip
 
 
@@ -81,16 +81,18 @@ def test_weights_that_differ_come_before_what_is_computed_from_them() -> None:
     ]
 
 
-def test_a_stale_rank_is_an_incident_beside_that_of_the_numbers() -> None:
+def test_ill_ranks_are_incidents_of_their_own_beside_that_of_the_numbers() -> None:
     tracker = IncidentTracker()
     nan = anomaly("activation", "blocks.1.mlp", statistic="nans", value=None, value_text="nan", micro_step=0, call_id=9)
     (of_numbers,) = tracker.update(41, [nan])
     (of_rank,) = tracker.update(41, [stale()])
     (of_speed,) = tracker.update(41, [slow()])
+    (of_another,) = tracker.update(41, [slow(rank=2)])
 
     assert (of_rank.title, of_rank.ranks, of_rank.paged) == ("rank 1 is silent", (1,), True)
-    assert (of_speed.title, of_speed.paged) == ("rank 1 arrives last", False)
-    assert len({of_numbers.id, of_rank.id, of_speed.id}) == 3
+    assert (of_speed.id, of_speed.title) == (of_rank.id, "rank 1 is silent"), "one rank is one subject"
+    assert (of_another.title, of_another.paged) == ("rank 2 arrives last", False)
+    assert len({of_numbers.id, of_rank.id, of_another.id}) == 3
 
 
 def test_what_differs_in_many_weights_is_one_incident() -> None:

@@ -108,5 +108,5 @@ def test_what_stands_after_a_restart_is_what_was_heard_and_is_open():
 
 
 def test_an_unknown_change_is_refused_by_name():
-    with pytest.raises(ConfigError, match="got 'closed'"):
-        RouteConfig(changes=("closed",))
+    with pytest.raises(ConfigError, match="got 'shut'"):
+        RouteConfig(changes=("shut",))
