@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from sentinel.place import Place
+from sentinel.private_files import create_file, make_directory
 
 STRUCTURE = "structure"
 
@@ -85,10 +86,10 @@ def structure_path(run_dir: Path, rank: int) -> Path:
 
 def write_structure(path: Path, file: StructureFile) -> None:
     """Write a rank's structure, whole or not at all, for its owner only. OSError as it comes."""
-    path.parent.mkdir(mode=0o700, exist_ok=True)
+    make_directory(path.parent)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as stream:
+        with os.fdopen(create_file(draft, os.O_WRONLY | os.O_EXCL), "wb") as stream:
             stream.write(msgspec.json.encode(file))
         draft.replace(path)
     finally:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sentinel.errors import WireError
+from sentinel.private_files import create_file, make_directory
 
 ITEM_BYTES: dict[str, int] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
@@ -78,11 +79,10 @@ def write_tensors(path: Path, tensors: Mapping[str, tuple[str, Sequence[int], An
     then nothing is left behind.
     """
     head, _ = header_of({name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()}, metadata)
-    for folder in reversed([folder for folder in path.parents if not folder.exists()]):
-        folder.mkdir(mode=0o700, exist_ok=True)  # `parents=True` would make those between readable for all.
+    make_directory(path.parent)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+        with os.fdopen(create_file(draft, os.O_WRONLY | os.O_EXCL), "wb") as file:
             file.write(head)
             for _, _, buffer in tensors.values():
                 file.write(buffer)

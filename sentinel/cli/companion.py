@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,20 +10,26 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from sentinel.private_files import create_file, make_directory
+
 MAX_RESTARTS = 5
 """Restarts within RESTART_WINDOW_S; then the run goes on unwatched, and says so (chosen)."""
 RESTART_WINDOW_S = 60.0
+LAST_BYTES = 8192
+"""Of the daemon's log, where its last line is looked for."""
 
 
 class Companion:
     """`sentinel serve RUN` in a session of its own: neither its death nor a Ctrl-C at the terminal touches the command.
 
-    arguments: what follows `sentinel serve`. log: where its talk goes.
+    arguments: what follows `sentinel serve`. log: where its talk goes. Never raises: `problem` says why nobody watches.
     """
 
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
         self.problem = ""
-        """Why nobody watches; empty while the daemon runs."""
+        """Why nobody watches any more; empty while the daemon runs, or is about to be started again."""
+        self.setback = ""
+        """Why it died last; empty: it has not."""
         self._command = [sys.executable, "-m", "sentinel.cli", "serve", *arguments]
         self._log = log
         self._deaths: list[float] = []
@@ -47,12 +54,13 @@ class Companion:
             code = self._process.returncode
             self._process = None
             if code == 2:
-                self.problem = f"the daemon refused to start; see {self._log}"
+                self.problem = f"the daemon refused to start: {self._last_words()}"
                 return
             self._deaths = [at for at in self._deaths if now - at < RESTART_WINDOW_S] + [now]
             if len(self._deaths) > MAX_RESTARTS:
-                self.problem = f"the daemon died {len(self._deaths)} times within a minute; see {self._log}"
+                self.problem = f"the daemon died {len(self._deaths)} times within a minute: {self._last_words()}"
                 return
+            self.setback = f"the daemon died, and is started again: {self._last_words()}"
             self._due = now + 0.1 * 2 ** (len(self._deaths) - 1)
         if self._process is None and not self.problem and self._due is not None and now >= self._due:
             self._due = None
@@ -67,27 +75,38 @@ class Companion:
             return False
         process.send_signal(signal.SIGTERM)
         try:
-            return process.wait(timeout_s) == 0
+            code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+            self.problem = f"the daemon needed more than {timeout_s:g} s to judge what was left; see {self._log}"
             return False
+        if code:
+            self.problem = f"the daemon ended with {code}: {self._last_words()}"
+        return code == 0
+
+    def _last_words(self) -> str:
+        """Return the last thing that the daemon said, and where the rest is."""
+        try:
+            with self._log.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - LAST_BYTES))
+                lines = log.read().decode("utf-8", "replace").splitlines()
+        except OSError as error:
+            return f"its log cannot be read: {self._log}: {error.strerror or error}"
+        said = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+        return f"{said.removeprefix('sentinel: ')[:500]}; see {self._log}"
 
     def _start(self) -> None:
-        self._log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Blocked until the daemon has its handlers: a command that ends at once must not find it half started, to be
         # killed by the very signal that asks it to judge what is left. The mask is inherited, and undone by the daemon.
         former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        with self._log.open("ab") as log:
-            try:
+        try:
+            make_directory(self._log.parent)
+            with os.fdopen(create_file(self._log, os.O_WRONLY | os.O_APPEND), "ab") as log:
                 self._process = subprocess.Popen(
-                    self._command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
+                    self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
                 )
-            except OSError as error:
-                self.problem = f"the daemon could not be started: {error}"
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, former)
+        except OSError as error:
+            self.problem = f"the daemon could not be started: {error}"
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)

@@ -66,7 +66,8 @@ def _torch() -> tuple[str, str, str]:
 
 
 def _directory(home: Path) -> list[tuple[str, str, str]]:
-    from sentinel.store.disk import file_system, refuse_foreign, refuse_network
+    from sentinel.private_files import refuse_foreign
+    from sentinel.store.disk import file_system, refuse_network
     from sentinel.store.whereabouts import RunPaths, runs_in
 
     what = str(home)
@@ -83,7 +84,7 @@ def _directory(home: Path) -> list[tuple[str, str, str]]:
         return [*findings, (NOTE, what, "is not there yet; the first run makes it")]
     for run in [home, *runs_in(home)]:
         try:
-            refuse_foreign(run)
+            refuse_foreign(run, is_shared=run == home and run not in runs_in(home))
             RunPaths.of(run)
         except SentinelError as error:
             findings.append((BAD, str(run), str(error)))

@@ -20,8 +20,8 @@ from sentinel.cli.code import allow_code_option
 from sentinel.cli.companion import Companion
 from sentinel.cli.main import FOUND, say
 from sentinel.cli.places import run_name, runs_directory
-from sentinel.errors import ConfigError
-from sentinel.store.disk import refuse_foreign
+from sentinel.errors import ConfigError, StoreError
+from sentinel.private_files import make_directory, refuse_foreign, tighten
 
 POLL_S = 0.05
 
@@ -44,7 +44,8 @@ POLL_S = 0.05
 @click.option(
     "--fail-on",
     type=click.Choice([one.value for one in Severity]),
-    help="Exit 1 when the command ended well but an incident of this severity, or a worse one, was found.",
+    help="Exit 1 when the command ended well but an incident of this severity, or a worse one, was found, or when not "
+    "everything was judged.",
 )
 @click.option("--report", "report_file", metavar="FILE", help="Write the incident report there, as JSON.")
 @click.option(
@@ -73,20 +74,15 @@ def run(
     """Run COMMAND with a daemon beside it.
 
     The command gets SENTINEL_DIR and SENTINEL_RUN, its own stdin, stdout and stderr, and every signal sent to us. The exit
-    code is its own (128 + n for a signal) unless --fail-on says otherwise. A daemon that dies is started again; the command
-    never notices.
+    code is its own (128 + n for a signal) unless --fail-on says otherwise. A daemon that dies is started again. One that
+    cannot start, or a directory that cannot be used, does not keep the command from running: it runs unwatched, and that is
+    said at once and at the end; with --fail-on the exit code is then 1, for nobody can say that the run was clean.
     """
-    home = runs_directory(directory)
-    name = run_name(name)
-    # Mistakes are found before the training starts, not by a daemon that dies beside it, nor when it is over.
-    _check(packs, config, listen, report_file)
+    home, name = runs_directory(directory), run_name(name)
     if shutil.which(command[0]) is None:
         raise ConfigError(f'command "{command[0]}": expected a program that we may run, found none')
     run_dir = home / name
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (run_dir / "spool").mkdir(mode=0o700, parents=True, exist_ok=True)
-    refuse_foreign(run_dir)
-
+    state = Path(state_dir).absolute() if state_dir else run_dir / ".daemon"
     arguments = [str(run_dir), "--owned", "--listen", listen]
     for pack in packs:
         arguments += ["--rules", str(Path(pack).absolute()) if Path(pack).exists() else pack]
@@ -95,39 +91,69 @@ def run(
     if config:
         arguments += ["--config", str(Path(config).absolute())]
     if state_dir:
-        arguments += ["--state-dir", str(Path(state_dir).absolute())]
-    log = (Path(state_dir).absolute() if state_dir else run_dir / ".daemon") / "daemon.log"
+        arguments += ["--state-dir", str(state)]
 
-    environment = {**os.environ, "SENTINEL_DIR": str(home), "SENTINEL_RUN": name}
-    # The child first: it is forked, and a process is forked safely only before it has threads.
-    child = Child(command, environment)
+    # Whatever is wrong with the watch, the command runs. The child first: a process is forked safely only before it has
+    # threads.
+    problem = _prepare(run_dir)
+    child = Child(command, {**os.environ, "SENTINEL_DIR": str(home), "SENTINEL_RUN": name})
     try:
-        say(f"run {name} in {run_dir}; talk of the daemon in {log}")
-        companion = Companion(arguments, log)
-        told = ""
+        companion = None
+        if not problem:
+            say(f"run {name} in {run_dir}; talk of the daemon in {state / 'daemon.log'}")
+            companion = Companion(arguments, state / "daemon.log")
+        is_told = False
         while child.poll() is None:
+            if companion is not None:
+                companion.watch()
+                problem = companion.problem or companion.setback
+            if problem and not is_told:
+                is_told = True
+                say(f"the command runs on UNWATCHED: {problem}")
             time.sleep(POLL_S)
-            companion.watch()
-            if companion.problem and companion.problem != told:
-                told = companion.problem
-                say(f"the run goes on unwatched: {told}")
-        is_drained = companion.finish(drain_s)
+        is_drained = companion is not None and companion.finish(drain_s)
+        problem = companion.problem if companion is not None else problem
     finally:
         child.close()
     code = child.code if child.code is not None else 1
-    report = make_report(run_dir, code, is_drained)
     if not is_drained:
-        say(
-            f"the daemon did not judge everything: {companion.problem or f'it took more than {drain_s:g} s; see {log}'}"
-        )
+        say(f"NOT everything was watched: {problem}")
+    report = _reported(run_dir, code, is_drained)
     if not quiet:
         for line in report_lines(report):
             say(line)
     if report_file:
         _write_report(Path(report_file), report)
-    if code == 0 and fail_on is not None and _worst(report) >= Severity(fail_on).level:
+    if code == 0 and fail_on is not None and (not is_drained or _worst(report) >= Severity(fail_on).level):
         return FOUND
     return code
+
+
+def _prepare(run_dir: Path) -> str:
+    """Make the run's directory, private; return in words why it cannot be used, empty where it can."""
+    try:
+        for one in (run_dir, run_dir / "spool"):
+            make_directory(one)
+            if said := tighten(one):
+                say(said)
+            refuse_foreign(one)
+    except StoreError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename or run_dir}: {error.strerror or error}; give --dir a directory that we may write"
+    return ""
+
+
+def _reported(run_dir: Path, code: int, is_drained: bool) -> dict[str, Any]:
+    """Return the report; where its files cannot be read, an incomplete one, said: the command's exit code stands."""
+    try:
+        return make_report(run_dir, code, is_drained)
+    except (OSError, ValueError) as error:
+        say(f"the report is not complete: {error}")
+        return {
+            "run": run_dir.name, "directory": str(run_dir), "exit_code": code, "is_complete": False,
+            "num_anomalies": 0, "incidents": [],
+        }  # fmt: skip
 
 
 def make_report(run_dir: Path, exit_code: int, is_drained: bool) -> dict[str, Any]:
@@ -169,18 +195,6 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     if len(ranked) > 20:
         lines.append(f"  and {len(ranked) - 20} more: sentinel status {report['directory']}")
     return lines
-
-
-def _check(packs: Sequence[str], config: str | None, listen: str, report_file: str | None) -> None:
-    from sentinel.daemon.config import load_config
-    from sentinel.daemon.http import HttpConfig
-    from sentinel.daemon.packs import RulePacks
-
-    HttpConfig.parse(listen)
-    load_config(Path(config) if config else None)
-    RulePacks(packs).load()
-    if report_file and (Path(report_file).is_dir() or not os.access(Path(report_file).absolute().parent, os.W_OK)):
-        raise ConfigError(f'--report "{report_file}": expected a file in a directory that we may write, found none')
 
 
 def _write_report(path: Path, report: dict[str, Any]) -> None:

@@ -77,6 +77,7 @@ def serve(
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    os.umask(0o077)  # whatever the shell says: nobody else reads, let alone writes, what the daemon makes
     where = Path(directory).absolute() if directory else runs_directory()
     if not where.is_dir():
         raise ConfigError(

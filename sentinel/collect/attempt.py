@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import logging
 import os
 import re
-import stat
 import time
 from pathlib import Path
 
@@ -16,6 +16,9 @@ import torch.distributed as dist
 from sentinel.collect.environment import Environment
 from sentinel.errors import StoreError
 from sentinel.monitor_config import MonitorConfig
+from sentinel.private_files import create_file, make_directory, refuse_foreign, tighten
+
+log = logging.getLogger("sentinel")
 
 NO_ATTEMPT = 0xFFFFFFFF
 AGREE_TIMEOUT_S = 5.0
@@ -69,17 +72,16 @@ def agree(config: MonitorConfig, environment: Environment, life: bytes) -> Attem
 
 
 def private_directory(base: Path, run: str) -> Path:
-    """Make `<base>/<run>` with mode 0700 and return it; StoreError when others may write it, or own it."""
-    base.mkdir(parents=True, exist_ok=True)
+    """Make `<base>/<run>`, and what is missing above it, with mode 0700, and return it; StoreError when others own it.
+
+    One of ours that others may write is taken from them, and that is said.
+    """
     directory = base / run
-    directory.mkdir(mode=0o700, exist_ok=True)
-    status = directory.stat()
-    if status.st_uid != os.geteuid():
-        raise StoreError(f"{directory}: belongs to user {status.st_uid}, expected {os.geteuid()}; use another run name")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise StoreError(f"{directory}: others may write here (mode {stat.S_IMODE(status.st_mode):o}); chmod 700 it")
-    for part in ("attempts", "spool", "control"):
-        (directory / part).mkdir(mode=0o700, exist_ok=True)
+    for one in (directory, *(directory / part for part in ("attempts", "spool", "control"))):
+        make_directory(one)
+        if said := tighten(one):
+            log.warning("sentinel: %s", said)
+        refuse_foreign(one)
     return directory
 
 
@@ -109,7 +111,8 @@ def _claim(directory: Path, key: str) -> int:
     while True:
         path = folder / f"{number}.json"
         draft = folder / f".{number}-{os.getpid()}"
-        draft.write_bytes(msgspec.json.encode({"attempt": number, "key": key, "time": time.time()}))
+        with os.fdopen(create_file(draft, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+            file.write(msgspec.json.encode({"attempt": number, "key": key, "time": time.time()}))
         try:
             os.link(draft, path)
             return number

@@ -32,6 +32,7 @@ from sentinel.command import (
 from sentinel.control.status import STATES, CommandStatus
 from sentinel.errors import StoreError
 from sentinel.messages import Ack
+from sentinel.private_files import create_file, make_directory
 
 GRACE_S = 2.0
 """A rank that has not answered for so long after another passed the command's step came too late (chosen)."""
@@ -408,7 +409,7 @@ class CommandDesk:
     def _write(self, make: Callable[[int], _CommandT], source: str, key: str, now: float) -> _CommandT:
         self.scan(now)
         try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directory(self.directory)
             command = self._claim(make)
         except OSError as error:
             raise StoreError(f"{self.directory}: cannot write a command: {error.strerror or error}") from error
@@ -421,7 +422,7 @@ class CommandDesk:
             command = make(seq)
             path = self.directory / f"{seq:06d}.json"
             draft = self.directory / f".{seq:06d}.{secrets.token_hex(4)}.tmp"
-            file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            file = create_file(draft, os.O_WRONLY | os.O_EXCL | os.O_NOFOLLOW)
             try:
                 with os.fdopen(file, "wb") as stream:
                     stream.write(msgspec.json.encode(command))

@@ -23,10 +23,10 @@ from sentinel.daemon.packs import RulePacks
 from sentinel.daemon.serving import ServedRun
 from sentinel.daemon.systemd import Systemd
 from sentinel.daemon.tokens import load_tokens
-from sentinel.errors import SentinelError, StoreError
+from sentinel.errors import ConfigError, SentinelError, StoreError
+from sentinel.private_files import make_directory, refuse_foreign, tighten
 from sentinel.report.pipeline import Notifier, RetryPolicy
 from sentinel.report.sinks.table import build_sinks
-from sentinel.store.disk import refuse_foreign
 from sentinel.store.whereabouts import RunPaths, is_run, printable, refuse_unprintable, runs_in, write_whole
 
 log = logging.getLogger("sentinel.daemon")
@@ -70,9 +70,13 @@ class Daemon:
         """Read rules and configuration; raise SentinelError for what cannot be served. environ: for the sinks' secrets."""
         self._options = options
         self._is_single = is_run(options.directory)
-        refuse_foreign(options.directory)
         self._state = (options.state_dir or options.directory / ".daemon").absolute()
-        self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._is_single:
+            _make_ours(options.directory)
+        else:
+            refuse_foreign(options.directory, is_shared=True)
+        make_directory(self._state)
+        _make_ours(self._state)
         self._packs = RulePacks(list(options.packs))
         self._packs.load()
         self._outboxes = Outboxes()
@@ -131,13 +135,31 @@ class Daemon:
             alert for run in self._runs.values() for alert in run.standing(self._options.config.notify.routes())
         ]
         self._notifier.start(standing)
-        if self._options.http is not None:
-            self._http = HttpServer(self.console, self._options.http, load_tokens(self._state))
+        self._http = self._bind()
+        if self._http is not None and self._options.http is not None:
             write_whole(
                 self._state / "http.json",
                 json.dumps({"url": self._http.url, "host": self._options.http.host, "port": self._http.port}) + "\n",
             )
             log.info("serving %s on %s", self._options.directory, self._http.url)
+
+    def _bind(self) -> HttpServer | None:
+        """Take the port; beside a command another one, or none, where that is taken: judging is worth more than the page."""
+        asked = self._options.http
+        if asked is None:
+            return None
+        tokens = load_tokens(self._state)
+        try:
+            return HttpServer(self.console, asked, tokens)
+        except ConfigError as error:
+            if not self._options.is_owned:
+                raise
+            log.error("%s; a free port is tried instead", error)
+        try:
+            return HttpServer(self.console, msgspec.structs.replace(asked, port=0), tokens)
+        except ConfigError as error:
+            log.error("%s; the page is not served, judging goes on", error)
+            return None
 
     def _loop(self) -> None:
         is_first, pause, flowed = True, FAST_POLL_S, time.monotonic()
@@ -191,7 +213,7 @@ class Daemon:
                 refuse_unprintable(run_dir)
                 for one in (run_dir, run_dir / "spool"):
                     if one.exists():
-                        refuse_foreign(one)
+                        _make_ours(one)
                 paths = RunPaths.of(run_dir, self._options.state_dir)
                 run = ServedRun(paths, self._options.config, self._packs)
             except Exception as error:
@@ -273,6 +295,13 @@ class Daemon:
             self._ask_reload()
         else:
             self.stop()
+
+
+def _make_ours(directory: Path) -> None:
+    """Take from others the right to write a directory, and say so; StoreError when it is another user's."""
+    if said := tighten(directory):
+        log.warning("%s", said)
+    refuse_foreign(directory)
 
 
 def _why(run_dir: Path, error: Exception) -> str:

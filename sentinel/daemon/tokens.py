@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from sentinel.errors import ConfigError
+from sentinel.private_files import create_file
 
 
 class Scope(enum.IntEnum):
@@ -55,7 +56,7 @@ def load_tokens(state_dir: Path) -> Tokens:
     """
     path = state_dir / "tokens.json"
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = create_file(path, os.O_WRONLY | os.O_EXCL)
     except FileExistsError:
         return read_tokens(path)
     tokens = Tokens(read=secrets.token_urlsafe(24), control=secrets.token_urlsafe(24))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+import logging
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from sentinel.detect.attention import AttentionCollapse
@@ -25,7 +26,6 @@ from sentinel.detect.turbulence import AnomalyTurbulence, KurtosisSpike
 from sentinel.detect.twins import TwinRanks
 from sentinel.detect.update_ratio import UpdateRatio
 from sentinel.detect.windowed import GradNormSpike, LossSpike
-from sentinel.errors import RuleError
 
 DETECTORS: dict[str, type[Any]] = {
     cls.__name__: cls
@@ -63,25 +63,43 @@ DETECTORS: dict[str, type[Any]] = {
 ENTRY_POINTS = "sentinel.detectors"
 """Group of entry points under which other packages offer theirs."""
 
+log = logging.getLogger("sentinel.detect")
+
+_said: set[str] = set()
+"""Entry points whose fault was logged by this process."""
+
 
 def known_detectors() -> Detectors:
     """Return DETECTORS and those of other packages' entry points; nothing outside is imported but what they name.
 
-    Where code is allowed a dotted path is the name of what it leads to. RuleError when an entry point cannot be loaded, is
-    no detector or takes the name of one of ours.
+    Where code is allowed a dotted path is the name of what it leads to. An entry point that cannot be loaded, is no
+    detector or takes the name of one of ours is left out and said once: only a rule that names it is refused.
     """
     found = Detectors(DETECTORS)
     for point in entry_points(group=ENTRY_POINTS):
         where = f'entry point "{point.name}" of {ENTRY_POINTS} ({point.value})'
-        if point.name in DETECTORS:
-            raise RuleError(f"{where} takes the name of a built-in detector")
         try:
-            found[point.name] = point.load()
-        except Exception as error:  # another package's import may fail in any way
-            raise RuleError(f"{where} cannot be loaded: {error}") from error
-        if (problem := shortcoming(found[point.name])) is not None:
-            raise RuleError(f"{where} is no detector: {problem}")
+            problem = _offer(found, point)
+        except (Exception, SystemExit) as error:  # another package's import may fail in any way
+            problem = f"cannot be loaded: {type(error).__name__}: {error}"
+        if problem and point.name not in DETECTORS:
+            found.broken[point.name] = f"{where} {problem}"
+        if problem and where not in _said:
+            _said.add(where)
+            log.warning("%s %s; it is left out, mend or uninstall the package that offers it", where, problem)
     return found
+
+
+def _offer(found: Detectors, point: EntryPoint) -> str:
+    """Put the detector of an entry point among `found`; return in words why it cannot be one, empty where it is."""
+    if point.name in DETECTORS:
+        return "takes the name of a built-in detector"
+    detector = point.load()
+    problem = shortcoming(detector)
+    if problem is not None:
+        return f"is no detector: {problem}"
+    found[point.name] = detector
+    return ""
 
 
 __all__ = [

@@ -40,7 +40,7 @@ def dotted_detector(name: str) -> type[Any]:
         found: Any = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except Exception as error:  # a user's module may fail in any way
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way
         hint = "; looked for in the current directory and on PYTHONPATH" if isinstance(error, ModuleNotFoundError) else ""
         raise RuleError(f"{where} cannot be loaded: {type(error).__name__}: {error}{hint}") from error
     if (problem := shortcoming(found)) is not None:
@@ -60,7 +60,9 @@ def shortcoming(found: object) -> str | None:
 
 
 def why_not(name: str, detectors: Mapping[str, type[Any]]) -> str:
-    """Return in words why a dotted path is no detector; empty where it is one, or where `name` is no dotted path."""
+    """Return in words why an entry point or a dotted path is no detector; empty where it is one, or `name` is neither."""
+    if isinstance(detectors, Detectors) and name in detectors.broken:
+        return detectors.broken[name]
     try:
         if is_dotted(name) and name not in detectors:
             dotted_detector(name)
@@ -71,6 +73,11 @@ def why_not(name: str, detectors: Mapping[str, type[Any]]) -> str:
 
 class Detectors(dict[str, type[Any]]):
     """Name -> class: what is known by name, and where code is allowed whatever a dotted path leads to."""
+
+    def __init__(self, known: Mapping[str, type[Any]]) -> None:
+        super().__init__(known)
+        self.broken: dict[str, str] = {}
+        """Name that an entry point offers -> why there is no detector behind it."""
 
     def __contains__(self, name: object) -> bool:
         if super().__contains__(name):

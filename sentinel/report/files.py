@@ -17,6 +17,7 @@ import numpy as np
 
 from sentinel.anomaly import Anomaly
 from sentinel.errors import StoreError
+from sentinel.private_files import create_file, make_directory
 
 FILE_BYTES = 64 * 2**20
 """Size at which a file of anomalies is cut (chosen: about 130,000 anomalies)."""
@@ -301,8 +302,8 @@ class AppendLog:
             return
         self._close_file()
         path = self.file(index)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        make_directory(path.parent)
+        self._fd = create_file(path, os.O_WRONLY | os.O_APPEND)
         self._open_index = index
 
     def _close_file(self) -> None:

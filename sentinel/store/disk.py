@@ -1,10 +1,9 @@
-"""What the disk under a path can be trusted with: WAL, and nobody else's hands."""
+"""What the disk under a path can be trusted with: SQLite's write-ahead log needs a local one."""
 
 from __future__ import annotations
 
 import os
 import re
-import stat
 from pathlib import Path
 
 from sentinel.errors import StoreError
@@ -53,31 +52,6 @@ def refuse_network(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -
             f"{path}: the journal needs a local disk, but this is {kind}, a network file system: SQLite's "
             "write-ahead log shares memory between processes, which does not cross machines, so the journal could be "
             "corrupted; give --state-dir DIR on a local disk"
-        )
-
-
-def refuse_foreign(path: Path, user: int | None = None) -> None:
-    """Raise StoreError when `path` is not ours or can be written by others: what lies in it could be forged.
-
-    user: the user id that must own it; None: the one this process runs as.
-    """
-    owner = os.geteuid() if user is None else user
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise StoreError(f"{path}: expected a directory, got: {error.strerror}; check the path") from error
-    if not stat.S_ISDIR(status.st_mode):
-        raise StoreError(f"{path}: expected a directory, got a file; name the run's directory")
-    if status.st_uid != owner:
-        raise StoreError(
-            f"{path}: expected a directory owned by user {owner}, got one owned by {status.st_uid}; "
-            "run the daemon as the user who trains"
-        )
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        who = "everybody" if status.st_mode & stat.S_IWOTH else "its group"
-        raise StoreError(
-            f"{path}: expected a directory that only its owner may write, got mode "
-            f"{stat.S_IMODE(status.st_mode):04o}, which {who} may write; run: chmod go-w {path}"
         )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sentinel.errors import StoreError
+from sentinel.private_files import create_file, make_directory
 from sentinel.store.disk import refuse_network
 
 SCHEMA_VERSION = 1
@@ -129,8 +131,8 @@ class Journal:
                 raise StoreError(f"{path}: expected a journal, got nothing; has a daemon judged this run?")
             uri = f"{path.resolve().as_uri()}?mode=ro"
         else:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.touch(mode=0o600)
+            make_directory(path.parent)
+            os.close(create_file(path, os.O_WRONLY))
             uri = f"{path.resolve().as_uri()}?mode=rwc"
         try:
             self._db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=10.0)

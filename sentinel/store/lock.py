@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from sentinel.errors import StoreError
+from sentinel.private_files import create_file, make_directory
 
 
 def holder(directory: Path) -> str | None:
@@ -32,9 +33,9 @@ class RunLock:
 
         what: the thing that is locked, for the message: `run /data/run1`.
         """
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(directory)
         self._path = directory / "lock"
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._fd = create_file(self._path, os.O_RDWR | os.O_NOFOLLOW)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sentinel.errors import StoreError
+from sentinel.private_files import create_file, make_directory
 
 
 def is_run(directory: Path) -> bool:
@@ -103,14 +104,14 @@ class RunPaths:
         own = self.lock_directory
         if self.state == own:
             return
-        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(own)
         write_whole(own / "state.json", json.dumps({"state": str(self.state)}) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
     """Write a small file, 0600, so that readers see the former one or the new one and nothing between."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = create_file(part, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW)
     with os.fdopen(fd, "w", encoding="utf-8") as file:
         file.write(text)
     part.replace(path)

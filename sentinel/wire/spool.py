@@ -17,6 +17,7 @@ import numpy as np
 
 from sentinel.errors import WireError
 from sentinel.messages import Descriptor, Health
+from sentinel.private_files import create_file, make_directory
 from sentinel.wire.clock import Clock, SystemClock
 from sentinel.wire.frame import (
     NO_ATTEMPT,
@@ -85,7 +86,8 @@ def write_ack(folder: Path, file_index: int, offset: int) -> None:
     """Tell the writer that all before (file_index, offset) is committed. Daemon only; OSError when it cannot."""
     path = Path(folder) / "ack"
     fresh = path.with_name("ack.new")
-    fresh.write_text(f"{file_index} {offset}\n")
+    with os.fdopen(create_file(fresh, os.O_WRONLY | os.O_TRUNC), "w") as file:
+        file.write(f"{file_index} {offset}\n")
     fresh.replace(path)
 
 
@@ -220,13 +222,12 @@ class SpoolWriter:
             self._cut()
         if self._fd >= 0:
             return self._offset == 0
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(self.directory)
         while self._old and self._kept_bytes() + self.file_bytes > self.max_bytes:
             self._drop_oldest(False)
         index = self._index + 1
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL | os.O_CLOEXEC
         try:
-            self._fd = os.open(self.directory / file_name(index), flags, 0o600)
+            self._fd = create_file(self.directory / file_name(index), os.O_WRONLY | os.O_APPEND | os.O_EXCL)
         except FileExistsError:
             self._index = index  # not ours to touch: the next attempt takes the next number
             raise

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from sentinel.errors import StoreError
-from sentinel.store.disk import file_system, refuse_foreign, refuse_network
+from sentinel.private_files import refuse_foreign
+from sentinel.store.disk import file_system, refuse_network
 from sentinel.store.journal import SCHEMA_VERSION, Commit, FoundAnomaly, FoundIncident, Journal, Outgoing
 from sentinel.store.lock import RunLock
 
