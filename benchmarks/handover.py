@@ -25,7 +25,8 @@ import numpy as np
 from sentinel.messages import EndStep, Heartbeat
 from sentinel.record import NONE_ID, ROW_DTYPE, Kind
 from sentinel.wire import spool
-from sentinel.wire.handover import Handover, StepBatch
+from sentinel.wire.handover import Handover
+from sentinel.wire.step_batch import StepBatch
 
 POOL = 6
 COMPUTE_S = 0.010
@@ -54,7 +55,7 @@ def make_rows(num_rows: int) -> np.ndarray:
 
 
 def measure(directory: Path, template: np.ndarray, num_steps: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return (seconds of each submit, seconds of each computation beside it, steps dropped)."""
+    """Return (seconds of each submit, seconds of each computation beside it, steps that lost rows)."""
     handover = Handover(
         directory, life=os.urandom(16), run="run", rank=0, position=lambda: Heartbeat(step=0, call_id=0, activity="train")
     )
@@ -66,6 +67,8 @@ def measure(directory: Path, template: np.ndarray, num_steps: int) -> tuple[np.n
         while time.perf_counter() - begun < COMPUTE_S:
             np.sqrt(x[:50_000])
         computed[step] = time.perf_counter() - begun
+        if not free:
+            handover.free_buffer()
         rows = free.pop() if free else template.copy()
         rows[:] = template
         batch = StepBatch(
@@ -75,7 +78,7 @@ def measure(directory: Path, template: np.ndarray, num_steps: int) -> tuple[np.n
         begun = time.perf_counter()
         handover.submit(batch)
         took[step] = time.perf_counter() - begun
-    dropped = handover.num_dropped_batches
+    dropped = handover.num_cut_steps
     handover.close(timeout_s=2.0)
     return took, computed, dropped
 

@@ -139,7 +139,7 @@ class EndStep(msgspec.Struct, frozen=True, kw_only=True):
     is_partial: bool = False
     """The trainer ended in mid-step: what there is, is here."""
     num_dropped_rows: int = 0
-    """Rows of this or earlier steps that never reached the spool, since the last end_step."""
+    """Rows of this step that were lost on the way here (an older writer: of this or of earlier steps)."""
     num_folded_rows: int = 0
     """Rows folded for want of room."""
     step_time_s: float = 0.0
@@ -153,6 +153,11 @@ class EndStep(msgspec.Struct, frozen=True, kw_only=True):
     """Ids of the samples that this rank trained on in the step, where the trainer logs them."""
     num_samples_cut: int = 0
     """Ids that were left out for want of room."""
+    num_finite_dropped: int = 0
+    """Of `num_dropped_rows`, those that held no NaN and no infinity."""
+    lost_to: str = ""
+    """Why rows were dropped, joined by commas: `writer` (it was late and the hand-over full), `cap` (spool.max_bytes),
+    `disk` (it took no frames), `error` (the rows could not be read)."""
 
 
 class Vector(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,11 +190,15 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """Something that blinds Sentinel here; a record that rules can see."""
 
     code: str
-    """`hook_failed`, `unsupported_placement`, `rows_dropped`, `spool_full`, `disk_full`, `descriptor_mismatch`, ..."""
+    """`hook_failed`, `unsupported_placement`, `rows_dropped`, `steps_dropped`, `spool_full`, `disk_full`, ..."""
     message: str
     site: str = ""
     count: int = 1
     step: int = -1
+    first_step: int = -1
+    """Of `steps_dropped`: the first of the steps up to `step` of which nothing is left, not even their end."""
+    num_rows: int = 0
+    """Of `steps_dropped`: the rows of these steps."""
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True):

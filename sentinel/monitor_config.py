@@ -136,15 +136,20 @@ class SpoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """How much disk a rank may use."""
 
     max_bytes: int = 4 * 2**30
-    """Most bytes of spool a rank keeps. Past it the oldest committed file goes first, then the oldest, counted."""
+    """Most bytes of spool a rank keeps. Past it what was judged goes first, then finite rows of the oldest steps, then the
+    borders of the black box, then steps without a NaN; all of it is counted and told."""
     file_bytes: int = 64 * 2**20
     """A spool file is cut at this size."""
+    queue_bytes: int = 128 * 2**20
+    """Most bytes of rows that wait in memory while the writer is late; past it finite rows of the oldest go, counted."""
 
     def __post_init__(self) -> None:
         if self.file_bytes < 2**16:
             raise ConfigError(f"spool.file_bytes must be at least 65536, got {self.file_bytes}")
         if self.max_bytes < 2 * self.file_bytes:
             raise ConfigError(f"spool.max_bytes must be at least 2 x spool.file_bytes, got {self.max_bytes}")
+        if self.queue_bytes < 2**20:
+            raise ConfigError(f"spool.queue_bytes must be at least 1048576, got {self.queue_bytes}")
 
 
 class DumpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -159,6 +159,13 @@ class StepRows:
         point_at_own(used)
         return num_missing
 
+    def finish_arrived(self) -> bool:
+        """Complete `array` if all rows have arrived; False: some are on their way, and nothing was done. Does not wait."""
+        if not all(device.has_arrived() for device in self._devices.values()):
+            return False
+        self.finish(wait=False)
+        return True
+
     def snapshot(self) -> np.ndarray:
         """Return a copy of the rows begun so far, complete: [num_rows] ROW_DTYPE. Waits for accelerators."""
         used = self.array[: self.num_rows].copy()
@@ -352,6 +359,13 @@ class DeviceStats:
         self.send()
         for stream in self._streams.values():
             self._end(stream)
+
+    def has_arrived(self) -> bool:
+        """Whether nothing is on its way any more, `close` having been called. Does not wait."""
+        try:
+            return all(event.query() for event in self._ends)
+        except RuntimeError:  # a device assert: nothing more comes
+            return True
 
     def finish(self, used: np.ndarray, wait: bool) -> int:
         """Move what has arrived into `used`, with `wait` all that is on its way; return the number of rows that have not."""

@@ -164,8 +164,9 @@ class Monitor:
         spool = self.config.spool
         return Handover(
             attempt.directory, life=life, run=attempt.run, attempt=attempt.attempt, rank=self.place.rank,
-            max_bytes=spool.max_bytes, file_bytes=spool.file_bytes, descriptor=self._descriptor(),
-            position=self._position, on_command=self.orders.receive, on_refused=self.recording.refused,
+            max_bytes=spool.max_bytes, file_bytes=spool.file_bytes, queue_bytes=spool.queue_bytes,
+            descriptor=self._descriptor(), position=self._position, on_command=self.orders.receive,
+            on_refused=self.recording.refused,
         )  # fmt: skip
 
     @property

@@ -22,7 +22,10 @@ Onlooker = Callable[[Entry, torch.Tensor, int], None]
 """(tensor's entry, the local tensor, micro_step): may neither change the tensor nor wait for it; asks the plan itself."""
 
 POOL = 6
-"""Row buffers in all: one being filled, the others on their way to the spool."""
+"""Row buffers in all: one being filled, the others on their way to the spool. Where the writer is late, and none is free,
+the oldest step's rows are copied out of its buffer."""
+MOST_BUFFERS = 48
+"""The same while rows of an accelerator have not arrived, so that they cannot be copied yet (chosen)."""
 
 
 class Recording:
@@ -49,8 +52,8 @@ class Recording:
         self.at: Entry | None = None
         """The site that was observed last: where a hang stands."""
 
-    def _new_rows(self) -> StepRows:
-        return StepRows(min(self.max_rows, 4096))
+    def _new_rows(self, capacity: int = 4096) -> StepRows:
+        return StepRows(min(self.max_rows, capacity))
 
     def observe(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
         """Measure one tensor into one row. Launches one kernel; does not synchronize."""
@@ -170,25 +173,28 @@ class Recording:
         full.begin_copy()
         return full
 
-    def swap(self) -> StepRows | None:
+    def swap(self, free_buffer: Callable[[], bool]) -> StepRows | None:
         """Hand out the filled buffer and begin an empty one; None when every buffer is still on its way.
 
         Then the rows of the step are dropped, and the caller says so: the trainer never waits for the writer.
+        free_buffer: has `give_back` called for a buffer that waits for the writer; false: there is none.
         """
         full = self.rows
         self.call_id, self.num_folded = 0, 0
+        if not self._free and self._made >= POOL:
+            free_buffer()
         if self._free:
             self.rows = self._free.pop()
-        elif self._made < POOL:
+        elif self._made < MOST_BUFFERS:
             self._made += 1
-            self.rows = self._new_rows()
+            self.rows = self._new_rows(max(256, full.num_rows + full.num_rows // 8))
         else:
             full.reset()
             return None
         return full
 
     def give_back(self, rows: StepRows) -> None:
-        """Take a buffer back from the writer, on its thread."""
+        """Take a buffer back, on the writer's thread or the trainer's own."""
         rows.reset()
         self._free.append(rows)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 
-import msgspec
 import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -16,8 +15,11 @@ from sentinel.collect.recording import Recording
 from sentinel.collect.scalars import Scalars, on_its_way, resolver
 from sentinel.collect.waiting import WaitClock
 from sentinel.messages import Descriptor, EndStep, Heartbeat
-from sentinel.record import Flag, Kind
-from sentinel.wire.handover import Handover, StepBatch
+from sentinel.record import ROW_DTYPE, Flag, Kind
+from sentinel.wire.handover import Handover
+from sentinel.wire.step_batch import StepBatch
+
+_NO_ROWS = np.empty(0, ROW_DTYPE)
 
 
 class RunningStep:
@@ -121,22 +123,19 @@ class RunningStep:
             num_samples_cut=num_samples_cut,
         )
         self.is_begun, self.due, self._activities = False, {}, []
-        full, vectors = recording.swap(), recording.take_vectors()
-        if full is None:
-            handover.count_dropped(end.num_rows)
-            if descriptor is not None:
-                handover.post(descriptor)
-            handover.post(msgspec.structs.replace(end, num_rows=0))  # The rank has spoken: nobody waits for it.
-            recording.tell("rows_dropped", f"step {end.step}: every row buffer is still on its way to the spool")
-            return
-        full.take_scale(scale, wgrads_are_scaled=is_scaled)
-        full.begin_copy()
-        handover.submit(
-            StepBatch(
-                step=step, rows=full.array, num_rows=full.num_rows, end_step=end, per_micro_step=per_micro_step,
-                descriptor=descriptor, prepare=resolver(full, scalars, self._memory),
-                vectors=vectors.finish if len(vectors) else None, health=recording.take_health(),
-                release=functools.partial(recording.give_back, full),
-                was_skipped=None if was_skipped is None else on_its_way("is_skipped", was_skipped.detach()),
-            )
+        full, vectors = recording.swap(handover.free_buffer), recording.take_vectors()
+        batch = StepBatch(
+            step=step, rows=_NO_ROWS, num_rows=0, end_step=end, per_micro_step=per_micro_step, descriptor=descriptor,
+            prepare=resolver(scalars, self._memory), vectors=vectors.finish if len(vectors) else None,
+            vector_bytes=vectors.num_bytes, health=recording.take_health(),
+            was_skipped=None if was_skipped is None else on_its_way("is_skipped", was_skipped.detach()),
         )  # fmt: skip
+        if full is None:
+            batch.num_dropped = end.num_rows
+        else:
+            full.take_scale(scale, wgrads_are_scaled=is_scaled)
+            full.begin_copy()
+            batch.rows, batch.num_rows = full.array, full.num_rows
+            batch.complete, batch.complete_early = full.finish, full.finish_arrived
+            batch.release = functools.partial(recording.give_back, full)
+        handover.submit(batch)

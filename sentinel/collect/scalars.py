@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from sentinel.collect.buffer import StepRows
 from sentinel.collect.samples import Samples
 
 SAMPLE_IDS = "sample_ids"
@@ -106,15 +105,14 @@ class Scalars:
 
 
 def resolver(
-    rows: StepRows, scalars: Mapping[str, Any], usage: Callable[[], Mapping[str, float]] = dict
+    scalars: Mapping[str, Any], usage: Callable[[], Mapping[str, float]] = dict
 ) -> Callable[[], Mapping[str, float]]:
-    """Return what the writer thread calls before it reads the rows: wait for copies, then the scalars as numbers.
+    """Return what the writer thread calls once the rows are complete: it gives the scalars as numbers.
 
     usage: more scalars, asked for on that thread; what was logged under the same name wins.
     """
 
     def prepare() -> Mapping[str, float]:
-        rows.finish()
         return {**usage(), **{name: float(value) for name, value in scalars.items()}}
 
     return prepare

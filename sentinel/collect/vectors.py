@@ -30,6 +30,11 @@ class StepVectors:
     def __len__(self) -> int:
         return len(self._kept)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the vectors that are kept."""
+        return self._num_bytes
+
     def add(self, head: Vector, values: torch.Tensor) -> None:
         """Take `values`, of any shape and device; nobody may write into them afterwards.
 

@@ -2,39 +2,47 @@
 
 The training thread appends to a deque and releases a lock: no copy, no wait, no system call that can stall. Everything
 else (folding, checksums, the disk, the control folder) happens in the writer thread, in calls that release the GIL.
+
+Where the writer is late the queue grows to a number of bytes. Past it the oldest steps that wait lose their finite rows,
+never their ends: the training thread cuts them, for the writer does not come round. What a step lost is told in its own end.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import SupportsFloat, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
 
 from sentinel.command import Command
-from sentinel.messages import Ack, Bye, Descriptor, EndStep, Health, Heartbeat, Vectors
+from sentinel.messages import Ack, Bye, Descriptor, EndStep, Health, Heartbeat
 from sentinel.record import Flag
 from sentinel.wire.clock import Clock, SystemClock
 from sentinel.wire.control import ControlFolder
 from sentinel.wire.frame import FRAME_TYPES, NO_ATTEMPT, NO_STEP, FrameType, Message, encode_message, run_id_of
+from sentinel.wire.losses import Losses
 from sentinel.wire.spool import FILE_BYTES, SPOOL_BYTES, SpoolWriter, life_folder
+from sentinel.wire.step_batch import StepBatch
 
 log = logging.getLogger("sentinel")
 
-QUEUE_STEPS = 4
-"""Steps with rows that may wait for the disk, unless said otherwise."""
+QUEUE_BYTES = 128 * 2**20
+"""Most bytes of rows that wait for the writer, unless said otherwise: two seconds of steps of 5 ms and 2,400 rows."""
+LEAST_STEPS = 4
+"""So many steps may wait whatever they weigh."""
+MAX_STEPS = 16 * 1024
+"""Most steps that wait for the writer, rows or not: their ends alone take some 40 MB (chosen)."""
 MAX_NOTES = 256
-"""Small records (ends of steps without rows, health, answers) that may wait for the disk."""
+"""Small records (health, answers) that may wait for the disk."""
 HEARTBEAT_S = 1.0
 CONTROL_POLL_S = 0.02
 IDLE_POLL_S = 0.25
@@ -42,31 +50,6 @@ IDLE_POLL_S = 0.25
 
 _NS = 1_000_000_000
 _living: weakref.WeakSet[Handover] = weakref.WeakSet()
-
-
-@dataclasses.dataclass(slots=True)
-class StepBatch:
-    """One step of one rank on its way to the spool. After `submit` it belongs to the writer thread."""
-
-    step: int
-    rows: np.ndarray
-    """[>= num_rows] ROW_DTYPE; folded in place."""
-    num_rows: int
-    end_step: EndStep | None = None
-    """`num_rows` and `num_dropped_rows` are filled in by the writer; None: the step goes on."""
-    per_micro_step: bool = False
-    """Keep one row per micro-step instead of folding them."""
-    descriptor: Descriptor | None = None
-    """Sent before the rows, when tensors, placements or chunks changed."""
-    prepare: Callable[[], Mapping[str, float] | None] | None = None
-    """Called in the writer thread before the rows are read: waits for copies; returns scalars to add to the end_step."""
-    release: Callable[[], None] | None = None
-    """Called when the rows are no longer needed, dropped ones included: give the buffer back."""
-    health: Sequence[Health] = ()
-    vectors: Callable[[], Vectors | None] | None = None
-    """Called in the writer thread after `prepare`: what is to be sent beside the rows."""
-    was_skipped: SupportsFloat | None = None
-    """Not 0: the trainer skipped this step; read after `prepare`, for only the device knew when the step ended."""
 
 
 _Item: TypeAlias = StepBatch | Message
@@ -91,7 +74,7 @@ class Handover:
         file_bytes: int = FILE_BYTES,
         heartbeat_s: float = HEARTBEAT_S,
         control_poll_s: float = CONTROL_POLL_S,
-        queue_steps: int = QUEUE_STEPS,
+        queue_bytes: int = QUEUE_BYTES,
         clock: Clock | None = None,
         start: bool = True,
     ) -> None:
@@ -109,16 +92,28 @@ class Handover:
         self._on_command = on_command
         self._heartbeat_ns = int(heartbeat_s * _NS)
         self._control_poll_ns = int(control_poll_s * _NS)
-        self._queue_steps = queue_steps
+        self._queue_bytes = queue_bytes
         self._queue: deque[_Item] = deque()
+        self._whole: deque[StepBatch] = deque()
+        """Steps that wait with all their rows, oldest first. Training thread only."""
+        self._buffered: deque[StepBatch] = deque()
+        """Steps that wait in the buffer that they were measured in, oldest first. Training thread only."""
         self._wake = threading.Lock()
         self._wake.acquire()
         # Each counter has one writing thread, so that no lock is needed.
         self._num_in = self._num_out = 0
         self._num_notes_in = self._num_notes_out = 0
-        self._num_dropped = self._num_failed_rows = self._num_dropped_told = 0
-        self.num_dropped_batches = 0
-        """Steps whose rows were dropped because the queue was full."""
+        self._bytes_in = self._bytes_out = 0
+        self.num_cut_steps = 0
+        """Steps that lost rows because the writer was late."""
+        self._refused = Losses()
+        """Steps for which there was no room at all; training thread only, until the next batch carries them."""
+        self._owed: deque[EndStep] = deque()
+        """Ends that the disk did not take. Writer thread only."""
+        self._losses = Losses()
+        """Steps lost whole, untold. Writer thread only."""
+        self._cut = Losses()
+        """Steps that were cut, untold. Writer thread only."""
         self._untold: Descriptor | None = None
         """Found no room; goes with the next step that does: its rows point into it."""
         self._last_step = NO_STEP
@@ -138,31 +133,85 @@ class Handover:
         _living.add(self)
 
     def submit(self, batch: StepBatch) -> bool:
-        """Hand a step over; never blocks. False when the queue was full: the rows are dropped and counted.
-
-        Of a dropped step the end_step still travels, where there is room for that much: the rank has spoken.
-        """
+        """Hand a step over; never blocks. False when a step had to lose rows for it, counted in that step's own end."""
         if not self._is_alive:
             return False
         self._last_step = batch.step
-        if self._num_in - self._num_out < self._queue_steps:
-            if self._untold is not None:
-                batch.descriptor, self._untold = batch.descriptor or self._untold, None
-            self._num_in += 1
-            self._queue.append(batch)
-            self._ring()
-            return True
-        self._num_dropped += batch.num_rows
-        self.num_dropped_batches += 1
+        if self._num_in - self._num_out >= MAX_STEPS:
+            self._refuse(batch)
+            return False
+        if self._untold is not None:
+            batch.descriptor, self._untold = batch.descriptor or self._untold, None
+        if self._refused:
+            batch.refused, self._refused = self._refused, Losses()
+        self._num_in += 1
+        self._bytes_in += batch.num_bytes
+        for waiting in (self._whole, self._buffered):
+            while waiting and waiting[0].is_taken:
+                waiting.popleft()
+            waiting.append(batch)
+        self._queue.append(batch)
+        self._ring()
+        return self._make_room()
+
+    def free_buffer(self) -> bool:
+        """Have the oldest step that waits give its buffer back, its rows copied; False: none can. Training thread only."""
+        while self._buffered:
+            batch = self._buffered[0]
+            if batch.claim.acquire(blocking=False):
+                try:
+                    if not batch.is_taken and batch.release is not None:
+                        before = batch.num_bytes
+                        if not batch.detach():
+                            return False
+                        self._bytes_in -= before - batch.num_bytes
+                        self._buffered.popleft()
+                        return True
+                finally:
+                    batch.claim.release()
+            self._buffered.popleft()
+        return False
+
+    def _make_room(self) -> bool:
+        """Cut the oldest steps that wait until the others have room."""
+        is_whole = True
+        while self._whole and len(self._whole) > LEAST_STEPS and self._bytes_in - self._bytes_out > self._queue_bytes:
+            batch = self._whole[0]
+            # Whom the writer has needs no room much longer.
+            if batch.claim.acquire(blocking=False):
+                try:
+                    if not batch.is_taken:
+                        before = batch.num_bytes
+                        if not batch.cut(_fold):
+                            break
+                        is_whole = False
+                        self.num_cut_steps += 1
+                        self._bytes_in -= before - batch.num_bytes
+                finally:
+                    batch.claim.release()
+            self._whole.popleft()
+        if is_whole or self._bytes_in - self._bytes_out <= self._queue_bytes:
+            return is_whole
+        # What is left is worth keeping, and the oldest of it is worth most: the newest goes.
+        newest = self._whole[-1]
+        if newest.claim.acquire(blocking=False):
+            try:
+                if not newest.is_taken:
+                    before = newest.num_bytes
+                    newest.cut_all()
+                    self._bytes_in -= before - newest.num_bytes
+            finally:
+                newest.claim.release()
+        return False
+
+    def _refuse(self, batch: StepBatch) -> None:
+        """Let go of a step for which there is no room at all; it is told with the next one that has it."""
+        self._refused.add(batch.step, batch.num_rows)
         if batch.descriptor is not None:
-            self.post(batch.descriptor)
+            self._untold = batch.descriptor
         for health in batch.health:
             self.post(health)
-        if batch.end_step is not None:
-            self.post(msgspec.structs.replace(batch.end_step, num_rows=0))
-        if batch.release is not None:
-            batch.release()
-        return False
+        batch.give_back()
 
     def post(self, message: Message) -> bool:
         """Queue one small record (health, end of a step without rows, ...); never blocks. False: no room, counted."""
@@ -183,10 +232,6 @@ class Handover:
     def acknowledge(self, ack: Ack) -> bool:
         """Queue the answer to a command; never blocks."""
         return self.post(ack)
-
-    def count_dropped(self, num_rows: int) -> None:
-        """Count rows that the caller dropped itself; they travel in the next end_step. Training thread only."""
-        self._num_dropped += num_rows
 
     def close(
         self, reason: str = "detached", *, timeout_s: float = 5.0, health: Sequence[Health] = (), step: int | None = None
@@ -253,6 +298,8 @@ class Handover:
 
     def _finish(self) -> None:
         self._drain()
+        self._guarded("owed", self._write_owed)
+        self._guarded("losses", lambda: self._tell_losses(None))
         if self._bye is not None:
             self._guarded("bye", lambda: self._write(self._bye))
         self.spool.close()
@@ -262,40 +309,45 @@ class Handover:
             item = self._queue.popleft()
             if isinstance(item, StepBatch):
                 self._busy_until_ns = self._clock.mono_ns() + _NS
+                with item.claim:
+                    item.is_taken = True
+                    num_bytes = item.num_bytes
                 try:
                     self._guarded("step", lambda batch=item: self._write_step(batch))  # type: ignore[misc]
                 finally:
                     self._num_out += 1
-                    if item.release is not None:
-                        self._guarded("release", item.release)
+                    self._bytes_out += num_bytes
+                    self._guarded("release", item.give_back)
             else:
                 self._num_notes_out += 1
                 self._guarded("note", lambda note=item: self._write(note))  # type: ignore[misc]
 
     def _write_step(self, batch: StepBatch) -> None:
+        self._losses.merge(batch.refused)
         if batch.descriptor is not None:
             self._write(batch.descriptor)
+        self._tell_losses(batch)
         for health in batch.health:
             self._write(health)
         end = batch.end_step
-        num_written = 0
+        num_sent, num_written, lost_to = batch.num_rows, 0, "error"
         try:
+            if batch.complete is not None:
+                batch.complete()
             scalars = batch.prepare() if batch.prepare is not None else None
             if end is not None and scalars:
                 end = msgspec.structs.replace(end, scalars={**end.scalars, **scalars})
             if end is not None and batch.was_skipped is not None and float(batch.was_skipped) != 0 and not end.is_partial:
                 end = msgspec.structs.replace(end, is_skipped=True)
                 batch.rows["flags"][: batch.num_rows] |= np.uint16(Flag.SKIPPED)
-            num_rows = batch.num_rows if batch.per_micro_step else _fold(batch.rows, batch.num_rows)
-            num_written = self.spool.append_rows(batch.rows[:num_rows], step=batch.step)
-        except Exception:
-            self._num_failed_rows += batch.num_rows
-            raise
+            num_sent = batch.num_rows if batch.per_micro_step else _fold(batch.rows, batch.num_rows)
+            lost_to = "disk"
+            num_written = self.spool.append_rows(batch.rows[:num_sent], step=batch.step)
         finally:
             if batch.vectors is not None:
                 self._guarded("vectors", lambda: self._write_vectors(batch))
             if end is not None:
-                self._write(msgspec.structs.replace(end, num_rows=num_written))
+                self._write_end(batch.ended(end, num_written, num_sent - num_written, lost_to))
 
     def _write_vectors(self, batch: StepBatch) -> None:
         assert batch.vectors is not None
@@ -307,22 +359,43 @@ class Handover:
         if message is None:
             return True
         step = getattr(message, "step", NO_STEP)
-        if isinstance(message, EndStep):
-            return self._write_end(message)
         if isinstance(message, Descriptor):
             return self.spool.describe(message)
         return self.spool.append(FRAME_TYPES[type(message)], encode_message(message), step=step)
 
-    def _write_end(self, end: EndStep) -> bool:
-        """Write an end_step with all that was dropped since the last one that arrived."""
-        dropped = self._num_dropped + self._num_failed_rows + self.spool.num_lost_rows
-        told = msgspec.structs.replace(end, num_dropped_rows=end.num_dropped_rows + dropped - self._num_dropped_told)
-        is_written = self.spool.append(FrameType.END_STEP, encode_message(told), step=end.step)
-        if is_written:
-            self._num_dropped_told = dropped
-        return is_written
+    def _write_end(self, end: EndStep) -> None:
+        """Write an end_step; one that the disk does not take is written before the next that it does."""
+        self._owed.append(end)
+        self._write_owed()
+        if len(self._owed) > MAX_STEPS:
+            gone = self._owed.popleft()
+            self._losses.add(gone.step, gone.num_rows + gone.num_dropped_rows)
+
+    def _write_owed(self) -> None:
+        while self._owed:
+            end = self._owed[0]
+            if not self.spool.append(FrameType.END_STEP, encode_message(end), step=end.step):
+                return
+            self._owed.popleft()
+
+    def _tell_losses(self, batch: StepBatch | None) -> None:
+        """Say which steps were lost whole, and once the writer is no longer late, which were cut."""
+        if self._losses and self._write(self._losses.as_health(self.spool.rank, "steps_dropped")):
+            self._losses = Losses()
+        if batch is not None and (batch.num_cut or batch.num_dropped):
+            if not self._cut:
+                log.warning(
+                    "sentinel: rank %d: the writer thread is late by more than spool.queue_bytes (%d): finite rows are cut "
+                    "from step %d on; is the disk slow, or the machine short of processors?",
+                    self.spool.rank, self._queue_bytes, batch.step,
+                )  # fmt: skip
+            self._cut.add(batch.step, batch.num_cut + batch.num_dropped)
+        elif self._cut and not self._queue and self._write(self._cut.as_health(self.spool.rank, "rows_dropped")):
+            log.warning("sentinel: %s", self._cut.as_health(self.spool.rank, "rows_dropped").message)
+            self._cut = Losses()
 
     def _beat(self) -> None:
+        self._write_owed()
         if self._position is not None:
             heartbeat = self._position()
             self._activity = heartbeat.activity

@@ -13,10 +13,12 @@ from sentinel.command import EnableMonitoring
 from sentinel.messages import Ack, Bye, EndStep, Health, Heartbeat
 from sentinel.record import ROW_DTYPE, Flag, Kind
 from sentinel.testing import FakeClock, SyntheticRun
+from sentinel.wire import handover as wire_handover
 from sentinel.wire import spool
 from sentinel.wire.frame import Frame, FrameType, Message, decode_message
-from sentinel.wire.handover import MAX_NOTES, Handover, StepBatch
+from sentinel.wire.handover import MAX_NOTES, Handover
 from sentinel.wire.spool import SpoolReader
+from sentinel.wire.step_batch import StepBatch
 
 LIFE = bytes(range(16))
 
@@ -40,7 +42,10 @@ class Trainer:
         return self.handover.submit(batch)
 
     def frames(self) -> list[Frame]:
-        return SpoolReader(self.handover.spool.directory).poll()
+        reader, found = SpoolReader(self.handover.spool.directory), []
+        while frames := reader.poll():
+            found += frames
+        return found
 
     def said(self) -> list[Message]:
         return [message for message in map(decode_message, self.frames()) if message is not None]
@@ -107,30 +112,110 @@ def test_what_is_prepared_late_travels(trainer: Trainer) -> None:
     assert trainer.ends()[0].scalars == {"lr": 0.1, "loss": 2.5}
 
 
-def test_a_full_queue_drops_rows_counts_them_and_still_speaks(trainer: Trainer) -> None:
-    results = [trainer.submit(step, num_rows=10) for step in range(6)]
-    assert results == [True] * 4 + [False] * 2
-    assert trainer.released == [4, 5], "a dropped buffer is given back at once"
+def bordered(step: int, num_rows: int = 100) -> np.ndarray:
+    """Rows of which the first is a border, the second a NaN at step 2, and the others are finite and ordinary."""
+    rows = np.zeros(num_rows, ROW_DTYPE)
+    rows["tensor"], rows["micro_step"], rows["flags"][0] = np.arange(num_rows), -1, Flag.BORDER
+    rows["num_nan"][1] = step == 2
+    return rows
+
+
+def late(trainer: Trainer, num_steps: int, **more: object) -> list[bool]:
+    """Submit steps that nobody writes."""
+    results = []
+    for step in range(num_steps):
+        end = EndStep(step=step, num_rows=100, num_calls=100, scalars={"loss": float(step)})
+        batch = StepBatch(
+            step=step, rows=bordered(step), num_rows=100, end_step=end,
+            release=lambda step=step: trainer.released.append(step), **more,
+        )  # type: ignore[arg-type]  # fmt: skip
+        results.append(trainer.handover.submit(batch))
+    return results
+
+
+def test_a_writer_late_by_two_seconds_of_steps_of_5_ms_loses_nothing(trainer: Trainer) -> None:
+    assert all(trainer.submit(step, num_rows=2000) for step in range(400))
+
+    trainer.handover.turn()
+
+    assert [(end.step, end.num_rows, end.num_dropped_rows) for end in trainer.ends()] == [(s, 2000, 0) for s in range(400)]
+    assert not [one for one in trainer.said() if isinstance(one, Health)], "nothing was lost, nothing is told"
+
+
+def test_a_full_queue_cuts_finite_rows_of_the_oldest_steps_and_no_step(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, queue_bytes=10 * 13_600)
+    results = late(trainer, 30)
+    assert results == [True] * 10 + [False] * 20
 
     trainer.handover.turn()
 
     ends = trainer.ends()
-    assert [(end.step, end.num_rows) for end in ends] == [(0, 10), (1, 10), (2, 10), (3, 10), (4, 0), (5, 0)]
-    assert sum(end.num_dropped_rows for end in ends) == 20
-    assert trainer.submit(6)
+    assert [(end.step, end.scalars["loss"]) for end in ends] == [(step, float(step)) for step in range(30)]
+    cut = [end.step for end in ends if end.num_dropped_rows]
+    assert cut == list(range(len(cut))), "the oldest steps, one after the other"
+    assert 20 <= len(cut) <= 24
+    assert all(end.num_rows + end.num_dropped_rows == 100 for end in ends), "counted on the step that lost them"
+    assert all((end.num_finite_dropped, end.lost_to) == (end.num_dropped_rows, "writer") for end in ends[: len(cut)])
+    rows = {f.header.step: np.frombuffer(f.payload, ROW_DTYPE) for f in trainer.frames() if f.header.type == FrameType.ROWS}
+    assert rows[2]["tensor"].tolist() == [0, 1], "the border, and the NaN"
+    assert rows[3]["tensor"].tolist() == [0]
+    told = [one for one in trainer.said() if isinstance(one, Health)]
+    assert [(one.code, one.first_step, one.step, one.count) for one in told] == [("rows_dropped", 0, len(cut) - 1, len(cut))]
+    assert told[0].num_rows == sum(end.num_dropped_rows for end in ends)
+    assert trainer.handover.num_cut_steps == len(cut)
+
+
+def test_rows_that_all_matter_are_dropped_newest_first_and_counted_as_unknown(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, queue_bytes=10 * 13_600)
+    for step in range(30):
+        rows = bordered(2)
+        rows["num_nan"] = 1
+        end = EndStep(step=step, num_rows=100, num_calls=100)
+        trainer.handover.submit(StepBatch(step=step, rows=rows, num_rows=100, end_step=end))
     trainer.handover.turn()
-    assert trainer.ends()[-1].num_dropped_rows == 0, "told once"
+
+    ends = trainer.ends()
+    assert [end.step for end in ends] == list(range(30))
+    assert all(end.num_rows == 100 for end in ends[:8]), "where it began is kept"
+    assert all(end.num_rows + end.num_dropped_rows == 100 and not end.num_finite_dropped for end in ends)
+    assert sum(end.num_rows == 0 for end in ends) >= 18
 
 
-def test_rows_the_caller_dropped_travel_with_the_next_end(trainer: Trainer) -> None:
-    trainer.handover.count_dropped(17)
-    trainer.submit(0)
+def test_rows_that_have_not_arrived_from_their_device_are_not_cut(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, queue_bytes=10 * 13_600)
+    late(trainer, 30, complete=lambda: None, complete_early=lambda: False)
     trainer.handover.turn()
 
-    assert trainer.ends()[0].num_dropped_rows == 17
+    assert [(end.step, end.num_rows) for end in trainer.ends()] == [(step, 100) for step in range(30)]
 
 
-def test_rows_the_disk_refused_travel_with_the_end_that_arrives(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_is_given_back_while_its_step_waits(trainer: Trainer) -> None:
+    late(trainer, 3)
+
+    assert trainer.handover.free_buffer()
+    assert trainer.released == [0]
+    trainer.handover.turn()
+
+    assert trainer.released == [0, 1, 2], "each once"
+    assert [end.num_rows for end in trainer.ends()] == [100] * 3
+    assert not trainer.handover.free_buffer()
+
+
+def test_no_end_is_lost_however_many_steps_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_handover, "MAX_STEPS", 50)
+    trainer = Trainer(tmp_path)
+    late(trainer, 60)
+    trainer.handover.turn()
+    late_ends = trainer.ends()
+    trainer.submit(60)
+    trainer.handover.turn()
+
+    assert [end.step for end in late_ends] == list(range(50))
+    [told] = [one for one in trainer.said() if isinstance(one, Health)]
+    assert (told.code, told.first_step, told.step, told.count, told.num_rows) == ("steps_dropped", 50, 59, 10, 1000)
+
+
+def test_rows_the_disk_refused_are_told_by_their_own_step(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(spool.os, "writev", _no_space)
         for step in range(3):
@@ -139,7 +224,8 @@ def test_rows_the_disk_refused_travel_with_the_end_that_arrives(trainer: Trainer
     trainer.submit(3, num_rows=5)
     trainer.handover.turn()
 
-    assert [(end.step, end.num_dropped_rows) for end in trainer.ends()] == [(3, 15)]
+    ends = [(end.step, end.num_rows, end.num_dropped_rows, end.lost_to) for end in trainer.ends()]
+    assert ends == [*((step, 0, 5, "disk") for step in range(3)), (3, 5, 0, "")], "no end is lost, each tells its own"
     assert [one.code for one in trainer.said() if isinstance(one, Health)] == ["disk_full"]
 
 
@@ -223,7 +309,7 @@ def test_close_writes_what_is_queued_and_bye_last(trainer: Trainer) -> None:
 
 
 def test_the_thread_writes_and_ends(tmp_path: Path) -> None:
-    handover = Handover(tmp_path, life=LIFE, run="run", rank=0, queue_steps=50)
+    handover = Handover(tmp_path, life=LIFE, run="run", rank=0)
     rows = np.zeros(100, ROW_DTYPE)
     rows["micro_step"] = -1
     for step in range(20):
@@ -247,17 +333,20 @@ def test_a_stalled_disk_stalls_nobody_else(tmp_path: Path, monkeypatch: pytest.M
         return writev(fd, buffers)
 
     monkeypatch.setattr(spool.os, "writev", stall)
-    handover = Handover(tmp_path, life=LIFE, run="run", rank=0)
-    rows = np.zeros(10, ROW_DTYPE)
-    batch = StepBatch(step=0, rows=rows, num_rows=10, end_step=EndStep(step=0, num_rows=10, num_calls=10))
-    handover.submit(batch)
+    handover = Handover(tmp_path, life=LIFE, run="run", rank=0, queue_bytes=20_000)
+
+    def step() -> StepBatch:
+        end = EndStep(step=0, num_rows=10, num_calls=10)
+        return StepBatch(step=0, rows=np.zeros(10, ROW_DTYPE), num_rows=10, end_step=end)
+
+    handover.submit(step())
     assert stalled.wait(30)
 
     begun = time.perf_counter()
     for _ in range(1000):
-        handover.submit(batch)
+        handover.submit(step())
     assert time.perf_counter() - begun < 5.0
-    assert handover.num_dropped_batches > 900
+    assert handover.num_cut_steps > 900
     assert not handover.close(timeout_s=0.01)
     go_on.set()
     assert handover._thread is not None
