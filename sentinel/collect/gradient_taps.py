@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from sentinel.collect.taps import Chunk
 
 
+NO_SUMMAND = "the row of this rank's part of its gradient is missing from this step"
+
+
 class GradientTap:
     """A tensor hook that measures one gradient, once, under the micro-step of its own forward."""
 
@@ -45,7 +48,7 @@ class GradientTap:
                 recorder.sites.observe(self.entry, arrived(gradient), self.micro_step)
                 recorder.after_backward_hook(self.chunk)
         except Exception as error:
-            recorder.guard(self.entry.name, error)
+            recorder.guard(self.entry.name, error, given=gradient, lost="the row of its gradient in this step is missing")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientTap:
         return self
@@ -73,7 +76,7 @@ class SummandTap(GradientTap):
             self.entry = self.chunk.recorder.sites.entry(self.chunk.vpp_stage, self.name, Kind.DGRAD_IN, gradient)
             self.entry.site_pos = self.source.site_pos
         except Exception as error:
-            self.chunk.recorder.guard(self.name, error)
+            self.chunk.recorder.guard(self.name, error, given=gradient, lost=NO_SUMMAND)
             return
         super().__call__(gradient)
 
@@ -94,4 +97,4 @@ class BackwardMark:
                 self.chunk.backward_micro_step = self.micro_step
                 recorder.after_backward_hook(self.chunk)
         except Exception as error:
-            recorder.guard("", error)
+            recorder.guard("", error, lost="that a backward runs was not noted: the step may end late")

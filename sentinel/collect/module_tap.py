@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 INPUTS = frozenset({Kind.ACTIVATION_IN, Kind.DGRAD_IN})
 OUTPUTS = frozenset({Kind.ACTIVATION, Kind.DGRAD})
+NO_INPUTS = "rows of its inputs, and of their gradients, are missing from this step"
+NO_OUTPUTS = "rows of its outputs, and of their gradients, are missing from this step"
 _graph_task = getattr(torch._C, "_current_graph_task_id", None)
 
 
@@ -182,7 +184,7 @@ class ModuleTap:
                 for source in (args, kwargs):
                     self._take_recomputed(source, self._inputs, Kind.DGRAD_IN in self.takes_in)
         except Exception as error:
-            chunk.recorder.guard(self.name, error)
+            chunk.recorder.guard(self.name, error, given=(args, kwargs), lost=NO_INPUTS)
 
     def _returned(self, module: nn.Module, output: Any) -> None:
         chunk = self.chunk
@@ -195,7 +197,7 @@ class ModuleTap:
             elif chunk.recomputes and torch.is_grad_enabled() and in_backward():
                 self._take_recomputed(output, self._outputs, Kind.DGRAD in self.takes_out)
         except Exception as error:
-            chunk.recorder.guard(self.name, error)
+            chunk.recorder.guard(self.name, error, given=output, lost=NO_OUTPUTS)
 
     def take_inputs(self, args: Any, kwargs: Any) -> None:
         """Measure the inputs that no site has measured in this forward, and name the others a second time."""
@@ -341,7 +343,7 @@ class ModuleTap:
 
     def guard_op(self, error: Exception) -> None:
         """Count and tell an exception that stops here."""
-        self.chunk.recorder.guard(self.name, error)
+        self.chunk.recorder.guard(self.name, error, lost=NO_OUTPUTS)
 
     def _ticket(self, entry: Entry, micro_step: int, is_wanted: bool) -> Ticket:
         ticket = Ticket(

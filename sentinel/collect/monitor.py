@@ -17,6 +17,7 @@ from sentinel.collect.boundary import Boundary
 from sentinel.collect.clipping import ClipWatch
 from sentinel.collect.config_edits import ConfigEdits
 from sentinel.collect.current import Statistics, current_statistics
+from sentinel.collect.failures import describe_failure
 from sentinel.collect.gradient_watch import GradientWatch
 from sentinel.collect.gradients import REFRESH_STEPS, Parameters
 from sentinel.collect.introduction import Introduction
@@ -30,7 +31,7 @@ from sentinel.collect.pipelining import PipelineWatch
 from sentinel.collect.plan import Plan
 from sentinel.collect.planning import Planning
 from sentinel.collect.probes import PROBES, Events, ProbeContext
-from sentinel.collect.recording import Recording, describe_error
+from sentinel.collect.recording import Recording
 from sentinel.collect.running_step import RunningStep
 from sentinel.collect.scalars import Scalars
 from sentinel.collect.sites import Sites
@@ -360,9 +361,11 @@ class Monitor:
         """A hook on a leaf that must not outlive the step, whether it fires or not."""
         self._running.keep(handle)
 
-    def guard(self, site: str, error: Exception) -> None:
+    def guard(self, site: str, error: Exception, *, probe: str = "", given: Any = None, lost: str = "") -> None:
         """The one place where an exception of a hook ends: counted, logged once per site, shipped."""
-        self.recording.tell("hook_failed", describe_error(error), site, self.current_step)
+        message = describe_failure(site, error, probe=probe, given=given, lost=lost)
+        named = f"{site}:{probe}" if probe and probe != site else site
+        self.recording.tell("hook_failed", message, named, self.current_step)
         if self.recording.at is not None:
             self.recording.at.flags |= Flag.DEGRADED
 

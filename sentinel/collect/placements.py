@@ -24,6 +24,11 @@ def local_of(tensor: Any) -> torch.Tensor:
     return whole if local is None else local
 
 
+def is_dense(tensor: Any) -> bool:
+    """Whether what this rank holds of a tensor lies element by element: no gradient of an embedding's few rows."""
+    return local_of(tensor).layout is torch.strided
+
+
 def is_async(tensor: Any) -> bool:
     """Whether a collective still writes this tensor, or the shard in it; it is read at its consumer."""
     module = sys.modules.get("torch.distributed._functional_collectives")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.hooks import RemovableHandle
 
@@ -32,5 +32,5 @@ class Recorder(Protocol):
 
     def keep_until_step_ends(self, handle: RemovableHandle) -> None: ...
 
-    def guard(self, site: str, error: Exception) -> None:
+    def guard(self, site: str, error: Exception, *, probe: str = "", given: Any = None, lost: str = "") -> None:
         """Count and tell an exception that stops here."""

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from sentinel.collect.buffer import StepRows
+from sentinel.collect.failures import describe_failure
 from sentinel.collect.gradients import Parameter, Parameters
 from sentinel.collect.kernels import Kernel
 from sentinel.collect.tensors import Entry, TensorTable
 from sentinel.collect.vectors import StepVectors
 from sentinel.messages import Health, Vector
 from sentinel.native import fold_rows
-from sentinel.record import Flag
+from sentinel.record import Flag, Kind
 
 log = logging.getLogger("sentinel")
 
-Onlooker = Callable[[Entry, torch.Tensor, int], None]
+Look = Callable[[Entry, torch.Tensor, int], None]
 """(tensor's entry, the local tensor, micro_step): may neither change the tensor nor wait for it; asks the plan itself."""
+
+
+class Onlooker(NamedTuple):
+    """A probe that looks at the tensors of others."""
+
+    probe: str
+    """Its name, for people."""
+    look: Look
+
 
 POOL = 6
 """Row buffers in all: one being filled, the others on their way to the spool. Where the writer is late, and none is free,
@@ -67,11 +78,13 @@ class Recording:
             return
         self._is_showing = True
         try:
-            for look in self.onlookers:
+            for one in self.onlookers:
                 try:
-                    look(entry, tensor, micro_step)
+                    one.look(entry, tensor, micro_step)
                 except Exception as error:
-                    self.tell("hook_failed", describe_error(error), entry.name)
+                    site = f"{Kind(entry.kind).label} of {entry.name or 'the model itself'}"
+                    message = describe_failure(site, error, probe=one.probe, given=tensor)
+                    self.tell("hook_failed", message, f"{entry.name}:{one.probe}")
         finally:
             self._is_showing = False
 
@@ -215,12 +228,3 @@ class Recording:
         """Hand out what was noted since the last time."""
         told, self.health = self.health, []
         return told
-
-
-
-
-def describe_error(error: Exception) -> str:
-    """Return an exception in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
-
-

@@ -53,6 +53,7 @@ from sentinel.record import Kind
 
 SITE_GAP = 64
 """Distance of two neighbouring sites in `site_pos`: room for sites that are seen first in a later forward."""
+NO_FORWARD = "rows of this forward of the model, and of its backward, may be missing"
 MAX_LOOKS = 4
 """Forwards in which compiled parts are looked for, after each change of the taps (chosen)."""
 
@@ -247,7 +248,7 @@ class Chunk:
 
     def guard_op(self, error: Exception) -> None:
         """Count and tell an exception that stops here."""
-        self.recorder.guard("", error)
+        self.recorder.guard("", error, lost=NO_FORWARD)
 
     # -- its hooks -----------------------------------------------------------------------------------------------------
 
@@ -304,7 +305,7 @@ class Chunk:
             if "" in self.taps:
                 self.own.take_inputs(args, kwargs)
         except Exception as error:
-            self.recorder.guard("", error)
+            self.recorder.guard("", error, lost=NO_FORWARD)
 
     def _returned(self, module: nn.Module, output: Any) -> None:
         if module is not self.root or not self.in_forward:
@@ -325,7 +326,7 @@ class Chunk:
             self.recorder.after_forward(self)
         except Exception as error:
             self.in_forward = False
-            self.recorder.guard("", error)
+            self.recorder.guard("", error, lost=NO_FORWARD)
 
     def _begin(self) -> None:
         self.recorder.before_forward(self)

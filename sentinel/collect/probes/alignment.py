@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sentinel.collect.placements import local_of
+from sentinel.collect.placements import is_dense, local_of
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.optimizer_state import STATE_KEYS
 from sentinel.collect.probes.pieces import ROOM, side_by_side
@@ -76,6 +76,10 @@ class Alignment:
         by_device: dict[torch.device, list[tuple[Entry, Entry, torch.Tensor, int]]] = {}
         for stepped, momentum, share in found:
             if momentum is None or stepped.grad is None or momentum.numel() == 0:
+                continue
+            if not (is_dense(stepped.grad) and is_dense(momentum)):
+                message = f"{stepped.one.entry.name}: the angle to a gradient that is sparse is not measured"
+                self._context.recording.tell("unsupported", message, f"{_NAME} {stepped.one.entry.name}")
                 continue
             one = stepped.one.entry
             entry = table.entry(one.chunk, one.name, Kind.GRAD_MOMENTUM_ALIGNMENT)

@@ -134,7 +134,7 @@ class Attention:
             q, k = local_of(call.q), local_of(call.k)
             self._take(chunk, name, module, call.q, lambda: call.scores(q, k), q.dim() == 3)
         except Exception as error:
-            self._context.guard(f"{name}:attention", error)
+            self._context.guard(name, error, probe="attention", given=(call.q, call.k))
 
     def normalized(self, logits: torch.Tensor, dim: int, frame: FrameType) -> None:
         """Measure a softmax, where it is one of attention written out."""
@@ -159,7 +159,7 @@ class Attention:
                 local = _with_heads(local, heads)
             self._take(chunk, name, module, logits, lambda: Logits(local), False)
         except Exception as error:
-            self._context.guard(f"{name}:attention", error)
+            self._context.guard(name, error, probe="attention", given=logits)
 
     # -- rows -------------------------------------------------------------------------------------------------------------
 

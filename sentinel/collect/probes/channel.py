@@ -24,7 +24,8 @@ class Channel:
     """Sums each channel of the activations over tokens and micro-steps, and makes its rows when the step ends.
 
     `M:channel_rms` is a row over channels: its kurtosis is that of the outlier-feature literature, its max the largest
-    channel. `M:mean_over_std` is a row over channels of |mean| / std. Values that are not finite are left out.
+    channel. `M:mean_over_std` is a row over channels of |mean| / std. Values that are not finite are left out. A module that
+    is called at several widths in a step (an activation function that layers share) has the channels of all of them.
     """
 
     def __init__(self, context: ProbeContext) -> None:
@@ -54,8 +55,10 @@ class Channel:
         recording = self._context.recording
         entries, self._entries = self._entries, {}
         num_rows = num_bytes = 0
-        for source, (count, total, square), _ in self._sums.take():
+        for source, widths in self._sums.take():
             wanted = entries[source.id]
+            # Called at several widths, a module has the channels of all of them, in the order in which they came.
+            count, total, square = (torch.cat(parts) for parts in zip(*(one.parts for one in widths), strict=True))
             size = count.clamp(min=1.0)
             mean, rms = total / size, (square / size).sqrt()
             for entry in wanted:

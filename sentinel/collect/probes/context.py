@@ -11,10 +11,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from sentinel.collect.attempt import Attempt
+from sentinel.collect.failures import Guard
 from sentinel.collect.gradients import Parameters
 from sentinel.collect.inert import Inert
 from sentinel.collect.plan import Plan
-from sentinel.collect.recording import Onlooker, Recording
+from sentinel.collect.recording import Look, Onlooker, Recording
 from sentinel.collect.sites import Sites
 from sentinel.collect.taps import Chunk, in_backward
 from sentinel.collect.tensors import TensorTable
@@ -23,7 +24,6 @@ from sentinel.monitor_config import MonitorConfig
 from sentinel.place import Place
 
 P = ParamSpec("P")
-Guard = Callable[[str, Exception], None]
 
 
 class Event(Generic[P]):
@@ -42,7 +42,7 @@ class Event(Generic[P]):
             try:
                 call(*args, **kwargs)
             except Exception as error:
-                self._guard(name, error)
+                self._guard(name, error, probe=name)
 
 
 class Events:
@@ -91,29 +91,30 @@ class ProbeContext:
     descriptor: Callable[[], Descriptor]
     """What this rank says of itself, made now: not at every step."""
 
-    def look_while(self, name: str, is_wanted: Callable[[], bool], look: Onlooker) -> None:
+    def look_while(self, name: str, is_wanted: Callable[[], bool], look: Look) -> None:
         """Let `look` see every tensor that is measured or passes by, while `is_wanted` says so: asked when plans change."""
-        onlookers = self.recording.onlookers
+        onlookers, mine = self.recording.onlookers, Onlooker(name, look)
 
         def leave() -> None:
-            if look in onlookers:
-                onlookers.remove(look)
+            if mine in onlookers:
+                onlookers.remove(mine)
 
         def planned() -> None:
             if not is_wanted():
                 leave()
-            elif look not in onlookers:
-                onlookers.append(look)
+            elif mine not in onlookers:
+                onlookers.append(mine)
 
         self.events.planned.subscribe(name, planned)
         self.events.removed.subscribe(name, leave)
 
-    def watch(self, chunk: Chunk, name: str, module: nn.Module, call: ForwardCall) -> RemovableHandle:
+    def watch(self, probe: str, chunk: Chunk, name: str, module: nn.Module, call: ForwardCall) -> RemovableHandle:
         """Call `call(args, kwargs, output, micro_step)` after each counted training forward of a module.
 
-        Not for recomputes, evaluation, shape inference, copies of the model; what it raises ends at the guard.
+        Not for recomputes, evaluation, shape inference, copies of the model; what it raises ends at the guard, under the
+        probe's name.
         """
-        watch = ForwardWatch(self, chunk, name, module, call)
+        watch = ForwardWatch(self, probe, chunk, name, module, call)
         # The chunk's own hook ends its forward: whoever watches the whole model comes before it.
         return module.register_forward_hook(watch, with_kwargs=True, prepend=module is chunk.root)
 
@@ -124,8 +125,11 @@ ForwardCall = Callable[[tuple[Any, ...], dict[str, Any], Any, int], None]
 class ForwardWatch:
     """One forward hook of a probe. A copy of the module carries one that does nothing."""
 
-    def __init__(self, context: ProbeContext, chunk: Chunk, name: str, module: nn.Module, call: ForwardCall) -> None:
+    def __init__(
+        self, context: ProbeContext, probe: str, chunk: Chunk, name: str, module: nn.Module, call: ForwardCall
+    ) -> None:
         self._context = context
+        self._probe = probe
         self._chunk = chunk
         self._name = name
         self._module = module
@@ -147,4 +151,4 @@ class ForwardWatch:
             with torch.no_grad():
                 self._call(args, kwargs, output, chunk.micro_step)
         except Exception as error:
-            self._context.guard(self._name, error)
+            self._context.guard(self._name, error, probe=self._probe, given=(args, kwargs, output))

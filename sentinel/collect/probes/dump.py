@@ -12,6 +12,7 @@ from sentinel.collect.plan import Dump, Request
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.dump_pieces import piece_of
 from sentinel.collect.probes.dump_writer import DTYPES, DumpWriter, StepDump
+from sentinel.collect.recording import Onlooker
 from sentinel.collect.taps import Chunk
 from sentinel.collect.tensors import Entry
 from sentinel.dump import DumpHead, Piece, key_of
@@ -49,6 +50,7 @@ class TensorDump:
                 for_steps=None if last is None else last - config.start_step + 1, step_interval=config.step_interval,
                 dump=Dump(first_n=config.first_n),
             )  # fmt: skip
+        self._onlooker = Onlooker("dump", self._look)
         events = context.events
         events.planned.subscribe("dump", self._planned)
         events.ending.subscribe("dump", self._end)
@@ -59,15 +61,15 @@ class TensorDump:
         onlookers = self._recording.onlookers
         if self._plan.may_dump and not self._is_installed:
             self._is_installed = True
-            onlookers.append(self._look)
+            onlookers.append(self._onlooker)
         elif not self._plan.may_dump and self._is_installed:
             self._is_installed = False
-            onlookers.remove(self._look)
+            onlookers.remove(self._onlooker)
 
     def _remove(self) -> None:
         if self._is_installed:
             self._is_installed = False
-            self._recording.onlookers.remove(self._look)
+            self._recording.onlookers.remove(self._onlooker)
         if not self._writer.close(CLOSE_S):
             _tell(self._context, "dump_failed", f"dumps were still on their way to the disk after {CLOSE_S:g} s", "close")
 

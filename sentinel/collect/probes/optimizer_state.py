@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sentinel.collect.placements import local_of
+from sentinel.collect.placements import is_dense, local_of
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.stepped import stepped_by
 from sentinel.collect.tensors import Entry
@@ -46,6 +46,10 @@ class OptimizerState:
                     continue
                 if tensor.dim() != stepped.param.dim():
                     continue  # In another layout than the parameter's: blocks of eight bits, factors.
+                if not is_dense(tensor):
+                    message = f"{one.entry.name}: {kind.label} is sparse, and not measured"
+                    self._recording.tell("unsupported", message, f"{kind.label} {one.entry.name}")
+                    continue
                 local = local_of(tensor).detach()
                 entry = self._table.entry(one.entry.chunk, one.entry.name, kind)
                 entry.site_pos = one.entry.site_pos

@@ -97,15 +97,15 @@ class RouterProbe:
                 if plan.wants_at(Kind.ROUTER, (router.name,)):
                     self._watch(Watched(chunk, router))
             if routers:
-                self._handles.append(self._context.watch(chunk, "", chunk.root, _Root(self, chunk).ended))
+                self._handles.append(self._context.watch("router", chunk, "", chunk.root, _Root(self, chunk).ended))
 
     def _watch(self, one: Watched) -> None:
         watch = self._context.watch
         self._watched.append(one)
         router = one.router
         if router.gate is not None and router.gate is not router.module:
-            self._handles.append(watch(one.chunk, router.name, router.gate, _Gate(self, one).ended))
-        self._handles.append(watch(one.chunk, router.name, router.module, _Routed(self, one).ended))
+            self._handles.append(watch("router", one.chunk, router.name, router.gate, _Gate(self, one).ended))
+        self._handles.append(watch("router", one.chunk, router.name, router.module, _Routed(self, one).ended))
 
     def _leave(self) -> None:
         for handle in self._handles:
@@ -201,7 +201,7 @@ class RouterProbe:
         return logits
 
     def _end(self) -> None:
-        for entry, (load, preferred, scores), num_tokens in self._sums.take():
+        for entry, (((load, preferred, scores), num_tokens),) in self._sums.take():
             one = self._of_load.get(entry.id)
             if one is None:
                 continue

@@ -67,7 +67,8 @@ class Saturation:
         self._num_rows += len(hits)
 
     def _end(self) -> None:
-        for entry, (largest,), _ in self._sums.take():
+        for entry, widths in self._sums.take():
+            largest = torch.cat([largest for (largest,), _ in widths])
             is_dead = largest == 0  # A sum of the largest magnitudes of the micro-steps.
             write_rows(self._context.recording, [entry], share_words(is_dead.sum().view(1), largest.numel()), -1)
             self._sums.place_last_row(entry)

@@ -1,9 +1,13 @@
-"""Sums over the micro-steps of a step, on the device, until the step ends."""
+"""Sums over the micro-steps of a step, on the device, until the step ends.
+
+A module may be called several times in a step, on tensors of different widths: each width has sums of its own.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +16,14 @@ from sentinel.collect.taps import Chunk
 from sentinel.collect.tensors import Entry
 
 Parts = tuple[torch.Tensor, ...]
+
+
+class Summed(NamedTuple):
+    """What was added under one entry, of tensors of one width."""
+
+    parts: Parts
+    size: int
+    """Elements that were added up."""
 
 
 @dataclasses.dataclass
@@ -34,20 +46,22 @@ class _Sum:
 
 
 class StepSums:
-    """For each entry the sum of what was added in this step: tensors of one shape, and a number of elements."""
+    """For each entry, and each width that its tensors had: the sum of what was added in this step."""
 
     def __init__(self, context: ProbeContext, probe: str) -> None:
         self._context = context
-        self._sums: dict[int, _Sum] = {}
+        self._sums: dict[tuple[int, torch.Size], _Sum] = {}
+        """(id of an entry, shape of the first part) -> its sums."""
         self._began: dict[int, int] = {}
         """Id of an entry -> the call_id that it was first added at, in the step that ended last."""
         context.events.rewound.subscribe(probe, self._rewind)
 
     def add(self, entry: Entry, micro_step: int, parts: Parts, size: int) -> None:
         """Add to the sums of an entry; `parts` are kept, and not written into."""
-        kept = self._sums.get(entry.id)
+        key = entry.id, parts[0].shape
+        kept = self._sums.get(key)
         if kept is None:
-            self._sums[entry.id] = _Sum(entry, micro_step, parts, size, self._context.recording.call_id)
+            self._sums[key] = _Sum(entry, micro_step, parts, size, self._context.recording.call_id)
             return
         if kept.micro_step != micro_step:
             kept.close()
@@ -60,14 +74,17 @@ class StepSums:
             if kept.entry.chunk == chunk.vpp_stage and kept.micro_step == chunk.micro_step:
                 kept.parts, kept.size = None, 0
 
-    def take(self) -> Iterator[tuple[Entry, Parts, int]]:
-        """Yield (entry, sums, elements) of the step that ends, and begin with nothing."""
+    def take(self) -> Iterator[tuple[Entry, list[Summed]]]:
+        """Yield (entry, its sums, widths in the order in which they came) of the step that ends; begin with nothing."""
         sums, self._sums = self._sums, {}
-        self._began = {number: kept.call_id for number, kept in sums.items()}
-        for kept in sums.values():
+        self._began = {}
+        found: dict[int, tuple[Entry, list[Summed]]] = {}
+        for (number, _), kept in sums.items():
+            self._began.setdefault(number, kept.call_id)
             kept.close()
             if kept.done is not None:
-                yield kept.entry, kept.done, kept.done_size
+                found.setdefault(number, (kept.entry, []))[1].append(Summed(kept.done, kept.done_size))
+        yield from found.values()
 
     def place_last_row(self, entry: Entry) -> None:
         """Have the row written last, made of an entry's sum, say when that began: at the step's end it would come of all."""

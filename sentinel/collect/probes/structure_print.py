@@ -57,7 +57,7 @@ class StructurePrint:
             for at, chunk in enumerate(self._context.chunks):
                 for name, module in chunk.structure.modules.items():
                     look = functools.partial(self._look, at, name, weakref.ref(module))
-                    self._handles.append(self._context.watch(chunk, name, module, look))
+                    self._handles.append(self._context.watch("structure", chunk, name, module, look))
         elif not self._plan.asks_for_structure:
             self._off()
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sentinel.collect.placements import is_dtensor, local_of
+from sentinel.collect.placements import is_dense, is_dtensor, local_of
 
 Number = Any
 """A float, or a 0-dim float64 tensor on the parameter's device."""
@@ -115,6 +115,8 @@ def needs_norm_before(rule: Rule | None) -> bool:
 
 def reaches(rule: Rule, param: Any, grad: Any) -> bool:
     """Return whether a rule's formula holds for a parameter as it is cut over the ranks."""
+    if grad is not None and not is_dense(grad):
+        return False  # Formulas go element by element.
     if rule in (adafactor, adafactor_of_transformers, muon):
         return not is_dtensor(param)  # They use sums over the whole parameter: those of a shard are others.
     return rule not in (sgd, lion) or grad is None or is_cut_alike(grad, param)

@@ -81,7 +81,7 @@ class WgradUnreduced:
                 owner = Owner(self, chunk, module, {attr: one for attr, one in mine.items() if one is not None})
                 if not owner.parameters and module is not chunk.root:
                     continue
-                self._handles.append(context.watch(chunk, name, module, order.note_outputs))
+                self._handles.append(context.watch(_NAME, chunk, name, module, order.note_outputs))
                 for one in owner.parameters.values():
                     self.hook(one, one.param, chunk)
                 if any(is_dtensor(p.param) or hasattr(p.param, "_fsdp_flattened") for p in owner.parameters.values()):
@@ -179,7 +179,7 @@ class Owner:
                 if self._chunk.in_forward or in_backward():
                     self.look()
             except Exception as error:
-                self._probe.context.guard(_NAME, error)
+                self._probe.context.guard(_NAME, error, probe=_NAME)
 
     def look(self) -> None:
         """Find out which tensors stand for the parameters in the forward that begins."""
@@ -224,7 +224,7 @@ class LeafHook:
                 if context.plan.measures(entry):
                     probe.measure(self._one, gradient, probe.micro_step(chunk), entry)
         except Exception as error:
-            context.guard(self._one.entry.name, error)
+            context.guard(self._one.entry.name, error, probe=_NAME, given=gradient)
 
     def _described(self, gradient: torch.Tensor) -> Entry:
         context, one = self._probe.context, self._one
