@@ -122,6 +122,11 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             _check_kind("probes", kind)
             _check_schedule(f"probes.{kind}.", schedule)
 
+    def all_targets(self) -> tuple[str, ...]:
+        """Return the targets of everything that is measured."""
+        own = (target for probe in self.probes.values() for target in probe.targets or ())
+        return tuple(dict.fromkeys((*self.targets, *own)))
+
     def schedule_of(self, kind: str) -> ProbeSchedule:
         """Return the schedule of a kind, nothing left open but `collect_times`, whose None is: no end."""
         own = self.probes.get(kind, ProbeSchedule())

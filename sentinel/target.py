@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import re
+import time
 from collections.abc import Collection, Iterable, Sequence
+from functools import lru_cache
 
 import msgspec
+
+from sentinel.errors import ConfigError
+from sentinel.regular_expression import RegularExpression
+
+MAX_TARGET = 1000
+"""Characters of a target (chosen): no name of a module is longer."""
+RESOLVE_S = 1.0
+"""Longest that looking up what targets mean may take (chosen): with 10,000 names a target takes about 0.05 s."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -21,20 +30,14 @@ class Target(msgspec.Struct, frozen=True):
     """Name or glob; of a regular expression its pattern."""
     path: str | None
     """Which element of the module's output or input, without the colon; None: every one."""
-    pattern: re.Pattern[str] | None = None
+    pattern: RegularExpression | None = None
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Return the target that a text says; ValueError for an empty one and for a broken regular expression."""
-        if not text or text == "re:":
-            raise ValueError('a target must not be empty; to mean every module: "*"')
-        if text.startswith("re:"):
-            try:
-                return cls(text, text[3:], None, re.compile(text[3:]))
-            except re.error as error:
-                raise ValueError(f"not a regular expression: {text[3:]!r}: {error}") from error
-        name, colon, path = text.partition(":")
-        return cls(text, name, path if colon else None)
+        """Return the target that a text says; ValueError for an empty one and for a regular expression that is none, or
+        cannot be matched in bounded time.
+        """
+        return _parsed(text)
 
     def means(self, names: Iterable[str], path: str | None = None) -> bool:
         """Return whether a module or parameter, known by any of `names`, is meant.
@@ -51,6 +54,36 @@ class Target(msgspec.Struct, frozen=True):
             name == self.name or fnmatch.fnmatchcase(name, self.name) or fnmatch.fnmatchcase(name, self.name + ".*")
             for name in names
         )
+
+
+@lru_cache(maxsize=1024)
+def _parsed(text: str) -> Target:
+    """One target object a text: what it was found to mean on one thread is known on the others."""
+    if not text or text == "re:":
+        raise ValueError('a target must not be empty; to mean every module: "*"')
+    if len(text) > MAX_TARGET:
+        raise ValueError(f"expected at most {MAX_TARGET} characters, got {len(text)}")
+    if text.startswith("re:"):
+        return Target(text, text[3:], None, RegularExpression(text[3:]))
+    name, colon, path = text.partition(":")
+    return Target(text, name, path if colon else None)
+
+
+def resolve(targets: Iterable[str], names: Collection[str], limit_s: float = RESOLVE_S) -> None:
+    """Look up what targets mean among names, so that who asks later need not; ConfigError when that takes too long.
+
+    names: of modules and parameters, with `:1` or `:logits` behind them where there are several elements.
+    """
+    deadline = time.monotonic() + limit_s
+    for text in targets:
+        target = Target.parse(text)
+        for name in names:
+            target.means((name,))
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"target {text[:80]!r}: what it means among {len(names)} names was not found within {limit_s:g} s; "
+                    "name fewer targets, or simpler ones"
+                )
 
 
 def means(targets: Sequence[Target], names: Collection[str], path: str | None = None) -> bool:

@@ -14,6 +14,7 @@ import msgspec
 
 from sentinel.errors import ConfigError
 from sentinel.monitor_config import near
+from sentinel.regular_expression import RegularExpression
 
 OPS = ("norm", "min", "max", "zeros", "nans", "id", "mean", "shape", "dtype")
 L2_HOOKS = {
@@ -295,9 +296,9 @@ def _take_communication(asked: _Asked, found: Mapped, key: str, value: Any) -> N
     for at, line in enumerate(lines):
         source.typed(f"{key}.cc_codeline[{at}]", line, str, "a pattern")
         try:
-            re.compile(line)
-        except re.error as error:
-            raise source.error(f"{key}.cc_codeline[{at}]", f"not a regular expression: {error}") from error
+            RegularExpression(f".*(?:{line}).*")
+        except ValueError as error:
+            raise source.error(f"{key}.cc_codeline[{at}]", str(error)) from error
     if not is_on:
         return
     found.measure("comm")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from sentinel.collect.plan import Dump, Plan, parse_kinds, parse_targets
@@ -20,6 +20,7 @@ from sentinel.errors import ConfigError
 from sentinel.messages import Ack
 from sentinel.monitor_config import Measurement, measurement_of
 from sentinel.place import Place
+from sentinel.target import resolve
 
 Obeyed = EnableMonitoring | DisableMonitoring | ChangeConfig | DumpTensors | DescribeStructure
 """Commands that wait for their step."""
@@ -53,6 +54,8 @@ class Orders:
         self._active: dict[str, int | None] = {}
         self._former: dict[str, tuple[Measurement, str]] = {}
         """The newest ChangeConfig that was obeyed -> what was in force before."""
+        self.names: Callable[[], Collection[str]] = tuple
+        """Names that targets may mean, asked on the writer thread."""
         self.told_hash = ""
         """Text of the config file that a daemon ordered last: what it asks goes before what we read ourselves."""
 
@@ -73,6 +76,8 @@ class Orders:
             return Ack(command=command.id, state="refused", step=step, reason=f"{name} is not in allow_commands")
         try:
             _check(command)
+            # Here and not at the step: the training thread only looks up what was found.
+            resolve(_targets(command), self.names())
         except ConfigError as error:
             return Ack(command=command.id, state="refused", step=step, reason=str(error))
         if isinstance(command, ChangeConfig) and not command.id.startswith(FROM_FILE):
@@ -153,6 +158,15 @@ class Orders:
         self._monitor.acknowledge(Ack(command=command, state=state, step=step, reason=reason))
 
 
+def _targets(command: Obeyed) -> tuple[str, ...]:
+    """Return the targets that a command names."""
+    if isinstance(command, DescribeStructure):
+        return ()
+    if isinstance(command, ChangeConfig):
+        return measurement_of(command.settings).all_targets()
+    return command.targets
+
+
 def _check(command: Obeyed) -> None:
     """Raise ConfigError for what this version cannot do."""
     if isinstance(command, DescribeStructure):
@@ -161,12 +175,12 @@ def _check(command: Obeyed) -> None:
         measurement_of(command.settings)
         return
     parse_kinds(command.kinds)
+    parse_targets(command.targets)
     if isinstance(command, DisableMonitoring):
         return
     if command.for_steps is not None and command.for_steps < 1:
         raise ConfigError(f"for_steps must be at least 1, got {command.for_steps}")
     if isinstance(command, DumpTensors):
-        parse_targets(command.targets)
         if command.step_interval < 1:
             raise ConfigError(f"step_interval must be at least 1, got {command.step_interval}")
         if command.first_n is not None and command.first_n < 1:

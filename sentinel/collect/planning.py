@@ -13,6 +13,10 @@ from sentinel.collect.tensors import TensorTable
 from sentinel.errors import ConfigError
 from sentinel.place import Place, strip_wrappers
 from sentinel.record import Kind
+from sentinel.target import resolve
+
+ATTACH_S = 5.0
+"""Longest that the targets of the config, or of the trainer's own code, may take to look up (chosen)."""
 
 
 class Planning:
@@ -39,9 +43,16 @@ class Planning:
         self._events = events
         self._place = place
         self._tell = tell
+        orders.names = self.names
+
+    def names(self) -> set[str]:
+        """Return the names that targets may mean: of modules and parameters, and of elements of what modules put out."""
+        modules = (name for chunk in self._chunks for name in chunk.structure.modules)
+        return {*modules, *[entry.name for entry in list(self._table.entries)]}
 
     def foresee(self, step: int) -> None:
         """Put on what the first step will need; ConfigError for a target that means nothing."""
+        resolve(self._plan.measurement.all_targets(), self.names(), ATTACH_S)
         self._refuse_unmatched()
         self._plan.foresee(step)
         self.renew()
@@ -66,6 +77,7 @@ class Planning:
         first_step: int,
     ) -> None:
         """Measure more, at the word of code; ConfigError on unknown kinds, and on targets that mean nothing."""
+        resolve(parse_targets(targets), self.names(), ATTACH_S)
         request = self._plan.enable(
             kinds, targets, per_micro_step=per_micro_step, for_steps=for_steps, first_step=first_step
         )

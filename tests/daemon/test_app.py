@@ -84,17 +84,28 @@ def test_a_run_with_an_unprintable_name_is_refused_and_hides_no_other(tmp_path: 
     assert problem.isprintable()
 
 
-def test_a_spool_that_others_may_write_is_refused(tmp_path: Path) -> None:
-    write_run(tmp_path / "good")
+def test_a_spool_of_ours_that_others_may_write_is_taken_from_them_and_judged(tmp_path: Path) -> None:
     write_run(tmp_path / "open")
     (tmp_path / "open" / "spool").chmod(0o777)
+
+    with daemon(tmp_path) as one:
+        wait_for(lambda: judged(one).get("open") == 2)
+
+    assert (tmp_path / "open" / "spool").stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory to another user")
+def test_a_spool_of_another_user_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "good")
+    write_run(tmp_path / "foreign")
+    os.chown(tmp_path / "foreign" / "spool", 12345, 12345)
 
     with daemon(tmp_path) as one:
         wait_for(lambda: judged(one).get("good") == 2 and one.console.health()["problems"])
         assert list(judged(one)) == ["good"]
         [problem] = one.console.health()["problems"]
 
-    assert "open/spool: expected a directory that only its owner may write" in problem
+    assert "foreign/spool: expected a directory owned by user" in problem
 
 
 def test_what_breaks_one_run_leaves_the_others_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
