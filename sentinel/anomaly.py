@@ -99,6 +99,11 @@ class Anomaly(msgspec.Struct, frozen=True, kw_only=True):
     moved_ranks: tuple[int, ...] = ()
     """Of `group_mates`, those whose own part moved past the bound too; empty: not known, or nobody's alone."""
 
+    @property
+    def excess(self) -> float:
+        """Distance of the value from its baseline, in the statistic's unit; 0.0 where either is not known."""
+        return abs(self.value - self.baseline) if self.value is not None and self.baseline is not None else 0.0
+
 
 class IncidentAct(msgspec.Struct, frozen=True, kw_only=True):
     """What a person did about an incident."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -44,6 +45,13 @@ class Interception(Generic[User]):
                     delattr(owner, name)
                 else:
                     setattr(owner, name, original)
+
+    def replace_everywhere(self, name: str, original: Any, ours: Any) -> None:
+        """Put `ours` in the place of a function in every module that has imported it under this name."""
+        for module in list(sys.modules.values()):
+            names = getattr(module, "__dict__", None)
+            if isinstance(names, dict) and names.get(name) is original:
+                self.replace(module, name, ours)
 
     def replace(self, owner: Any, name: str, ours: Any) -> None:
         """Put `ours` in the place of an attribute of a module or class."""

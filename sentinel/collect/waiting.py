@@ -12,6 +12,8 @@ import threading
 import time
 from typing import Any, Protocol
 
+import torch
+
 from sentinel.collect.interception import Interception
 
 
@@ -101,25 +103,36 @@ def _replace_all(works: Interception[WaitWatcher]) -> None:
     kind = getattr(sys.modules.get("torch._C._distributed_c10d"), "Work", None)
     if kind is None:
         return
-    original = kind.wait
+    works.replace(kind, "wait", _timed(works, kind.wait))
+    # Tensor parallel styles and DTensor wait in an operator that no Work is handed to.
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    wait_tensor = getattr(functional, "wait_tensor", None)
+    if wait_tensor is not None:
+        works.replace_everywhere("wait_tensor", wait_tensor, _timed(works, wait_tensor))
+
+
+def _timed(works: Interception[WaitWatcher], original: Any) -> Any:
+    """Return a function that waits as `original` does, for what its first argument stands for, and tells how long."""
     clock = time.perf_counter
 
     @functools.wraps(original)
-    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+    def wait(awaited: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(awaited, *args, **kwargs)
         began = clock()
         for user in works.users:
             user.enter()
         try:
-            result = original(work, *args, **kwargs)
+            result = original(awaited, *args, **kwargs)
         finally:
             waited = clock() - began
             for user in works.users:
                 user.add(waited)
         for user in works.users:
-            user.done(work, waited)
+            user.done(awaited, waited)
         return result
 
-    works.replace(kind, "wait", wait)
+    return wait
 
 
 WORKS = Works(_replace_all)

@@ -19,6 +19,11 @@ _LEAST_SHARE = 0.05
 _DEVIATIONS = 4.0
 _FADING = 0.995
 """What the longest single step so far keeps of itself a step."""
+_FIRST_STEPS = 2
+"""Steps of a rank that tell nobody's usual time (chosen): they compile and allocate, on one rank longer than on another."""
+_GREW = 1.15
+"""Times its own usual busy time from which a rank that is alone on its stage may be late (chosen): when the others became
+faster, or a slow one among them is well again, it is not the one that changed."""
 
 
 class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,8 +31,9 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     In a synchronous group every step is as long as the slowest rank's, for all. What differs is how much of it each waits:
     busy = step time - wait. A rank is held against the others of its pipeline stage; one that is alone on its stage against
-    the other stages, as it usually compares with them. One step alone is written down (`info`) where it is `sudden`: longer
-    than all such steps before, which fade by 0.5 % a step.
+    the other stages, as it usually compares with them, and against its own past. One step alone is written down (`info`)
+    where it is `sudden`: longer than all such steps before, which fade by 0.5 % a step. How ranks compare is learned from
+    steps in which nobody that they are held against is late.
     """
 
     summary: ClassVar[str] = "the rank that arrives last at the collectives: its own work is longer, and the others wait"
@@ -42,19 +48,23 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Times the busy time of the others from which one step alone is written down."""
     warmup: int = 10
     """Steps of a rank seen before it is judged: the first ones compile and allocate."""
+    young: float = 4.0
+    """Times the busy time of the others from which a rank is judged from its third step on."""
 
     def __post_init__(self) -> None:
         if not self.factor > 1.0:
             raise ConfigError(f"factor must be above 1, got {self.factor}")
         if not self.sudden >= self.factor:
             raise ConfigError(f"sudden must be at least factor, {self.factor:g}, got {self.sudden}")
+        if not self.young >= self.factor:
+            raise ConfigError(f"young must be at least factor, {self.factor:g}, got {self.young}")
         if self.lasting < 1:
             raise ConfigError(f"lasting must be at least 1, got {self.lasting}")
         if self.warmup < 1:
             raise ConfigError(f"warmup must be at least 1, got {self.warmup}")
 
     def state(self, num_members: int) -> State:
-        """Return 48 bytes a rank."""
+        """Return 56 bytes a rank."""
         return {
             "num_steps": np.zeros(num_members, dtype=np.int64),
             "streak": np.zeros(num_members, dtype=np.int64),
@@ -62,6 +72,7 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "spread": np.zeros(num_members),
             "longest": np.zeros(num_members),
             "against": np.full(num_members, np.nan),
+            "own": np.full(num_members, np.nan),
         }
 
     def score(self, points: Points, group: np.ndarray, state: State) -> Scores:
@@ -69,10 +80,11 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ratio, busy, peers_wait, peers_busy, _ = self._measured(points, group, state)
         raw, size = self._raw(ratio, state), _size(ratio)
         is_warm = state["num_steps"] >= self.warmup
-        is_early = ~is_warm | (state["streak"] + 1 < self.lasting)
+        is_judged = is_warm | ((state["num_steps"] >= _FIRST_STEPS) & (size >= math.log(self.young)))
+        is_early = ~is_judged | (state["streak"] + 1 < self.lasting)
         score = np.where(is_early, np.minimum(raw, JUST_BELOW_ONE), raw)
-        is_out = is_warm & (raw >= 1.0)
-        is_sudden = is_out & (size >= math.log(self.sudden)) & (size > state["longest"])
+        is_out = is_judged & (raw >= 1.0)
+        is_sudden = is_warm & is_out & (size >= math.log(self.sudden)) & (size > state["longest"])
         return Scores.of(
             score, peers_busy, busy_s=busy, wait_s=peers_wait, ratio=ratio, is_sure=np.ones(len(score), dtype=bool),
             is_out=is_out, alone=np.where(is_sudden, raw, 0.0),
@@ -83,22 +95,38 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         made = points.made if isinstance(points, StepPoints) else None
         ratio, busy, _, _, against = made or self._measured(points, group, state)
         known = np.isfinite(busy)
+        size = _size(ratio)
         is_high = known & (self._raw(ratio, state) >= 1.0)
-        state["streak"] = np.where(is_high, state["streak"] + 1, 0)
-        take = known & ~anomalous
+        is_past_first = state["num_steps"] >= _FIRST_STEPS
+        state["streak"] = np.where(is_high & is_past_first, state["streak"] + 1, 0)
+        # A young rank that takes many times as long is no measure of what is usual.
+        take = known & ~anomalous & ~(is_high & (size >= math.log(self.young)))
         most = math.log(self.factor)
-        longest = np.maximum(state["longest"] * _FADING, np.where(is_high, _size(ratio), 0.0))
+        longest = np.maximum(state["longest"] * _FADING, np.where(is_high, size, 0.0))
         np.copyto(state["longest"], longest, where=known & (state["num_steps"] >= self.warmup))
-        size = np.clip(_size(ratio), -most, most)
+        bounded = np.clip(size, -most, most)
         rate = np.maximum(1.0 / (1.0 + state["num_steps"]), _RATE)
-        change = size - state["usual"]
+        change = bounded - state["usual"]
         state["usual"][take] += (rate * change)[take]
         state["spread"][take] += (rate * (np.abs(change) - state["spread"]))[take]
-        first = take & np.isnan(state["against"])
-        state["against"][first] = against[first]
-        later = take & ~first & ~is_high & np.isfinite(against)
-        state["against"][later] += (rate * (against - state["against"]))[later]
+        for name, now in (("against", self._undisturbed(against, is_high, points, group)), ("own", busy)):
+            first = take & is_past_first & np.isnan(state[name]) & np.isfinite(now)
+            state[name][first] = now[first]
+            later = take & ~first & ~is_high & np.isfinite(now)
+            state[name][later] += (rate * (now - state[name]))[later]
         state["num_steps"][known] += 1
+
+    def _undisturbed(self, against: np.ndarray, is_high: np.ndarray, points: Points, group: np.ndarray) -> np.ndarray:
+        """Return how each rank compares with other stages; NaN where most of those it is held against are late."""
+        if not is_high.any():
+            return against
+        stage, quiet = points["stage"], against.copy()
+        for members in members_of(group):
+            for at in members[np.isfinite(against[members])].tolist():
+                others = members[stage[members] != stage[at]]
+                if 2 * np.count_nonzero(is_high[others]) >= len(others):
+                    quiet[at] = np.nan
+        return quiet
 
     def _raw(self, ratio: np.ndarray, state: State) -> np.ndarray:
         """Return how far each ratio is past what is normal for the rank: 1.0 and more is."""
@@ -129,6 +157,8 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                     peers_wait[of_stage] = np.median(wait[others])
         excess = busy - peers_busy
         matters = (excess > _LEAST_SHARE * step) & (peers_wait >= 0.5 * excess) & (peers_busy > 0)
+        is_alone = np.isfinite(against)
+        matters &= ~is_alone | ~(busy < _GREW * state["own"])
         ratio[matters] = busy[matters] / peers_busy[matters]
         if isinstance(points, StepPoints):
             points.made = ratio, busy, peers_wait, peers_busy, against

@@ -80,12 +80,10 @@ def size_of(anomaly: Anomaly) -> float:
     """
     if is_nonfinite(anomaly):
         return math.inf
-    value, baseline = anomaly.value, anomaly.baseline
-    if value is not None and baseline is not None:
-        if anomaly.statistic.endswith("_s"):
-            return max(value - baseline, 0.0)
-        if baseline != 0.0:
-            return abs(value - baseline) / abs(baseline)
+    if anomaly.excess and anomaly.statistic.endswith("_s"):
+        return anomaly.excess
+    if anomaly.excess and anomaly.baseline:
+        return anomaly.excess / abs(anomaly.baseline)
     return anomaly.score if anomaly.score is not None else 0.0
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.detect import Scores
-from sentinel.rules.watch import Watch
+from sentinel.rules.watch import SEVERAL, Watch
 
 if TYPE_CHECKING:
     from sentinel.ingest.merge import StepView
@@ -47,9 +47,13 @@ class RankEpisodes(Watch):
             full = bool(scores.score[one] >= 1.0)
             if not full and (is_open or alone is None or alone[one] < 1.0):
                 continue
-            if is_open and quiet and (was or self.rule.severity is Severity.INFO):
+            is_told = is_open and quiet and (was or self.rule.severity is Severity.INFO)
+            onset = self.episodes.onset[int(slots[one])] if is_told else None
+            if onset is not None and scores.score[one] <= (onset.score or 0.0):
                 continue
             anomaly = make(one, self.rule.severity if full else Severity.INFO)
+            if onset is not None and anomaly.excess < SEVERAL * onset.excess:
+                continue
             found.append(anomaly)
             if is_open and quiet:
                 found.append(self._end(self.episodes.raise_to(int(slots[one]), anomaly), view, anomaly.id))

@@ -193,7 +193,10 @@ class _ScalarPoints(Points):
 
     def is_higher(self, i: int, onset: Anomaly) -> bool:
         """Whether the point is a spike of its own, higher than what its episode began with."""
-        return onset.score is not None and float(self._scores.score[int(self._at[i])]) >= HIGHER * onset.score
+        return onset.score is not None and self.score_of(i) >= HIGHER * onset.score
+
+    def score_of(self, i: int) -> float:
+        return float(self._scores.score[int(self._at[i])])
 
     def anomaly(self, i: int, full: bool, why: str) -> tuple[Anomaly, bool]:
         rule, view, name, at = self._watch.rule, self._view, self._names[i], int(self._at[i])

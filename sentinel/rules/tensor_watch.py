@@ -175,6 +175,9 @@ class _TensorPoints(Points):
         if direction is not None:
             self.direction = direction
 
+    def score_of(self, i: int) -> float:
+        return float(self.score[i])
+
     def anomaly(self, i: int, full: bool, why: str) -> tuple[Anomaly, bool]:
         rule, view = self._watch.rule, self._view
         tensor = view.tensors[int(self.index[i])]

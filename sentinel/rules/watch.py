@@ -24,6 +24,8 @@ LASTING_STEPS = 3
 """Points in a row that corroborate a lone excursion (DESIGN.md, section 6)."""
 AGREEING_TENSORS = 3
 """Tensors of one rule and step that corroborate each other (DESIGN.md, section 6)."""
+SEVERAL = 3.0
+"""Times the size of its onset from which an episode that goes on is news (chosen): it grew several times worse."""
 HIGHER = 1.5
 """Times the score of its onset at which a point of an open episode, after a pause, is news (chosen on ../shared/trainlogs:
 of two spikes within 20 steps the second was the one that people mark)."""
@@ -196,6 +198,10 @@ class Points:
         """Whether point `i` is so much worse than the onset of its episode that it is told as well."""
         return False
 
+    def score_of(self, i: int) -> float:
+        """Return the score of point `i`."""
+        return 0.0
+
     def anomaly(self, i: int, full: bool, why: str) -> tuple[Anomaly, bool]:
         """Return the onset record of point `i`, and whether it has the rule's full severity."""
         raise NotImplementedError
@@ -235,8 +241,7 @@ class SeriesWatch(Watch):
             fresh: list[tuple[int, bool, Anomaly]] = []
             for i in range(len(at)):
                 full = bool(agree[i] or lasting[i])
-                # A streak of one: the series was well for a while since the episode's last point.
-                is_news = bool(known[i] and streak[i] == 1) and points.is_higher(i, open_keys.onset[int(points.slots[i])])
+                is_news = bool(known[i]) and self._is_news(points, i, int(streak[i]))
                 if known[i] and self.rule.episode_quiet_steps and not is_news and (was_raised[i] or not full):
                     continue
                 why = "" if not full else "others show it too" if agree[i] else f"for {streak[i]} points in a row"
@@ -259,3 +264,11 @@ class SeriesWatch(Watch):
         if settled_slots.size:
             found.extend(self._end(one, view) for one in self.episodes.end_settled(settled_slots))
         return found
+
+    def _is_news(self, points: Points, i: int, streak: int) -> bool:
+        """Tell whether a point of an open episode is told as well: it grew several times worse, or came back higher."""
+        onset = self.episodes.onset[int(points.slots[i])]
+        if onset.score is not None and points.score_of(i) >= SEVERAL * max(onset.score, 1.0):
+            return True
+        # A streak of one: the series was well for a while since the episode's last point.
+        return streak == 1 and points.is_higher(i, onset)

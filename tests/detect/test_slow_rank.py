@@ -91,8 +91,41 @@ def test_a_rank_alone_on_its_stage_is_held_against_what_is_usual_between_stages(
     assert not any(run([2, 2, 2], [0, 1, 2]))
 
 
+def test_a_stage_is_innocent_when_the_slow_one_beside_it_is_well_again_or_becomes_faster() -> None:
+    assert not any(1 in blamed for blamed in run([4, 1], [0, 1], until=30, num_steps=60))
+    assert not any(run([0.4, 1], [0, 1]))
+    assert not any(1 in blamed for blamed in run([3, 1, 1, 1], [0, 1, 2, 3], until=30, num_steps=60))
+
+
+@pytest.mark.parametrize("stages", [[0, 0], [0, 1], FOUR], ids=["replicas", "stages", "four replicas"])
+def test_many_times_as_long_is_named_in_a_young_run_within_three_steps(stages: list[int]) -> None:
+    busy = [1.0] * len(stages)
+    busy[-1] = 50.0
+
+    found = run(busy, stages, begin=5, until=15, num_steps=30)
+
+    assert found[:7] == [[]] * 7
+    assert found[7:15] == [[len(stages) - 1]] * 8
+    assert not any(found[15:])
+
+
+@pytest.mark.parametrize("stages", [[0, 0], [0, 1]], ids=["replicas", "stages"])
+def test_a_first_step_that_compiles_longer_on_one_rank_hides_nothing_and_blames_nobody(stages: list[int]) -> None:
+    detector, state = SlowRank(), SlowRank().state(2)
+    group, found = np.array(stages), []
+    for step in range(14):
+        work = np.array([30.0, 1.0] if step < 2 else [1.0, 50.0] if step >= 8 else [1.0, 1.0])
+        points = {"step_s": np.full(2, work.max() + 0.2), "wait_s": work.max() + 0.2 - work, "stage": group}
+        scores = detector.score(points, np.zeros(2, np.int64), state)
+        found.append(np.flatnonzero(scores.score >= 1).tolist())
+        detector.learn(points, np.zeros(2, np.int64), state, scores.score >= 1)
+
+    assert found == [[]] * 10 + [[1]] * 4
+
+
 @pytest.mark.parametrize(
-    ("args", "says"), [({"factor": 1.0}, "factor"), ({"lasting": 0}, "lasting"), ({"warmup": 0}, "warmup")]
+    ("args", "says"),
+    [({"factor": 1.0}, "factor"), ({"lasting": 0}, "lasting"), ({"warmup": 0}, "warmup"), ({"young": 1.1}, "young")],
 )
 def test_nonsense_is_refused_when_built(args: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from .builds import ddp, fsdp2, pipeline
+from .builds import ddp, fsdp2, pipeline, tp
 from .layout import Trainer, heard, train
 
 SLOW, SLEEP_S = 1, 0.25
@@ -37,7 +37,10 @@ def with_straggler(build: Any) -> Trainer:
     return trainer
 
 
-@pytest.mark.parametrize(("build", "world"), [(ddp, 3), (fsdp2, 3), (partial(pipeline, "ScheduleGPipe", micro=2), 2)])
+GPIPE = partial(pipeline, "ScheduleGPipe", micro=2)
+
+
+@pytest.mark.parametrize(("build", "world"), [(ddp, 3), (fsdp2, 3), (GPIPE, 2), (tp, 2)])
 def test_only_the_slow_rank_does_not_wait(build: Any, world: int, tmp_path: Path) -> None:
     train(tmp_path, partial(with_straggler, build), world, config={"kinds": ["param"]}, num_steps=5)
 

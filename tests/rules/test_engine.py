@@ -427,3 +427,26 @@ def test_healthy_runs_page_nobody(paper_run, rng):
     assert not [a for a in above if a.severity is Severity.CRITICAL]
     assert len(above) <= 3
     assert info <= 20
+
+
+def test_an_episode_that_grows_several_times_worse_is_an_onset_of_its_own(paper_run, rng):
+    engine, run = Engine(load_pack()), paper_run([("w", "param")])
+    losses = 2.0 + 0.02 * rng.standard_normal(150)
+    losses[130:] += 2.0  # a level that lasts, told at once
+    losses[134:] += 300.0
+    found = [a for step, loss in enumerate(losses) for a in engine.judge(run.view(step, scalars={"loss": float(loss)}))]
+
+    onsets = [a for a in found if a.event == "onset" and a.rule == "loss-spike"]
+
+    assert [a.step for a in onsets] == [130, 134]
+    assert onsets[1].value == pytest.approx(304.0, rel=0.01)
+    assert next(a.onset_id for a in found if a.event == "end" and a.rule == "loss-spike") == onsets[0].id
+
+
+def test_an_episode_that_only_goes_on_is_told_once(paper_run, rng):
+    engine, run = Engine(load_pack()), paper_run([("w", "param")])
+    losses = 2.0 + 0.02 * rng.standard_normal(150)
+    losses[130:] += 2.0 + 0.5 * rng.standard_normal(20)
+    found = [a for step, loss in enumerate(losses) for a in engine.judge(run.view(step, scalars={"loss": float(loss)}))]
+
+    assert [a.step for a in found if a.event == "onset" and a.rule == "loss-spike"] == [130]

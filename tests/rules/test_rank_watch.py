@@ -101,3 +101,16 @@ def test_a_restart_changes_no_anomaly(paper_run):
 
     assert first + judge(resumed, run, range(22, 60), SLOW) == expected
     assert len(expected) == 1
+
+
+def test_a_slow_rank_that_becomes_several_times_slower_is_an_onset_of_its_own(paper_run, engine):
+    run = paper_run([("w", "param")], num_ranks=4)
+    judge(engine, run, range(20), WELL)
+    (mild,) = judge(engine, run, range(20, 30), SLOW)
+
+    worse, ended = judge(engine, run, range(30, 50), [0.5, 0.5, 6.0, 0.5])
+
+    assert (worse.event, worse.rank, worse.step) == ("onset", 2, 30)
+    assert worse.value == pytest.approx(6.0)
+    assert (ended.event, ended.onset_id) == ("end", mild.id)
+    assert judge(engine, run, range(50, 60), [0.5, 0.5, 7.0, 0.5]) == [], "no news"
