@@ -27,6 +27,7 @@ from sentinel.errors import ConfigError, SentinelError, StoreError
 from sentinel.private_files import make_directory, refuse_foreign, tighten
 from sentinel.report.pipeline import Notifier, RetryPolicy
 from sentinel.report.sinks.table import build_sinks
+from sentinel.store.trouble import disk_trouble
 from sentinel.store.whereabouts import RunPaths, is_run, printable, refuse_unprintable, runs_in, write_whole
 
 log = logging.getLogger("sentinel.daemon")
@@ -309,6 +310,6 @@ def _why(run_dir: Path, error: Exception) -> str:
     if isinstance(error, SentinelError):
         return str(error)
     if isinstance(error, OSError):
-        return f"{run_dir}: {error}"
+        return str(disk_trouble(Path(error.filename or run_dir), error))
     log.error("run %s: a defect of Sentinel, please report it", run_dir.name, exc_info=error)
     return f"{run_dir}: a defect of Sentinel, its log says where: {type(error).__name__}: {error}"

@@ -41,6 +41,7 @@ from sentinel.report.metrics import RunMetrics
 from sentinel.rules.schema import Pack
 from sentinel.store.journal import Commit, FoundAnomaly, FoundIncident, Journal, Outgoing
 from sentinel.store.lock import RunLock
+from sentinel.store.trouble import journal_trouble
 from sentinel.store.whereabouts import RunPaths
 from sentinel.wire.spool import write_ack
 
@@ -104,7 +105,7 @@ class ServedRun:
                 raise
         except sqlite3.Error as error:
             self._lock.close()
-            raise StoreError(f"{paths.journal}: {error}") from error
+            raise journal_trouble(paths.journal, error) from error
         except BaseException:
             self._lock.close()
             raise
@@ -131,7 +132,7 @@ class ServedRun:
                 self._desk_due = mono + DESK_S
                 self._command(now, mono)
         except sqlite3.Error as error:
-            raise StoreError(f"{self.paths.journal}: {error}") from error
+            raise journal_trouble(self.paths.journal, error) from error
         return has_moved
 
     def finish(self, now: float, *, is_over: bool, deadline: float) -> None:
@@ -152,7 +153,7 @@ class ServedRun:
             self._anomaly_log.sync()
             self._incident_log.sync()
         except sqlite3.Error as error:
-            raise StoreError(f"{self.paths.journal}: {error}") from error
+            raise journal_trouble(self.paths.journal, error) from error
 
     def close(self) -> None:
         """Let go of everything. What was committed stays."""
@@ -172,7 +173,7 @@ class ServedRun:
             self._offer_pack()
             self.journal.audit(now, "daemon", "reload", details)
         except sqlite3.Error as error:
-            raise StoreError(f"{self.paths.journal}: {error}") from error
+            raise journal_trouble(self.paths.journal, error) from error
 
     def standing(self, routes: Sequence[tuple[str, RouteConfig]]) -> list[Alert]:
         """Return the open incidents that each sink has been told of: what a keep-alive repeats after a restart."""

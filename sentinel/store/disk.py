@@ -25,7 +25,7 @@ def file_system(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> s
 
     path need not exist: its nearest existing parent is asked.
     """
-    real = str(_nearest(path))
+    real = str(nearest(path))
     best, kind = "", ""
     try:
         lines = mountinfo.read_text("utf-8", "surrogateescape").splitlines()
@@ -55,7 +55,8 @@ def refuse_network(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -
         )
 
 
-def _nearest(path: Path) -> Path:
+def nearest(path: Path) -> Path:
+    """Return the real path of the nearest parent of `path` that exists, itself included."""
     real = Path(os.path.realpath(path))
     while not real.exists() and real != real.parent:
         real = real.parent

@@ -24,6 +24,7 @@ from typing import Any
 from sentinel.errors import StoreError
 from sentinel.private_files import create_file, make_directory
 from sentinel.store.disk import refuse_network
+from sentinel.store.trouble import journal_trouble
 
 SCHEMA_VERSION = 1
 
@@ -119,47 +120,56 @@ class Journal:
     """One run's journal. Safe to share between threads; one process at a time writes (the run's lock sees to that).
 
     path: `<state-dir>/journal.sqlite`, made 0600 with its directory 0700. Raises StoreError on a network file system,
-    for a journal of a newer version, and for a file that is no journal.
+    for a journal of a newer version, for a file that is no journal, and for what the disk did (`journal_trouble`).
     """
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path = path
         self._mutex = threading.RLock()
         refuse_network(path)
-        if read_only:
-            if not path.exists():
-                raise StoreError(f"{path}: expected a journal, got nothing; has a daemon judged this run?")
-            uri = f"{path.resolve().as_uri()}?mode=ro"
-        else:
-            make_directory(path.parent)
-            os.close(create_file(path, os.O_WRONLY))
-            uri = f"{path.resolve().as_uri()}?mode=rwc"
+        if read_only and not path.exists():
+            raise StoreError(f"{path}: expected a journal, got nothing; has a daemon judged this run?")
         try:
-            self._db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=10.0)
             if not read_only:
-                mode = self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
-                if mode != "wal":
-                    raise StoreError(
-                        f"{path}: expected write-ahead logging, got {mode}; give --state-dir DIR on a local disk"
-                    )
-                self._db.execute("PRAGMA synchronous=FULL")
-            version = self._version()
-            if version > SCHEMA_VERSION:
-                raise StoreError(
-                    f"{path}: expected journal version {SCHEMA_VERSION} or older, got {version}; use a newer sentinel"
-                )
-            if version == 0 and not read_only:
-                with self._transaction():
-                    for statement in _SCHEMA.split(";"):
-                        self._db.execute(statement)
-                    self._db.execute("INSERT OR IGNORE INTO meta VALUES('schema', ?)", (SCHEMA_VERSION,))
-            elif version == 0:
-                raise StoreError(f"{path}: expected a journal, got an empty database; has a daemon judged this run?")
-        except sqlite3.Error as error:
-            raise StoreError(
-                f"{path}: expected a journal, got: {error}; move the file away to judge the run anew"
-            ) from error
+                make_directory(path.parent)
+                os.close(create_file(path, os.O_WRONLY))
+            uri = f"{path.resolve().as_uri()}?mode={'ro' if read_only else 'rwc'}"
+            self._db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=10.0)
+            try:
+                self._open(read_only)
+            except BaseException:
+                self._db.close()
+                raise
+        except (sqlite3.Error, OSError) as error:
+            raise journal_trouble(path, error, read_only=read_only) from error
         self._last_seq = int(self._one("SELECT coalesce(max(seq), 0) FROM decisions"))
+
+    def _open(self, read_only: bool) -> None:
+        if not read_only:
+            mode = self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+            if mode != "wal":
+                raise StoreError(
+                    f"{self.path}: expected write-ahead logging, got {mode}; give --state-dir DIR on a local disk"
+                )
+            self._db.execute("PRAGMA synchronous=FULL")
+        version = self._version()
+        if version > SCHEMA_VERSION:
+            raise StoreError(
+                f"{self.path}: expected journal version {SCHEMA_VERSION} or older, got {version}; use a newer sentinel"
+            )
+        if version == 0 and read_only:
+            raise StoreError(f"{self.path}: expected a journal, got an empty database; has a daemon judged this run?")
+        if version == 0:
+            other = self._row("SELECT name FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'")
+            if other is not None:
+                raise StoreError(
+                    f'{self.path}: expected a journal, got a database of something else, with a table "{other[0]}"; '
+                    "give another --state-dir"
+                )
+            with self._transaction():
+                for statement in _SCHEMA.split(";"):
+                    self._db.execute(statement)
+                self._db.execute("INSERT OR IGNORE INTO meta VALUES('schema', ?)", (SCHEMA_VERSION,))
 
     def close(self) -> None:
         """Close the file. What was committed stays."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sentinel.errors import StoreError
 from sentinel.private_files import create_file, make_directory
+from sentinel.store.trouble import disk_trouble
 
 
 def holder(directory: Path) -> str | None:
@@ -29,13 +30,16 @@ class RunLock:
     """Holds `<directory>/lock` until closed; the kernel lets go of it when the process dies, however it dies."""
 
     def __init__(self, directory: Path, what: str) -> None:
-        """Take the lock, or raise StoreError naming the process that has it.
+        """Take the lock, or raise StoreError naming the process that has it, or what the disk did.
 
         what: the thing that is locked, for the message: `run /data/run1`.
         """
-        make_directory(directory)
         self._path = directory / "lock"
-        self._fd = create_file(self._path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            make_directory(directory)
+            self._fd = create_file(self._path, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError as error:
+            raise disk_trouble(self._path, error) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
