@@ -10,6 +10,8 @@ import functools
 import sys
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +28,11 @@ class WaitWatcher(Protocol):
     def add(self, seconds: float) -> None:
         """A wait has ended, in whichever way."""
 
+    def promised(self, work: Any, future: Any) -> None:
+        """A future was taken of a Work, or of such a future: whoever waits for it waits for the Work."""
+
     def done(self, work: Any, seconds: float) -> None:
-        """A Work was waited for and is complete, on the stream that is current."""
+        """A Work, or a future of one, was waited for and is complete, on the stream that is current."""
 
 
 class WaitClock:
@@ -78,6 +83,9 @@ class WaitClock:
             if not self._since:
                 self._seconds += seconds
 
+    def promised(self, work: Any, future: Any) -> None:
+        """Whose future it is does not matter here."""
+
     def done(self, work: Any, seconds: float) -> None:
         """Whose wait it was does not matter here."""
 
@@ -100,24 +108,96 @@ class Works(Interception[WaitWatcher]):
 
 def _replace_all(works: Interception[WaitWatcher]) -> None:
     # Synchronous collectives of torch.distributed end in a wait of their own work: one method sees them all.
-    kind = getattr(sys.modules.get("torch._C._distributed_c10d"), "Work", None)
-    if kind is None:
+    work = getattr(sys.modules.get("torch._C._distributed_c10d"), "Work", None)
+    if work is None:
         return
-    works.replace(kind, "wait", _timed(works, kind.wait))
+    futures = _Futures(works)
+    for name in ("wait", "synchronize", "block_current_stream"):
+        if hasattr(work, name):
+            works.replace(work, name, _timed(works, getattr(work, name)))
     # Tensor parallel styles and DTensor wait in an operator that no Work is handed to.
     functional = sys.modules.get("torch.distributed._functional_collectives")
     wait_tensor = getattr(functional, "wait_tensor", None)
     if wait_tensor is not None:
         works.replace_everywhere("wait_tensor", wait_tensor, _timed(works, wait_tensor))
+    torch_c = sys.modules.get("torch._C")
+    if torch_c is None or not hasattr(work, "get_future") or not hasattr(torch_c, "Future"):
+        return
+    works.replace(work, "get_future", futures.taken(work.get_future))
+    for name in ("wait", "value"):
+        works.replace(torch_c.Future, name, _timed(works, getattr(torch_c.Future, name), futures.knows))
+    works.replace(torch_c.Future, "then", futures.followed(torch_c.Future.then))
+    if hasattr(torch_c, "_collect_all"):
+        works.replace(torch_c, "_collect_all", futures.joined(torch_c._collect_all))
 
 
-def _timed(works: Interception[WaitWatcher], original: Any) -> Any:
-    """Return a function that waits as `original` does, for what its first argument stands for, and tells how long."""
+class _Futures:
+    """The futures of collectives, as long as somebody holds them; those of other kinds of work do not matter here."""
+
+    def __init__(self, works: Interception[WaitWatcher]) -> None:
+        self._works = works
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def knows(self, future: Any) -> bool:
+        """Return whether this is the future of a collective."""
+        found = self._known.get(id(future))
+        return found is not None and found() is future
+
+    def _promise(self, owner: Any, future: Any) -> None:
+        known, key = self._known, id(future)
+        if not self.knows(future):
+            known[key] = weakref.ref(future, lambda _: known.pop(key, None))
+        for user in self._works.users:
+            user.promised(owner, future)
+
+    def taken(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `Work.get_future`, which tells of every future it gives."""
+
+        @functools.wraps(original)
+        def get_future(work: Any) -> Any:
+            future = original(work)
+            self._promise(work, future)
+            return future
+
+        return get_future
+
+    def followed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `Future.then`, which tells of a future that comes after one of a collective."""
+
+        @functools.wraps(original)
+        def then(future: Any, *args: Any, **kwargs: Any) -> Any:
+            follower = original(future, *args, **kwargs)
+            if self.knows(future):
+                self._promise(future, follower)
+            return follower
+
+        return then
+
+    def joined(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what waits for several futures, and tells of those of collectives among them."""
+
+        @functools.wraps(original)
+        def collect_all(futures: Any) -> Any:
+            whole = original(futures)
+            for future in filter(self.knows, futures):
+                self._promise(future, whole)
+            return whole
+
+        return collect_all
+
+
+def _timed(
+    works: Interception[WaitWatcher], original: Callable[..., Any], is_meant: Callable[[Any], bool] | None = None
+) -> Callable[..., Any]:
+    """Return a function that waits as `original` does, for what its first argument stands for, and tells how long.
+
+    is_meant: for which arguments alone; None: for all.
+    """
     clock = time.perf_counter
 
     @functools.wraps(original)
     def wait(awaited: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (is_meant is not None and not is_meant(awaited)):
             return original(awaited, *args, **kwargs)
         began = clock()
         for user in works.users:

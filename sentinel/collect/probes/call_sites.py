@@ -1,14 +1,22 @@
-"""Where in the user's code a call comes from: the first frame outside of torch, of Python's own library, and of us."""
+"""Where in the user's code a call comes from: the first frame outside of torch, of Python's own library, and of us.
+
+What only wraps a function stands in between and is passed over: decorators of packages (torch marks what it deprecates with
+those of typing_extensions), and functions of packages that were put in the place of torch's own. A wrapper that is no
+installed package is the user's code.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
+import torch.distributed
 
 import sentinel
 
@@ -18,6 +26,18 @@ _OUTSIDE, _INSIDE, _PLUMBING = range(3)
 _STDLIB = sysconfig.get_paths()["stdlib"] + "/"
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _OURS = str(Path(sentinel.__file__).parent) + "/"
+_PACKAGES = re.compile(r".*/(?:site|dist)-packages/(.*)")
+"""The path of an installed package; what is in the group is where it lies among the others."""
+_DECORATORS = (
+    "typing_extensions.py", "deprecated/", "deprecation.py", "decorator.py", "decorators/", "wrapt/", "makefun/", "boltons/",
+    "typeguard/", "beartype/", "jaxtyping/", "nvtx/", "tenacity/",
+)  # fmt: skip
+"""Packages whose functions stand around others, as decorators do."""
+_TYPED_IN = ("<stdin>", "<string>", "<console>", "<ipython-input", "<python-input", "<doctest")
+"""Names of code that is no file and yet the user's; any other name like these is of code that a package has made."""
+_OF_TORCH = ("<eval_with_key>", "<torch_package_")
+MAX_WRAPPED = 16
+"""Decorators on one function that are looked through."""
 _PLUMBING_FILES = ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py", "_contextlib.py")
 MAX_KNOWN = 65536
 """Code objects remembered; programs that make code all the time begin anew."""
@@ -49,6 +69,7 @@ class CallSites:
         """
         frame: FrameType | None = sys._getframe(1)
         inner: FrameType | None = None
+        passed: list[FrameType] = []
         kinds = self._kinds
         for _ in range(MAX_DEPTH):
             if frame is None:
@@ -56,13 +77,14 @@ class CallSites:
             code = frame.f_code
             kind = kinds.get(code)
             if kind is None:
-                kind = self._classify(code)
+                kind = self._classify(code, passed)
             if kind == _OUTSIDE:
                 return self._site(code, frame.f_lineno)
             if code.co_name in skipped:
                 return None
             if kind == _INSIDE and inner is None:
                 inner = frame
+            passed.append(frame)
             frame = frame.f_back
         return CallSite("?", 0, "?") if inner is None else self._site(inner.f_code, inner.f_lineno)
 
@@ -78,14 +100,15 @@ class CallSites:
             frame = frame.f_back
         return found
 
-    def _classify(self, code: CodeType) -> int:
+    def _classify(self, code: CodeType, passed: list[FrameType] | None = None) -> int:
+        """Return what a code object is. passed: the frames that lie between the call and this one."""
         name = code.co_filename
         if name.startswith(_TORCH):
             kind = _PLUMBING if name.endswith(_PLUMBING_FILES) else _INSIDE
-        elif name.startswith(("<frozen", _OURS)) or (name.startswith(_STDLIB) and "-packages/" not in name):
-            kind = _PLUMBING
+        elif name.startswith(_OF_TORCH):
+            kind = _INSIDE
         else:
-            kind = _OUTSIDE
+            kind = _PLUMBING if _is_between(code, passed or ()) else _OUTSIDE
         if len(self._kinds) >= MAX_KNOWN:
             self._kinds.clear()
             self._sites.clear()
@@ -99,3 +122,28 @@ class CallSites:
             file = "/".join(code.co_filename.replace("\\", "/").split("/")[-2:])
             site = self._sites[code, line] = CallSite(file, line, getattr(code, "co_qualname", code.co_name))
         return site
+
+
+def _is_between(code: CodeType, passed: Iterable[FrameType]) -> bool:
+    """Return whether code outside of torch only stands between the user's and torch's."""
+    name = code.co_filename
+    if name.startswith("<"):
+        return not name.startswith(_TYPED_IN)
+    installed = _PACKAGES.fullmatch(name)
+    if installed is None:
+        return name.startswith((_OURS, _STDLIB))
+    return name.startswith(_OURS) or installed[1].startswith(_DECORATORS) or _stands_for_torch(code, passed)
+
+
+def _stands_for_torch(code: CodeType, passed: Iterable[FrameType]) -> bool:
+    """Return whether this is the code of what stands, under its name, where torch has a function that was passed."""
+    for frame in passed:
+        if not frame.f_code.co_filename.startswith(_TORCH):
+            continue
+        for names in (frame.f_globals, vars(torch.distributed)):
+            found = names.get(frame.f_code.co_name)
+            for _ in range(MAX_WRAPPED):
+                if getattr(found, "__code__", None) is code:
+                    return True
+                found = getattr(found, "__wrapped__", None)
+    return False

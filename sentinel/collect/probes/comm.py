@@ -87,6 +87,16 @@ class Call:
         """Weak: nothing lives longer because we look at it."""
 
 
+class Awaited:
+    """Calls that went out as one piece of work, until somebody waits for it, or for a future of it."""
+
+    def __init__(self, calls: list[Call]) -> None:
+        self.calls = calls
+        self.num_holders = 0
+        """Objects left by which it can be waited for."""
+        self.is_done = False
+
+
 class Communication:
     """Watches torch.distributed while `comm` is wanted."""
 
@@ -105,8 +115,8 @@ class Communication:
         self._num_rows = 0
         self._thread = threading.get_ident()
         self._is_inside = False
-        self._works: dict[int, tuple[weakref.ref[Any], list[Call]]] = {}
-        """id of a Work that nobody has waited for yet -> its calls."""
+        self._works: dict[int, tuple[weakref.ref[Any], list[Awaited]]] = {}
+        """id of a Work, or of a future of some, that nobody has waited for yet -> what it stands for."""
         self._results: dict[int, tuple[weakref.ref[torch.Tensor], Call]] = {}
         """Address of the memory that a functional collective still writes -> (its tensor, the call)."""
         self._held: dict[int, list[Call]] = {}
@@ -257,7 +267,7 @@ class Communication:
         if held is not None:
             held.append(call)
         elif hasattr(result, "wait") and not isinstance(result, torch.Tensor):
-            self._works[id(result)] = (weakref.ref(result, self._forgotten(id(result))), [call])
+            self._hold(result, [Awaited([call])])
         elif isinstance(result, (torch.Tensor, list, tuple)):
             self._expect_tensors(call, list(tensors_of(result)))
         else:
@@ -274,24 +284,34 @@ class Communication:
                 self._measure(call, "out", [inner])
                 call.fields[4] = 1.0
 
-    def _forgotten(self, key: int) -> Any:
-        """Return what is called when a Work is gone: one that nobody waited for is said."""
+    def _hold(self, work: Any, awaited: list[Awaited]) -> None:
+        """Take note that who waits for this object waits for those calls."""
+        key = id(work)
         probe = weakref.ref(self)
 
         def gone(_: Any) -> None:
             self = probe()
-            lost = self._works.pop(key, None) if self is not None else None
-            if self is not None and lost is not None:
-                for call in lost[1]:
-                    self._tell_unread(call)
+            found = self._works.pop(key, None) if self is not None else None
+            if self is None or found is None:
+                return
+            for lost in found[1]:
+                lost.num_holders -= 1
+                if not lost.num_holders and not lost.is_done:
+                    for call in lost.calls:
+                        self._tell_unread(call)
 
-        return gone
+        before = self._works.pop(key, None)
+        held = before[1] if before is not None and before[0]() is work else []
+        for one in awaited:
+            one.num_holders += 1
+        self._works[key] = (weakref.ref(work, gone), [*held, *awaited])
 
     def _tell_unread(self, call: Call) -> None:
         if call.outputs:
             self._recording.tell(
                 "comm_unread",
-                f"nobody called wait() on the work of {call.site.name}: what it received is not measured",
+                f"no wait for the work of {call.site.name} was seen (for a communication hook of DDP, C++ waits): what it "
+                "received is not measured",
                 call.site.name,
             )
 
@@ -301,17 +321,27 @@ class Communication:
     def add(self, seconds: float) -> None:
         """Time was waited; which work it was for, `done` says."""
 
+    def promised(self, work: Any, future: Any) -> None:
+        """A future was taken: who waits for it waits for the Work, which may be gone by then."""
+        found = self._works.get(id(work)) if self._works else None
+        if found is not None and found[0]() is work:
+            self._hold(future, found[1])
+
     def done(self, work: Any, seconds: float) -> None:
         """The trainer has waited for a Work: what it received is complete, on the stream that is current."""
         found = self._works.pop(id(work), None) if self._works else None
         if found is None or found[0]() is not work:
             return
-        for call in found[1]:
-            call.fields[2] += seconds
-            try:
-                self._finish(call)
-            except Exception as error:
-                self._context.guard(f"comm {call.site.op}", error)
+        for awaited in found[1]:
+            awaited.num_holders -= 1
+            is_done, awaited.is_done = awaited.is_done, True
+            for call in awaited.calls:
+                call.fields[2] += seconds
+                try:
+                    if not is_done:
+                        self._finish(call)
+                except Exception as error:
+                    self._context.guard(f"comm {call.site.op}", error)
 
     def arrived(self, tensor: Any) -> None:
         """The trainer has waited for a functional collective's result."""
@@ -338,7 +368,7 @@ class Communication:
             return
         try:
             if work is not None:
-                self._works[id(work)] = (weakref.ref(work, self._forgotten(id(work))), held)
+                self._hold(work, [Awaited(held)])
                 return
             for call in held:
                 self._finish(call)
