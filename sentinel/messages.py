@@ -199,6 +199,8 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """Of `steps_dropped`: the first of the steps up to `step` of which nothing is left, not even their end."""
     num_rows: int = 0
     """Of `steps_dropped`: the rows of these steps."""
+    lost_to: str = ""
+    """Of `steps_dropped`: why, as in `EndStep.lost_to`."""
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True):

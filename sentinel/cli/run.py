@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import sqlite3
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +21,12 @@ from sentinel.cli.code import allow_code_option
 from sentinel.cli.companion import Companion
 from sentinel.cli.main import FOUND, say
 from sentinel.cli.places import run_name, runs_directory
-from sentinel.errors import ConfigError, StoreError
+from sentinel.cli.status import recorded_losses
+from sentinel.errors import ConfigError, SentinelError, StoreError
+from sentinel.ingest.run_losses import RunLosses
 from sentinel.private_files import make_directory, refuse_foreign, tighten
+from sentinel.store.journal import Journal
+from sentinel.store.whereabouts import RunPaths
 
 POLL_S = 0.05
 
@@ -148,7 +153,7 @@ def _reported(run_dir: Path, code: int, is_drained: bool) -> dict[str, Any]:
     """Return the report; where its files cannot be read, an incomplete one, said: the command's exit code stands."""
     try:
         return make_report(run_dir, code, is_drained)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SentinelError, sqlite3.Error) as error:
         say(f"the report is not complete: {error}")
         return {
             "run": run_dir.name, "directory": str(run_dir), "exit_code": code, "is_complete": False,
@@ -169,11 +174,21 @@ def make_report(run_dir: Path, exit_code: int, is_drained: bool) -> dict[str, An
     num_anomalies = sum(
         chunk.count(b"\n") for file in sorted((run_dir / "anomalies").glob("*.jsonl")) for chunk in _chunks(file)
     )
+    losses = RunLosses()
+    paths = RunPaths.of(run_dir)
+    if paths.journal.exists():
+        journal = Journal(paths.journal, read_only=True)
+        try:
+            losses = recorded_losses(journal)
+        finally:
+            journal.close()
     return {
         "run": run_dir.name,
         "directory": str(run_dir),
         "exit_code": exit_code,
-        "is_complete": is_drained,
+        "is_complete": is_drained and losses.is_complete,
+        "num_rows_lost": losses.num_rows,
+        "losses": losses.words,
         "num_anomalies": num_anomalies,
         "incidents": [msgspec.to_builtins(incident) for incident in newest.values()],
     }
@@ -186,6 +201,8 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         f"run {report['run']}: {_number(report['num_anomalies'], 'anomaly', 'anomalies')}, "
         f"{_number(len(incidents), 'incident', 'incidents')}"
     ]
+    if report.get("losses"):
+        lines.append(f"  LOST     {report['losses']}: this report is not complete")
     ranked = sorted(incidents, key=lambda one: (-Severity(one["severity"]).level, one["opened_step"], one["id"]))
     for one in ranked[:20]:
         lines.append(f"  {one['severity'].upper():8} {one['title']} [{one['state']}, {one['id']}]")

@@ -14,6 +14,7 @@ from sentinel.anomaly import Incident, Severity
 from sentinel.cli.main import CLEAN, FOUND, say
 from sentinel.cli.places import find_run, runs_directory
 from sentinel.errors import SentinelError
+from sentinel.ingest.run_losses import RunLosses
 from sentinel.store.journal import Journal
 from sentinel.store.lock import holder
 from sentinel.store.whereabouts import RunPaths, printable, runs_in
@@ -49,6 +50,8 @@ def status(where: str | None, as_json: bool) -> int:
         click.echo(f"{printable(state['run'])}: {step}; {daemon}; {state['num_anomalies']} anomalies")
         if state["replicas"]:
             click.echo(f"  replicas: {state['replicas']}")
+        if state["losses"]:
+            click.echo(f"  lost: {state['losses']}")
         if state["config"] and state["config"]["problem"]:
             click.echo(f"  config: the newest edit is not in force: {printable(state['config']['problem'])}")
         for one in open_incidents:
@@ -74,6 +77,9 @@ def run_status(run_dir: Path) -> dict[str, Any]:
         "num_anomalies": 0,
         "replicas": None,
         "config": None,
+        "losses": "",
+        "num_rows_lost": 0,
+        "is_complete": True,
         "incidents": [],
     }
     if not paths.journal.exists():
@@ -83,6 +89,8 @@ def run_status(run_dir: Path) -> dict[str, Any]:
         state["num_decisions"], state["num_judged"] = journal.last_seq, journal.judged
         state["num_anomalies"] = journal.count("anomalies")
         state["replicas"] = journal.recall("replicas")
+        losses = recorded_losses(journal)
+        state["losses"], state["num_rows_lost"], state["is_complete"] = losses.words, losses.num_rows, losses.is_complete
         state["config"] = json.loads(journal.recall("config") or "null")
         for _, _, body in journal.decisions(after=journal.judged - 1, until=journal.judged):
             newest = msgspec.msgpack.decode(body, type=_Where)
@@ -96,6 +104,11 @@ def run_status(run_dir: Path) -> dict[str, Any]:
     finally:
         journal.close()
     return state
+
+
+def recorded_losses(journal: Journal) -> RunLosses:
+    """Return what the journal says was lost before it could be judged."""
+    return msgspec.json.decode(journal.recall("losses") or "{}", type=RunLosses)
 
 
 class _Where(msgspec.Struct):

@@ -58,7 +58,6 @@ class RunGauges:
             metrics.num_steps_late += 1
         for part in view.parts:
             if part.end_step is not None:
-                metrics.num_rows_dropped += part.end_step.num_dropped_rows
                 metrics.num_rows_folded += part.end_step.num_folded_rows
         for _, health in view.health:
             self._health[health.code] += health.count
@@ -160,6 +159,7 @@ class RunGauges:
         metrics.num_frames_duplicate = follower.num_duplicates
         metrics.num_frames_missing = follower.num_lost
         metrics.num_rows_late = assembler.num_late_rows_total
+        metrics.num_rows_dropped, metrics.num_steps_dropped = assembler.losses.num_rows, assembler.losses.num_steps_gone
         metrics.frame_faults = {
             "torn": follower.num_torn, "corrupt": follower.num_corrupt + follower.num_undecodable,
             "foreign": follower.num_foreign,

@@ -199,6 +199,9 @@ class ServedRun:
             "directory": str(self.paths.run_dir),
             **standing_of(self._published),
             "num_anomalies": self._anomaly_log.position.num_lines,
+            "num_rows_lost": self._published.num_rows_dropped,
+            "num_steps_lost": self._published.num_steps_dropped,
+            "is_complete": not self._published.num_rows_dropped and not self._published.num_steps_dropped,
             "replicas": self._gauges.replica_words,
             **self.commanding.describe(),
             "problems": self.problems(),
@@ -239,6 +242,7 @@ class ServedRun:
                 "run %s: %d decisions to judge again, from %d on, %d of them not committed",
                 self.name, len(decisions), decisions[0].seq, decisions[-1].seq - self._judged,
             )  # fmt: skip
+        self._note_losses()
         self._publish(time.time())
 
     def _restore(self) -> _Snapshot | None:
@@ -364,6 +368,7 @@ class ServedRun:
         if view is not None:
             self._note_replicas()
             self._note_blindness()
+            self._note_losses()
             self._gauges.take_norms(view)
         self._gauges.take_incidents(self._court.open_incidents)
         self._gauges.metrics.judging_s += time.monotonic() - begun
@@ -474,6 +479,18 @@ class ServedRun:
             if words != self.journal.recall("replicas"):
                 self.journal.remember("replicas", words)
                 log.info("run %s: replicas: %s", self.name, words)
+
+    def _note_losses(self) -> None:
+        """Write down what was lost before it could be judged: health, `sentinel status` and the report say it."""
+        losses = self._assembler.losses
+        if losses.is_complete:
+            return
+        if "losses" not in self._problems:
+            log.warning("run %s: %s", self.name, losses.words)
+        self._problems["losses"] = losses.words
+        body = msgspec.json.encode(losses).decode()
+        if body != self.journal.recall("losses"):
+            self.journal.remember("losses", body)
 
     def _note_blindness(self) -> None:
         """Say, in the log and in health, which rules are blind: while they are."""

@@ -16,6 +16,7 @@ from sentinel.detect.group import GroupDetector
 from sentinel.detect.growth import ExplodingTensor, VanishingGradient
 from sentinel.detect.limits import PrecisionLoss, Threshold
 from sentinel.detect.liveness import LivenessDetector, StaleRank
+from sentinel.detect.lost_rows import LostRows
 from sentinel.detect.nonfinite import AnomalyNan, HiddenNan, NanStorm
 from sentinel.detect.replicas import ReplicaDivergence
 from sentinel.detect.same_batch import SameBatch
@@ -40,6 +41,7 @@ DETECTORS: dict[str, type[Any]] = {
         SameBatch,
         ReplicaDivergence,
         StaleRank,
+        LostRows,
         SlowRank,
         VanishingGradient,
         ExplodingTensor,
@@ -121,6 +123,7 @@ __all__ = [
     "KurtosisSpike",
     "LivenessDetector",
     "LossSpike",
+    "LostRows",
     "NanStorm",
     "Plateau",
     "PrecisionLoss",

@@ -19,6 +19,12 @@ class RankPart(msgspec.Struct, frozen=True, kw_only=True):
     """+1 each time the life went back to a step that it had ended."""
     is_ended: bool = True
     """Its end_step came; else the rows are what came before the step was late."""
+    num_lost: int = 0
+    """Rows of the step that it measured and that never came."""
+    num_finite_lost: int = 0
+    """Of them, those that are known to have held no NaN and no infinity."""
+    lost_to: str = ""
+    """Why: `EndStep.lost_to`, or `frames` where frames were damaged or missing."""
 
 
 class Described(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +56,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Changes since the last decision of the attempt, of ranks that are not in this step."""
     blindness: dict[str, int] = {}
     """What was lost or came too late since the last decision: `late_rows`, `late_frames`, `unplaced_rows`, `lost_health`."""
+    is_catching_up: bool = False
+    """Of a step that lost rows: the next one had been heard already."""
 
 
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,10 +10,14 @@ import numpy.typing as npt
 
 from sentinel import native
 from sentinel.ingest.tables import holds_any
-from sentinel.record import ROW_DTYPE
+from sentinel.record import ROW_DTYPE, STATS_DTYPE
 
 if TYPE_CHECKING:
     from sentinel.ingest.merge import StepView
+
+
+_NOTHING = np.zeros((), STATS_DTYPE)
+_NOTHING["min"], _NOTHING["max"] = np.inf, -np.inf
 
 
 class Digest(NamedTuple):
@@ -25,6 +29,12 @@ class Digest(NamedTuple):
     bad_rows: npt.NDArray[np.int64]
     odd_copies: npt.NDArray[np.int64]
     """Numbers of replicated shards whose rows do not all have one checksum."""
+
+    def without(self, is_cut: npt.NDArray[np.bool_]) -> Digest:
+        """Return it without the tensors of which rows were lost, [num_tensors]; that one is bad stays."""
+        stats = self.stats.copy()
+        stats[is_cut] = _NOTHING
+        return self._replace(stats=stats, present=self.present & ~is_cut)
 
 
 def digest(view: StepView) -> Digest:

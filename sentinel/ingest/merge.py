@@ -345,7 +345,27 @@ class StepView:
     @cached_property
     def digest(self) -> Digest:
         """What the rows come to, found in one pass over them."""
-        return digest(self)
+        found = digest(self)
+        return found if not self.cut_ranks else found.without(self._is_cut)
+
+    @cached_property
+    def cut_ranks(self) -> frozenset[int]:
+        """Ranks of which rows of this step were lost."""
+        ranks = self.decision.ranks if self.decision is not None else ()
+        return frozenset(one.rank for one in ranks if one.num_lost)
+
+    @property
+    def _is_cut(self) -> npt.NDArray[np.bool_]:
+        """[num_tensors] whether a rank that lost rows holds the tensor and has no row of it: the others' are a part."""
+        is_cut = np.zeros(len(self.tensors), np.bool_)
+        for part in self.parts:
+            if part.rank in self.cut_ranks:
+                held, came = self.layout.table_of(part.rank), self.layout.logical_of(part.rank, part.rows["tensor"])
+                lacking = np.zeros(len(self.tensors), np.bool_)
+                lacking[held[held >= 0]] = True
+                lacking[came[came >= 0]] = False
+                is_cut |= lacking
+        return is_cut
 
     @property
     def stats(self) -> npt.NDArray[np.void]:

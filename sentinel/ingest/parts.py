@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sentinel.errors import WireError
+from sentinel.ingest.decision import RankPart
 from sentinel.ingest.follow import Life, Record
 from sentinel.messages import Descriptor, EndStep
 from sentinel.record import ROW_DTYPE
@@ -55,6 +56,23 @@ class Part:
         if header.seq > self.last_seq:
             self.last_seq, self.layout_id = header.seq, header.layout_id
         self.last_wall_ns = max(self.last_wall_ns, header.wall_ns)
+
+    def decided(self, rank: int) -> RankPart:
+        """Return what a decision says of it, with what the rank measured in this step and lost."""
+        end = self.end_step
+        num_lost = 0 if end is None else max(end.num_rows + end.num_dropped_rows - self.num_rows, 0)
+        return RankPart(
+            rank=rank,
+            life=self.life.id,
+            num_rows=self.num_rows,
+            last_seq=self.last_seq,
+            layout_id=self.layout_id,
+            generation=self.generation,
+            is_ended=end is not None,
+            num_lost=num_lost,
+            num_finite_lost=0 if end is None else min(num_lost, end.num_finite_dropped),
+            lost_to=(end.lost_to or "frames") if end is not None and num_lost else "",
+        )
 
     def wall_ns(self, last_seq: int) -> int:
         """Return the wall clock of its last frame, among those up to last_seq."""

@@ -12,6 +12,7 @@ from sentinel.ingest.decision import Decision, Described, RankFacts, RankPart, T
 from sentinel.ingest.follow import Life, Position, Record
 from sentinel.ingest.merge import Layout, LayoutCache, RankStep, StepView
 from sentinel.ingest.parts import OpenStep, Part, earlier
+from sentinel.ingest.run_losses import RunLosses
 from sentinel.messages import Bye, Descriptor, EndStep, Health
 from sentinel.wire.frame import FrameType
 
@@ -38,6 +39,7 @@ class _State(msgspec.Struct):
     heard: dict[bytes, int] = {}
     blindness: dict[str, int] = {}
     num_late_rows: dict[int, int] = {}
+    losses: RunLosses = msgspec.field(default_factory=RunLosses)
 
 
 class StepAssembler:
@@ -61,6 +63,8 @@ class StepAssembler:
         """Rank -> rows that came after their step was closed."""
         self.num_incomplete_replays = 0
         """Decisions whose frames are no longer all there: judged again with less than before."""
+        self.losses = RunLosses()
+        """What ranks measured and nobody judged, since the run began."""
         self._on_decision = on_decision
         self._late_after_steps = late_after_steps
         self._late_after_s = late_after_s
@@ -266,23 +270,22 @@ class StepAssembler:
 
     def _decide(self, attempt: Attempt, step: int, why: str) -> StepView:
         chosen = self._attempts.chosen(attempt, step)
-        ranks = tuple(
-            RankPart(
-                rank=rank, life=part.life.id, num_rows=part.num_rows, last_seq=part.last_seq,
-                layout_id=part.layout_id, generation=part.generation, is_ended=part.end_step is not None,
-            )
-            for rank, part in chosen.items()
-        )  # fmt: skip
+        ranks = tuple(part.decided(rank) for rank, part in chosen.items())
         self._seq += 1
         decision = Decision(
             seq=self._seq, run=self.run, attempt=attempt.number, step=step, ranks=ranks, why=why,
             missing=self._missing(attempt, chosen), described=self._described(attempt, chosen),
             time=max([part.last_wall_ns for part in chosen.values()], default=0) / 1e9, pack_hash=self.pack_hash,
             blindness={what: count for what, count in sorted(self._blindness.items()) if count > 0},
+            is_catching_up=any(one.num_lost for one in ranks) and self._is_next_heard(attempt, step),
         )  # fmt: skip
         self._tell(decision)
         self._on_decision(decision)
         return self._view(decision)
+
+    def _is_next_heard(self, attempt: Attempt, step: int) -> bool:
+        later = [one for one in attempt.open if one > step]
+        return bool(later) and not attempt.waited_for(min(later), self._attempts.returning())
 
     def _missing(self, attempt: Attempt, chosen: Mapping[int, Part]) -> dict[int, str]:
         """Return why ranks are not whole in a step, ranks rising."""
@@ -330,6 +333,7 @@ class StepAssembler:
             else:
                 is_incomplete |= len(made.rows) < one.num_rows
                 parts.append(made)
+        self.losses.take(decision, (told for part in parts for told in part.health))
         # Rows are also short in the first run when their descriptor was lost; then the replay is as complete as that.
         self.num_incomplete_replays += is_incomplete
         self._count_left_over(decision, opened)
@@ -473,6 +477,7 @@ class StepAssembler:
             heard={life: seq for life, (seq, _) in self._heard.items()},
             blindness=self._blindness,
             num_late_rows=self.num_late_rows,
+            losses=self.losses,
         )
         return msgspec.msgpack.encode(state)
 
@@ -482,6 +487,7 @@ class StepAssembler:
         self._seq = state.seq
         self._ended = state.ended
         self._blindness, self.num_late_rows = state.blindness, state.num_late_rows
+        self.losses = state.losses
         self._counted = {one.number: one.closed_step for one in state.attempts}
         self._counted_seq = state.heard
         self._lives = dict(lives)

@@ -99,6 +99,7 @@ class RunMetrics(msgspec.Struct, kw_only=True):
     anomalies: Mapping[tuple[str, str], int] = {}
     """(rule, severity) -> onsets."""
     num_rows_dropped: int = 0
+    num_steps_dropped: int = 0
     num_rows_folded: int = 0
     num_rows_late: int = 0
     num_frames: int = 0
@@ -191,7 +192,8 @@ _RUN_COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("num_records", "sentinel_records_total", "Rows taken in."),
     ("num_steps_judged", "sentinel_steps_judged_total", "Steps judged."),
     ("num_steps_late", "sentinel_steps_late_total", "Steps closed without a live rank."),
-    ("num_rows_dropped", "sentinel_rows_dropped_total", "Rows that never reached the spool."),
+    ("num_rows_dropped", "sentinel_rows_dropped_total", "Rows that were measured and lost before they were judged."),
+    ("num_steps_dropped", "sentinel_steps_dropped_total", "Steps of a rank that were lost whole, their end included."),
     ("num_rows_folded", "sentinel_rows_folded_total", "Rows folded for want of room."),
     ("num_rows_late", "sentinel_rows_late_total", "Rows that came after their step was closed."),
     ("num_frames", "sentinel_frames_total", "Frames taken in."),

@@ -13,12 +13,14 @@ from sentinel.anomaly import Anomaly
 from sentinel.detect import GroupDetector, LivenessDetector, SeriesDetector, known_detectors, state_bytes
 from sentinel.detect.dotted import why_not
 from sentinel.detect.forms import Form
+from sentinel.detect.lost_rows import LostRows
 from sentinel.errors import RuleError
 from sentinel.record import STATISTICS
 from sentinel.rules.aggregate_watch import AggregateWatch, Merged
 from sentinel.rules.building import build_detector
 from sentinel.rules.guard import Guarded
 from sentinel.rules.liveness_watch import LivenessWatch
+from sentinel.rules.loss_watch import LossWatch
 from sentinel.rules.own_row_watch import OwnRowWatch
 from sentinel.rules.programme import NO_HITS, Programme
 from sentinel.rules.quick import quick_of
@@ -237,7 +239,7 @@ class Engine:
                 plan.rows.append((watch, watch.plan(selection)))
             elif isinstance(watch, LivenessWatch):
                 plan.learn.append(watch.learn)
-            elif isinstance(watch, ReplicaWatch | RankWatch | SkewWatch | AggregateWatch):
+            elif isinstance(watch, ReplicaWatch | RankWatch | SkewWatch | AggregateWatch | LossWatch):
                 plan.whole.append(watch.judge)
             elif not isinstance(watch, ScalarWatch):
                 raise AssertionError(f"{type(watch).__name__} of rule {watch.rule.name} is judged nowhere")
@@ -266,7 +268,7 @@ def _scalars_of(watches: Sequence[Watch]) -> ScalarStep:
     return ScalarStep([watch for watch in watches if isinstance(watch, ScalarWatch)])
 
 
-def _watches_of(rule: Rule, detector: SeriesDetector | GroupDetector | LivenessDetector) -> list[Watch]:
+def _watches_of(rule: Rule, detector: SeriesDetector | GroupDetector | LivenessDetector | LostRows) -> list[Watch]:
     """Return the watches of one rule: rows for detectors without a past, series for the others, scalars; groups."""
     watches: list[Watch] = []
     if isinstance(detector, GroupDetector):
@@ -276,6 +278,8 @@ def _watches_of(rule: Rule, detector: SeriesDetector | GroupDetector | LivenessD
         return [ReplicaWatch(rule, detector) if detector.over == "copies" else RankWatch(rule, detector)]
     if isinstance(detector, LivenessDetector):
         return [LivenessWatch(rule, detector)]
+    if isinstance(detector, LostRows):
+        return [LossWatch(rule, detector)]
     kinds = frozenset(kind for kind in rule.match.kind if kind != "scalar")
     if rule.match.aggregate:
         merged = Merged(rule, kinds)

@@ -380,7 +380,7 @@ class Handover:
 
     def _tell_losses(self, batch: StepBatch | None) -> None:
         """Say which steps were lost whole, and once the writer is no longer late, which were cut."""
-        if self._losses and self._write(self._losses.as_health(self.spool.rank, "steps_dropped")):
+        if self._losses and self._write(self._losses.as_health(self.spool.rank, "steps_dropped", "writer")):
             self._losses = Losses()
         if batch is not None and (batch.num_cut or batch.num_dropped):
             if not self._cut:
@@ -390,8 +390,8 @@ class Handover:
                     self.spool.rank, self._queue_bytes, batch.step,
                 )  # fmt: skip
             self._cut.add(batch.step, batch.num_cut + batch.num_dropped)
-        elif self._cut and not self._queue and self._write(self._cut.as_health(self.spool.rank, "rows_dropped")):
-            log.warning("sentinel: %s", self._cut.as_health(self.spool.rank, "rows_dropped").message)
+        elif self._cut and not self._queue and self._write(self._cut.as_health(self.spool.rank, "rows_dropped", "writer")):
+            log.warning("sentinel: %s", self._cut.as_health(self.spool.rank, "rows_dropped", "writer").message)
             self._cut = Losses()
 
     def _beat(self) -> None:

@@ -33,8 +33,11 @@ class Losses:
             self.add(other.first_step, other.num_rows, other.num_steps)
             self.last_step = max(self.last_step, other.last_step)
 
-    def as_health(self, rank: int, code: str) -> Health:
-        """Return the record that tells it. code: `rows_dropped` (the ends of the steps count them), or `steps_dropped`."""
+    def as_health(self, rank: int, code: str, lost_to: str) -> Health:
+        """Return the record that tells it. code: `rows_dropped` (the ends of the steps count them), or `steps_dropped`.
+
+        lost_to: why, as in `EndStep.lost_to`.
+        """
         steps = f"step {self.first_step}" if self.num_steps == 1 else f"steps {self.first_step} to {self.last_step}"
         what = "of them nothing is left" if code == "steps_dropped" else "each step's end tells its own"
         return Health(
@@ -44,4 +47,5 @@ class Losses:
             step=self.last_step,
             first_step=self.first_step,
             num_rows=self.num_rows,
+            lost_to=lost_to,
         )

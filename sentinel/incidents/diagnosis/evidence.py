@@ -193,6 +193,11 @@ class Evidence(msgspec.Struct, kw_only=True):
     num_samples_cut: int = 0
     lane_of: dict[int, int] = {}
 
+    @property
+    def is_about_rows(self) -> bool:
+        """Whether it is about rows that were lost, and not about ranks."""
+        return bool(self.signs) and all(sign.statistic == "rows_lost" for sign in self.signs.values())
+
     def join(self, group: Iterable[Anomaly], facts: StepFacts | None) -> None:
         """Take anomalies that became members."""
         if facts is not None and facts.num_lanes > 1:

@@ -1,0 +1,51 @@
+"""RunLosses: what ranks measured and nobody judged, summed over a run: whether all of it was judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from sentinel.ingest.decision import Decision
+from sentinel.messages import Health
+
+
+class RunLosses(msgspec.Struct):
+    """A sum over the closed steps of a run; `is_complete` while it is empty."""
+
+    num_rows: int = 0
+    num_steps_gone: int = 0
+    """Steps of which nothing is left, not even their end; counted on each rank."""
+    first_step: int = -1
+    last_step: int = -1
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing was lost."""
+        return not self.num_rows and not self.num_steps_gone
+
+    def take(self, decision: Decision, health: Iterable[Health]) -> None:
+        """Add what a closed step tells of."""
+        for one in decision.ranks:
+            if one.num_lost:
+                self._add(one.num_lost, 0, decision.step, decision.step)
+        for told in health:
+            if told.code == "steps_dropped":
+                first = told.first_step if told.first_step >= 0 else decision.step
+                self._add(told.num_rows, told.count, first, max(told.step, first))
+
+    def _add(self, num_rows: int, num_steps_gone: int, first_step: int, last_step: int) -> None:
+        self.num_rows += num_rows
+        self.num_steps_gone += num_steps_gone
+        self.first_step = first_step if self.first_step < 0 else min(self.first_step, first_step)
+        self.last_step = max(self.last_step, last_step)
+
+    @property
+    def words(self) -> str:
+        """What was lost; empty where nothing was: `40 rows of steps 3 to 9 were lost before they were judged`."""
+        if self.is_complete:
+            return ""
+        first, last = self.first_step, self.last_step
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        gone = f", {self.num_steps_gone:,} steps whole" if self.num_steps_gone else ""
+        return f"{self.num_rows:,} rows of {steps}{gone} were lost before they were judged"
