@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from datetime import UTC, datetime
 
 import msgspec
 
@@ -117,6 +118,15 @@ class IncidentAct(msgspec.Struct, frozen=True, kw_only=True):
     """Of `ack`: seconds since the epoch until which it holds; 0: until the incident ends."""
     time: float = 0.0
     """Seconds since the epoch."""
+    id: str = ""
+    """Names the act, so that it is taken once."""
+
+    @property
+    def in_words(self) -> str:
+        """`acknowledged by ana until 2026-11-22 14:30 UTC: the node is drained`"""
+        did = {"ack": "acknowledged", "resolve": "closed", "reopen": "reopened"}.get(self.act, self.act)
+        until = f" until {datetime.fromtimestamp(self.until, UTC):%Y-%m-%d %H:%M} UTC" if self.until else ""
+        return f"{did} by {self.who}{until}" + (f": {self.why}" if self.why else "")
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True):

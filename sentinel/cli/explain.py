@@ -16,19 +16,20 @@ from sentinel.cli.places import find_run, runs_directory
 from sentinel.errors import ConfigError, StoreError
 from sentinel.explain.drawing import WIDTH
 from sentinel.explain.story import Story, Told, story_of, tell
-from sentinel.incidents.revisions import find_incident, incident_revisions
+from sentinel.incidents.revisions import find_incident, incident_revisions, newest_revisions, worst_open
 from sentinel.report.alert import Alert
 from sentinel.store.whereabouts import RunPaths, runs_in
 
 
 @click.command()
-@click.argument("incident", default="latest")
+@click.argument("incident", default="worst")
 @click.option("-d", "--dir", "directory", help="A run, its name, or a directory of runs. Default: $SENTINEL_DIR.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 def explain(incident: str, directory: str | None, as_json: bool) -> int:
     """Tell the story of an incident: what came first and where, how it spread, what followed, who was told.
 
-    INCIDENT is an id, the beginning of one, or `latest`, which is the default.
+    INCIDENT is an id, the beginning of one, `worst` (the gravest that is open, where none is the newest; the default), or
+    `latest`.
     """
     run_dir = run_with_incident(incident, directory)
     story: Story = story_of(run_dir, incident, alerts_of(run_dir))
@@ -48,21 +49,24 @@ def run_with_incident(incident: str, directory: str | None) -> Path:
         home = find_run(directory)
     if (home / "incidents.jsonl").is_file():
         return home
-    having = {}
+    having: dict[Path, tuple[int, float, str]] = {}
     known: list[str] = []
     for run_dir in runs_in(home):
         revisions = incident_revisions(run_dir)
         known += sorted({one.id for one in revisions})
         try:
-            having[run_dir] = (max(one.time for one in revisions), find_incident(revisions, incident)) if revisions else None
+            which = find_incident(revisions, incident)
         except ConfigError:
             continue
-    found = {run_dir: which for run_dir, which in having.items() if which is not None}
-    if not found:
+        gravest = worst_open(newest_revisions(revisions).values()) if incident == "worst" else []
+        rank = gravest[0].severity.level if gravest else -1
+        having[run_dir] = (rank, max(one.time for one in revisions), which)
+    if not having:
         names = f"; known: {', '.join(known[:8])}" if known else "; none is recorded there"
         raise ConfigError(f'"{incident}": no incident of a run in {home} has an id that begins so{names}')
-    if incident == "latest":
-        return max(found, key=lambda run_dir: found[run_dir])
+    if incident in ("worst", "latest"):
+        return max(having, key=lambda run_dir: having[run_dir])
+    found = having
     if len(found) > 1:
         runs = ", ".join(sorted(run_dir.name for run_dir in found)[:8])
         raise ConfigError(f'"{incident}": {len(found)} runs have such an incident: {runs}; name one with -d RUN')

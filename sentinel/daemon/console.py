@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from sentinel.control.acts import ActRequest, leave_act
 from sentinel.daemon.http import Unavailable, UnknownRun
 from sentinel.daemon.packs import RulePacks
 from sentinel.daemon.series_api import SeriesDesk, SeriesRequest
@@ -132,6 +133,16 @@ class ServedConsole:
             return one.commanding.order(action, request, time.time())
         except (StoreError, sqlite3.Error) as error:
             raise Unavailable(f"run {run}: the order may not have been given, nothing can be written: {error}") from error
+
+    def act(self, run: str, request: ActRequest) -> dict[str, Any]:
+        """Leave what a person does about an incident of a run for its judge."""
+        [one] = self._chosen(run)
+        act = request.begun(time.time())
+        try:
+            leave_act(one.paths.run_dir, act)
+        except OSError as error:
+            raise Unavailable(f"run {run}: nothing can be written: {error.strerror or error}") from error
+        return {"id": act.id, "incident": act.incident, "act": act.act, "who": act.who}
 
     def reload(self) -> dict[str, Any]:
         """Have the loop read the rule packs again, and wait for the outcome."""

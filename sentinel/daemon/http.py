@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from sentinel.control.acts import ActRequest
 from sentinel.daemon.commanding import ACTIONS
 from sentinel.daemon.series_api import Busy, SeriesRequest
 from sentinel.daemon.tokens import Scope, Tokens
@@ -86,6 +87,10 @@ class Console(Protocol):
 
     def control(self, run: str, action: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """Do one of `commanding.ACTIONS`; SentinelError when it cannot be, Unavailable when not now."""
+        ...
+
+    def act(self, run: str, request: ActRequest) -> dict[str, Any]:
+        """Take what a person does about an incident; SentinelError when it cannot be, Unavailable when not now."""
         ...
 
     def reload(self) -> dict[str, Any]:
@@ -298,6 +303,13 @@ def make_app(console: Console, gate: Gate) -> Starlette:
             raise ValueError(f'expected {{"run": NAME, "action": {" or ".join(map(repr, ACTIONS))}, ...}}')
         return plain(console.control(run, action, order))
 
+    def act(request: Request) -> Response:
+        asked = msgspec.json.decode(request.state.body, type=dict[str, Any])
+        run = asked.pop("run", None)
+        if not isinstance(run, str):
+            raise ValueError('expected {"run": NAME, "incident": ID, "act": "ack", "resolve" or "reopen", "who": NAME, ...}')
+        return plain(console.act(run, msgspec.convert(asked, ActRequest)), 202)
+
     def reload(request: Request) -> Response:
         result = console.reload()
         return plain(result, 200 if result.get("outcome") == "ok" else 422)
@@ -324,6 +336,7 @@ def make_app(console: Console, gate: Gate) -> Starlette:
         route("/api/v1/runs", Scope.READ, runs),
         route("/api/v1/anomalies", Scope.READ, anomalies),
         route("/api/v1/incidents", Scope.READ, incidents),
+        route("/api/v1/incidents", Scope.CONTROL, act, ("POST",)),
         route("/api/v1/series", Scope.READ, series),
         route("/api/v1/control", Scope.READ, audit),
         route("/api/v1/control", Scope.CONTROL, control, ("POST",)),

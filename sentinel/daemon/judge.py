@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sentinel.anomaly import Anomaly, Incident, Severity, anomaly_id
+from sentinel.anomaly import Anomaly, Incident, IncidentAct, Severity, anomaly_id
 from sentinel.control.policy import DUMP, Proposal, propose
 from sentinel.daemon.step_facts import FactReader
 from sentinel.incidents.tracker import IncidentConfig, IncidentTracker
@@ -122,10 +122,16 @@ class Judge:
         return self._engine.stale_ranks
 
     def judge_tick(self, tick: Tick) -> Verdict:
-        """Return the verdict on one moment: who is stale, and who no longer is."""
+        """Return the verdict on one moment: who is stale, who no longer is, and what people did."""
         found = sorted(self._engine.judge_tick(tick), key=sort_key)
         incidents = self._tracker.update(max(tick.step, 0), found, attempt=tick.attempt, time=tick.time)
+        for act in tick.acts:
+            incidents += self._tracker.act(act)
         return Verdict(anomalies=tuple(found), incidents=tuple(incidents))
+
+    def why_not(self, act: IncidentAct) -> str:
+        """Return why what a person did cannot be taken now; empty: it can."""
+        return self._tracker.why_not(act)
 
     def snapshot(self) -> bytes:
         """Return the whole state; `restore` takes it back exactly."""

@@ -8,6 +8,10 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
+import msgspec
+
+from sentinel.anomaly import IncidentAct
+
 _STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:70rem;padding:0 1rem;color:#1c2024;background:#fcfcfd}
 h1{font-size:1.3rem;margin:0 0 .2rem}h2{font-size:1.05rem;margin:2rem 0 .4rem}
@@ -64,13 +68,19 @@ def _incidents(incidents: list[Mapping[str, Any]]) -> str:
             f'<span class="muted">{_text(_or_empty(one, "module", "segment"))}</span></td>'
             f"<td>{_text(ranks)}</td><td>{_text(one.get('opened_step', ''))} to {_text(one.get('last_step', ''))}</td>"
             f"<td>{_text(one.get('num_members', ''))}</td>"
+            f"<td>{_text(_newest_act(one))}</td>"
             f"<td>{_text(one.get('verdict', ''))}<br><span class='muted'>{_text(evidence)}</span></td></tr>"
         )
     head = "".join(
         f"<th>{name}</th>"
-        for name in ("", "Run", "Incident", "First cause", "Ranks", "Steps", "Anomalies", "Suspected")
+        for name in ("", "Run", "Incident", "First cause", "Ranks", "Steps", "Anomalies", "People", "Suspected")
     )
     return f"<h2>Open incidents</h2><table><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def _newest_act(incident: Mapping[str, Any]) -> str:
+    acts = list(incident.get("acts", ()))
+    return msgspec.convert(acts[-1], IncidentAct).in_words if acts else ""
 
 
 def _runs(runs: list[Mapping[str, Any]]) -> str:

@@ -21,6 +21,7 @@ import msgspec
 
 from sentinel.anomaly import Anomaly, Incident
 from sentinel.command import ANY_ATTEMPT
+from sentinel.control.acts import ActInbox
 from sentinel.control.edits import ConfigInUse
 from sentinel.daemon.commanding import Commanding
 from sentinel.daemon.config import DaemonConfig
@@ -92,7 +93,8 @@ class ServedRun:
         self._routes = config.notify.routes()
         self._problems: dict[str, str] = {}
         self._blind: list[str] = []
-        self._desk_due = self._watch_due = 0.0
+        self._desk_due = self._watch_due = self._acts_due = 0.0
+        self._acts = ActInbox(paths.run_dir, log.warning)
         self._replicas = ""
         self._lock = RunLock(paths.lock_directory, f"run {paths.run_dir}")
         try:
@@ -124,6 +126,7 @@ class ServedRun:
             views = self._assembler.close(time.monotonic(), self._follower.behind, settled_step=settled_step)
             has_moved = self._judge(views) or has_moved
             self._watch()
+            self._take_acts(now)
             self._mend_files()
             if now - self.last_heard > FORGET_S:
                 self.recent.clear()
@@ -330,6 +333,21 @@ class ServedRun:
             self._judge([self._assembler.tick(ranks, self._tracker.now)])
         # Thousands of ranks must not cost a core.
         self._watch_due = time.monotonic() + max(WATCH_S, 20.0 * (time.monotonic() - begun))
+
+    def _take_acts(self, now: float) -> None:
+        """Judge what people did about incidents, and let go of it once that is committed."""
+        if time.monotonic() < self._acts_due or self._assembler.is_replaying:
+            return
+        self._acts_due = time.monotonic() + DESK_S
+        for path, act in self._acts.waiting():
+            why = self._court.why_not(act)
+            if why:
+                log.warning("run %s: %s by %s is not done: %s", self.name, act.act, act.who, why)
+            else:
+                ranks = self._tracker.facts(self._assembler.attempt, self._assembler.attempt_of)
+                self._judge([self._assembler.tick(ranks, self._tracker.now, (act,))])
+            self.journal.audit(now, act.who, act.act, {"incident": act.incident, "why": act.why, "refused": why})
+            self._acts.take(path)
 
     def _judge(self, views: Iterable[StepView | Tick]) -> bool:
         """Judge the steps and moments, commit them in batches, and return whether there were any."""

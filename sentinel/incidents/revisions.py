@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,14 +26,20 @@ def incident_revisions(directory: Path) -> list[Incident]:
 
 
 def find_incident(revisions: Sequence[Incident], wanted: str) -> str:
-    """Return the id of the incident that a prefix, or `latest`, means; ConfigError when it means none, or several."""
-    ids = sorted({incident.id for incident in revisions})
-    if not ids:
+    """Return the id of the incident that a prefix, `worst` or `latest` means; ConfigError when it means none, or several.
+
+    worst: the gravest of those that are open, the newest of equals; where none is open, the newest. latest: the newest.
+    """
+    newest = newest_revisions(revisions)
+    if not newest:
         raise ConfigError(f'"{wanted}": expected an incident, but none is recorded here')
-    if wanted == "latest":
+    if wanted in ("worst", "latest"):
         opened = {i.id: (i.time, i.attempt, i.opened_step, i.id) for i in reversed(revisions)}
-        own = [one.id for one in _newest(revisions).values() if one.state != "merged"] or ids
-        return max(own, key=lambda one: opened[one])
+        own = [one for one in newest.values() if one.state != "merged"] or list(newest.values())
+        if wanted == "worst":
+            own = worst_open(own) or own
+        return max((one.id for one in own), key=lambda one: opened[one])
+    ids = sorted(newest)
     matching = [one for one in ids if one.startswith(wanted)] if wanted else []
     if len(matching) != 1:
         what = "several" if matching else "no"
@@ -41,7 +47,15 @@ def find_incident(revisions: Sequence[Incident], wanted: str) -> str:
     return matching[0]
 
 
-def _newest(revisions: Sequence[Incident]) -> dict[str, Incident]:
+def worst_open(incidents: Iterable[Incident]) -> list[Incident]:
+    """Return of some incidents the gravest that are open."""
+    still_open = [one for one in incidents if one.state == "open"]
+    most = max((one.severity.level for one in still_open), default=0)
+    return [one for one in still_open if one.severity.level == most]
+
+
+def newest_revisions(revisions: Iterable[Incident]) -> dict[str, Incident]:
+    """Return the newest revision of each incident, by id."""
     newest: dict[str, Incident] = {}
     for incident in revisions:
         if incident.id not in newest or newest[incident.id].revision <= incident.revision:
@@ -51,7 +65,7 @@ def _newest(revisions: Sequence[Incident]) -> dict[str, Incident]:
 
 def incident_members(revisions: Sequence[Incident], incident: str) -> frozenset[str]:
     """Return the ids of all anomalies of an incident, those of incidents merged into it among them."""
-    newest = _newest(revisions)
+    newest = newest_revisions(revisions)
     family = {incident}
     grows = True
     while grows:

@@ -188,34 +188,43 @@ class IncidentTracker:
         self._state.open = still_open
         return self._publish_all(closed, before, time)
 
-    def act(self, act: IncidentAct) -> list[Incident]:
-        """Take in what a person did about an incident, and return the revision that it made; ConfigError: it cannot be."""
-        before = self._begin()
-        closed: list[OpenIncident] = []
-        known = [one for one in (*self._state.open, *self._state.closed) if one.incident.id == act.incident]
-        if not known:
-            raise ConfigError(f'"{act.incident}": expected an open incident, or one of the last {MAX_CLOSED} that ended')
-        one = known[0]
-        is_open = one.incident.state == "open"
+    def why_not(self, act: IncidentAct) -> str:
+        """Return why what a person did cannot be taken now, in words; empty: it can."""
+        one = self._known(act.incident)
+        if one is None:
+            return f'"{act.incident}": expected an open incident, or one of the last {MAX_CLOSED} that ended'
+        if act.id and any(known.id == act.id for known in one.incident.acts):
+            return f'"{act.incident}": taken already'
+        state = one.incident.state
         if act.act == "reopen":
-            if is_open or one.incident.state == "merged":
-                raise ConfigError(f'"{act.incident}": expected an incident that is over, this one is {one.incident.state}')
+            return "" if state != "open" else f'"{act.incident}": expected an incident that is over, this one is open'
+        if act.act not in ("ack", "resolve"):
+            return f'expected an act of ack, resolve or reopen, got "{act.act}"'
+        return "" if state == "open" else f'"{act.incident}": expected an open incident, this one is {state} already'
+
+    def act(self, act: IncidentAct) -> list[Incident]:
+        """Take in what a person did about an incident, and return the revision that it made; ConfigError: `why_not`."""
+        why = self.why_not(act)
+        if why:
+            raise ConfigError(why)
+        before = self._begin()
+        one = self._known(act.incident)
+        assert one is not None
+        closed: list[OpenIncident] = []
+        if act.act == "reopen":
             self._state.closed = [other for other in self._state.closed if other is not one]
             self._state.open = sorted([*self._state.open, one], key=age)
             one.reopened_step = max(self._state.step, one.incident.last_step)
-            one.revise(state="open", evidence=_act_words(act))
-        elif not is_open:
-            raise ConfigError(f'"{act.incident}": expected an open incident, this one is {one.incident.state} already')
         elif act.act == "resolve":
             self._state.open = [other for other in self._state.open if other is not one]
-            one.revise(state="closed", evidence=_act_words(act))
             closed.append(one)
-        elif act.act == "ack":
-            one.revise(evidence=_act_words(act))
-        else:
-            raise ConfigError(f'expected an act of ack, resolve or reopen, got "{act.act}"')
+        states = {"reopen": "open", "resolve": "closed", "ack": "open"}
+        one.revise(state=states[act.act], evidence=act.in_words)
         one.incident = msgspec.structs.replace(one.incident, acts=(*one.incident.acts, act))
         return self._publish_all(closed, before, act.time)
+
+    def _known(self, incident: str) -> OpenIncident | None:
+        return next((one for one in (*self._state.open, *self._state.closed) if one.incident.id == incident), None)
 
     def _begin(self) -> dict[str, Incident]:
         self._touched = {}
@@ -488,6 +497,9 @@ class IncidentTracker:
         for onset_id in one.episodes:
             if self._state.owner.get(onset_id) == one.incident.id:
                 del self._state.owner[onset_id]
+        # What is over waits for nothing; of what it had, enough is kept to be opened again by a person.
+        one.episodes = {}
+        one.series, one.lineages = _first(one.series), _first(one.lineages)
 
     def _publish(self, one: OpenIncident, before: dict[str, Incident], time: float) -> Incident | None:
         members = tuple(self._touched.get(one.incident.id, ()))
@@ -502,6 +514,10 @@ class IncidentTracker:
         return published
 
 
+def _first(known: dict[str, int]) -> dict[str, int]:
+    return dict(list(known.items())[:MAX_CLOSED])
+
+
 def _is_of_same_ranks(one: OpenIncident, group: Iterable[Anomaly]) -> bool:
     """Tell whether the ranks that anomalies say deviate from their peers are those of an incident, or either says none."""
     odd = {rank for a in group if (rank := deviating_rank(a)) is not None}
@@ -512,7 +528,3 @@ def _end_words(ended: RunEnd) -> str:
     who = "" if ended.rank is None else f", rank {ended.rank} first"
     return f"the run ended ({ended.how.replace('_', ' ')}{who})" + (f": {ended.detail}" if ended.detail else "")
 
-
-def _act_words(act: IncidentAct) -> str:
-    did = {"ack": "acknowledged", "resolve": "closed", "reopen": "reopened"}.get(act.act, act.act)
-    return f"{did} by {act.who}" + (f": {act.why}" if act.why else "")

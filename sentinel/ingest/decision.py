@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from sentinel.anomaly import IncidentAct
+
 
 class RankPart(msgspec.Struct, frozen=True, kw_only=True):
     """What of one rank is in a closed step: the frames of one life up to a number."""
@@ -90,7 +92,7 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tick(msgspec.Struct, frozen=True, kw_only=True):
-    """A moment at which a rank became stale, or was no longer. Journalled before it is judged, whole."""
+    """A moment at which a rank became stale, or was no longer, or a person acted. Journalled before it is judged, whole."""
 
     seq: int
     run: str
@@ -104,6 +106,8 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     time: float = 0.0
     """Seconds since the epoch by the newest record heard."""
     pack_hash: str = ""
+    acts: tuple[IncidentAct, ...] = ()
+    """What people did about incidents."""
 
 
 STEP, TICK = "step", "tick"

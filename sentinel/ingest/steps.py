@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import msgspec
 
+from sentinel.anomaly import IncidentAct
 from sentinel.ingest.attempts import Attempt, Attempts, AttemptState, Ended, Stint
 from sentinel.ingest.decision import Decision, Described, RankFacts, RankPart, Tick
 from sentinel.ingest.follow import Life, Position, Record
@@ -220,15 +221,18 @@ class StepAssembler:
         """Return the attempt that a life's newest steps belong to; None: it has none yet."""
         return self._attempts.attempt_of(life)
 
-    def tick(self, ranks: tuple[RankFacts, ...], now: float) -> Tick:
-        """Decide that this is a moment to judge who lives: journalled like the decision on a step. now: seconds watched."""
+    def tick(self, ranks: tuple[RankFacts, ...], now: float, acts: tuple[IncidentAct, ...] = ()) -> Tick:
+        """Decide that this is a moment to judge who lives, and what people did: journalled like the decision on a step.
+
+        now: seconds watched.
+        """
         assert not self._replays
         attempt = self._attempts.by_number.get(self._attempts.newest)
         self._seq += 1
         tick = Tick(
             seq=self._seq, run=self.run, attempt=max(self._attempts.newest, 0), now=now, ranks=ranks,
             step=attempt.state.closed_step if attempt is not None else -1,
-            time=max((one.time for one in ranks), default=0.0), pack_hash=self.pack_hash,
+            time=max((one.time for one in ranks), default=0.0), pack_hash=self.pack_hash, acts=acts,
         )  # fmt: skip
         self._on_decision(tick)
         return tick

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
 
 import msgspec
 
-from sentinel.anomaly import CLOSED_STATES, Incident, IncidentAct, Severity
+from sentinel.anomaly import CLOSED_STATES, Incident, Severity
 from sentinel.errors import ConfigError
 
 CHANGES: tuple[str, ...] = (
@@ -111,7 +110,8 @@ def change_of(previous: Incident | None, current: Incident, route: RouteConfig) 
     elif len(current.acts) > len(previous.acts):
         change = "acknowledged"
     elif (current.root, current.module, current.verdict) != (previous.root, previous.module, previous.verdict):
-        change = "refined"
+        # Whoever works on it reads the page; the others need not hear each step of it.
+        change = None if current.acknowledged(current.time) else "refined"
     else:
         change = None
     if change in route.changes:
@@ -188,17 +188,10 @@ def facts(incident: Incident) -> list[tuple[str, str]]:
         ("steps", f"{incident.opened_step} to {incident.last_step}"),
         ("anomalies", str(incident.num_members) if incident.num_members else ""),
         ("detectors", ", ".join(incident.detectors[:8])),
-        ("people", "; ".join(_act_words(act) for act in incident.acts[-3:])),
+        ("people", "; ".join(act.in_words for act in incident.acts[-3:])),
         ("merged into", incident.merged_into or ""),
     ]
     return [(name, text) for name, text in pairs if text]
-
-
-def _act_words(act: IncidentAct) -> str:
-    """`acknowledged by ana until 14:30 UTC: the node is drained`"""
-    did = {"ack": "acknowledged", "resolve": "closed", "reopen": "reopened"}.get(act.act, act.act)
-    until = f" until {datetime.fromtimestamp(act.until, UTC):%Y-%m-%d %H:%M} UTC" if act.until else ""
-    return f"{did} by {act.who}{until}" + (f": {act.why}" if act.why else "")
 
 
 def _skipped(incident: Incident) -> str:

@@ -42,7 +42,7 @@ class ControlFolder:
         if is_quiet and 0 <= now_ns - self._listed_ns < _FORCED_NS:
             return []
         self._listed_ns, self._folder_mtime_ns = now_ns, folder.st_mtime_ns
-        why = _why_foreign(folder, stat.S_ISDIR, "a directory")
+        why = why_foreign(folder, stat.S_ISDIR, "a directory")
         if why:
             self._refuse(str(self.directory), (folder.st_ino, 0), why)
             return []
@@ -77,7 +77,7 @@ class ControlFolder:
         try:
             status = os.fstat(fd)
             mark = (status.st_ino, status.st_mtime_ns)
-            why = _why_foreign(status, stat.S_ISREG, "a regular file")
+            why = why_foreign(status, stat.S_ISREG, "a regular file")
             if not why and status.st_size > MAX_COMMAND_BYTES:
                 why = f"expected at most {MAX_COMMAND_BYTES} bytes, got {status.st_size}"
             data = b"" if why else os.read(fd, MAX_COMMAND_BYTES)
@@ -110,7 +110,7 @@ class ControlFolder:
         return status.st_ino, status.st_mtime_ns
 
 
-def _why_foreign(status: os.stat_result, is_right: Callable[[int], bool], what: str) -> str:
+def why_foreign(status: os.stat_result, is_right: Callable[[int], bool], what: str) -> str:
     """Return why somebody else may have written this; empty when only our user can."""
     if not is_right(status.st_mode):
         return f"expected {what}, got mode {stat.filemode(status.st_mode)}"

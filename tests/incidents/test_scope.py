@@ -297,8 +297,9 @@ def test_acts_survive_a_restart() -> None:
     fresh = IncidentTracker(IncidentConfig(episode_quiet_steps=0))
     fresh.restore(told.tracker.snapshot())
 
-    (again,) = fresh.act(act(incident, "reopen"))
+    reopening = act(incident, "reopen")
+    (again,) = fresh.act(reopening)
 
-    assert again == told.tracker.act(act(incident, "reopen"))[0]
+    assert again == told.tracker.act(reopening)[0]
     assert again.state == "open"
     assert msgspec.structs.asdict(again)["acts"][-1].act == "reopen"
