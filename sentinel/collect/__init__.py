@@ -14,6 +14,7 @@ from torch import nn
 from sentinel.collect.attempt import agree
 from sentinel.collect.environment import read_environment
 from sentinel.collect.monitor import Monitor
+from sentinel.collect.optimizers import inner_optimizers
 from sentinel.collect.structure import unwrap
 from sentinel.collect.topology import Topology
 from sentinel.collect.unmeasured import Unmeasured
@@ -55,7 +56,7 @@ def attach(
         raise ConfigError(f"attach: grad_acc_steps must be at least 1, got {grad_acc_steps}")
     optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     for one in optimizers:
-        if not callable(getattr(one, "step", None)):
+        if not callable(getattr(one, "step", None)) and next(inner_optimizers(one), None) is None:
             raise ConfigError(f"attach: optimizer must have a step method, got {type(one).__name__}")
     source = read_source(config)
     for one in models:

@@ -26,9 +26,13 @@ class GradientWatch:
         *,
         is_wanted: Callable[[], bool],
         before_reading: Callable[[], None],
+        on_backward_ended: Callable[[], None],
         guard: Callable[[str, Exception], None],
     ) -> None:
-        """is_wanted: whether this step's gradients are measured; before_reading: the step may have to begin first."""
+        """is_wanted: whether this step's gradients are measured; before_reading: the step may have to begin first.
+
+        on_backward_ended: all gradients of a backward are there.
+        """
         self.clips = ClipWatch(self._before_clip, self._before_clip_by_value)
         self._parameters = parameters
         self._recording = recording
@@ -36,6 +40,7 @@ class GradientWatch:
         self._waits = waits
         self._is_wanted = is_wanted
         self._before_reading = before_reading
+        self._on_backward_ended = on_backward_ended
         self._guard = guard
         self._was_mine = False
         """The parameters clipped last were this model's."""
@@ -70,6 +75,7 @@ class GradientWatch:
         try:
             self._waits.end_backward_end()
             self._parameters.note_grads()
+            self._on_backward_ended()
             if not self._has_clipped and self._is_wanted():
                 self._parameters.note_versions()
         except Exception as error:

@@ -46,6 +46,8 @@ class Parameters:
         """id of a parameter -> row of its gradient in this step."""
         self.doomed: set[int] = set()
         """Parameters whose row was read only because zero_grad was about to clear it: a later read replaces it."""
+        self.reopened: set[int] = set()
+        """Parameters whose row is not that of the update: whatever is read next replaces it."""
         self.holding: Holding = TorchHolding()
         """Where this trainer keeps parameters and gradients; an adapter may put its own here before the first step."""
         self._has_grads = False
@@ -117,7 +119,8 @@ class Parameters:
         for one in parameters:
             key = id(one.param)
             row = self.read.get(key)
-            if (row is not None and (is_doomed or key not in self.doomed)) or not self._plan.measures(one.wgrad):
+            is_final = row is not None and key not in self.reopened and (is_doomed or key not in self.doomed)
+            if is_final or not self._plan.measures(one.wgrad):
                 continue
             held = self.holding.wgrad(one.param)
             if held is None:
@@ -132,12 +135,18 @@ class Parameters:
             # A trainer that keeps gradients elsewhere may have noted those of `.grad` on their way there.
             touched = one.param.grad is not None and 0 <= one.version_after_backward != version
             one.last_read, one.last_version = weakref.ref(grad), version
+            self.reopened.discard(key)
             if is_doomed:
                 self.doomed.add(key)
             else:
                 self.doomed.discard(key)
             found.append((one, local, touched, row))
         return found
+
+    def reopen(self, tensors: Iterable[torch.Tensor] | None) -> None:
+        """What was read of these (None: of all) is not the gradient of the update: the next reading replaces it."""
+        wanted = self.read.keys() if tensors is None else {id(t) for t in tensors}
+        self.reopened.update(key for key in wanted if key in self.read)
 
     def are_thrown_away(self) -> bool:
         """Whether every gradient is gone although a backward of this step left some in `.grad`: cleared by hand."""
@@ -158,6 +167,7 @@ class Parameters:
         """Forget what was read."""
         self.read.clear()
         self.doomed.clear()
+        self.reopened.clear()
         self._has_grads = False
         for one in self.all:
             one.version_after_backward = -1

@@ -102,12 +102,14 @@ class Monitor:
         self._waits = WaitClock(is_blind=device.type != "cpu")
         self._gradients = GradientWatch(
             self.parameters, self.recording, self._scalars, self._waits,
-            is_wanted=self._wants_gradients, before_reading=self._step_without_forward, guard=self.guard,
+            is_wanted=self._wants_gradients, before_reading=self._step_without_forward,
+            on_backward_ended=lambda: self.boundary.backward_ended(), guard=self.guard,
         )  # fmt: skip
         self._events = Events(self.guard)
         self.boundary = Boundary(
-            self._gradients.ready, self._gradients.doomed, self.guard, self._optimizer_stepped, self._optimizer_steps
-        )
+            self._gradients.ready, self._gradients.doomed, self.guard, self._optimizer_stepped, self._optimizer_steps,
+            self.parameters.reopen, lambda: [one.param for one in self.parameters.all],
+        )  # fmt: skip
         self._pipeline_watch = PipelineWatch(self._introduction.note_stage, self._gradients.rewritten)
         self._loss_scale = LossScale(self._gradients.rewritten, self.guard)
         self._memory = MemoryUse(device)
@@ -149,7 +151,7 @@ class Monitor:
         zeroed: dict[int, nn.Module] = {id(m): m for model in models for m in (model, unwrap(model))}
         self.boundary.watch(optimizers, list(zeroed.values()))
         if not optimizers:
-            self.boundary.adopt(one.param for one in self.parameters.all)
+            self.boundary.hooks.adopt(one.param for one in self.parameters.all)
         for watch in self._watches:
             watch.install()
 
@@ -176,7 +178,7 @@ class Monitor:
         return self._gradients.clips, self._pipeline_watch, self._loss_scale, self._waits
 
     def _uninstall(self) -> None:
-        self.boundary.remove()
+        self.boundary.hooks.remove()
         self._events.removed()
         for watch in self._watches:
             watch.remove()
@@ -326,7 +328,7 @@ class Monitor:
     def before_forward(self, chunk: Chunk) -> None:
         """A training forward begins: end the step that is over, begin the new one."""
         if self.boundary.is_dirty and self.parameters.are_thrown_away():
-            self.boundary.skip()
+            self.boundary.thrown_away()
         if self.boundary.is_over:
             self._end_step()
         if not self._running.is_begun:

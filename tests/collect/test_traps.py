@@ -203,13 +203,13 @@ def two_optimizers(run: Path) -> Any:
 
 
 def end_steps_at_any_optimizer(patch: pytest.MonkeyPatch) -> None:
-    original = Boundary._after_step
+    original = Boundary.stepped
 
-    def after_step(self: Boundary, watched: Any, args: Any, kwargs: Any) -> None:
-        original(self, watched, args, kwargs)
+    def stepped(self: Boundary, watched: Any, optimizer: Any) -> None:
+        original(self, watched, optimizer)
         self._is_over = True
 
-    patch.setattr(Boundary, "_after_step", after_step)
+    patch.setattr(Boundary, "stepped", stepped)
 
 
 def skipped_by_hand(run: Path) -> Any:

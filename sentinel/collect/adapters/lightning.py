@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from sentinel.collect import attach
-from sentinel.collect.boundary import InstanceWrap
 from sentinel.collect.environment import read_environment
 from sentinel.collect.monitor import Monitor
+from sentinel.collect.optimizers import InstanceWrap
 from sentinel.collect.unmeasured import Unmeasured
 from sentinel.monitor_config import ConfigSource, MonitorConfig, read_source
 
@@ -182,7 +182,7 @@ class LightningCallback(_Callback):
 
     def _zeroed(self, monitor: Monitor, optimizer: Any) -> None:
         self._was_zeroed = True
-        monitor.boundary.zeroed(optimizer)
+        monitor.boundary.zeroed_by(optimizer)
 
     @_guarded
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

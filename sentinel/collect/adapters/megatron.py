@@ -30,8 +30,8 @@ from sentinel.collect.adapters.megatron_holding import (
     unwrap_chunk,
 )
 from sentinel.collect.adapters.megatron_placements import SitePlaces
-from sentinel.collect.boundary import InstanceWrap
 from sentinel.collect.monitor import Monitor
+from sentinel.collect.optimizers import InstanceWrap
 from sentinel.collect.scalars import on_its_way
 from sentinel.collect.taps import Chunk
 from sentinel.collect.unmeasured import Unmeasured

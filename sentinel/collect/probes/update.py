@@ -53,7 +53,7 @@ class Update:
         """id of a parameter -> its weights before the step, where they must be compared."""
         self._norms: dict[int, torch.Tensor] = {}
         self._unannounced: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Optimizers that step with a closure: their weights are copied when the step begins."""
+        """Optimizers that write their update unannounced: their weights are copied when the step begins."""
         self._announced: set[int] = set()
         self._rows: dict[int, int] = {}
         self._scratch: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
@@ -117,7 +117,7 @@ class Update:
         if not self._is_due:
             return
         if id(optimizer) not in self._announced and optimizer not in self._unannounced:
-            self._unannounced.add(optimizer)  # It runs the whole step in a closure: before it there was no last moment.
+            self._unannounced.add(optimizer)  # Before its update there was no last moment.
         due: dict[str, int] = {}
         batch = _Batch(self._context, self._rows, self._scratch)
         ratios: list[tuple[Entry, torch.Tensor, torch.Tensor, int]] = []
