@@ -86,9 +86,7 @@ class Boundary:
     # -- what happens: the StepListener of optimizers.py -----------------------------------------------------------
 
     def about_to_step(self, watched: Watched, optimizer: Any, *, is_announced: bool) -> None:
-        """Read the gradients of the update."""
-        if watched.num_steps:
-            self._on_reopened(watched.params())  # It steps again in this step: the last gradient stays.
+        """Read the gradients of the update; where it is not the first of the step, they were read before, and stay."""
         self._on_gradients_ready(watched.params())
         if is_announced:
             self._on_stepping(optimizer)
