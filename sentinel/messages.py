@@ -57,6 +57,8 @@ class ChunkInfo(msgspec.Struct, frozen=True, kw_only=True):
     offsets: dict[str, int] = {}
     """Local name of a container of numbered children -> number to add to make theirs global, as the trainer itself says
     (Megatron's layer_number, the experts of an expert-parallel rank). Goes before what the daemon works out."""
+    model: str = ""
+    """Which of several models of the trainer it belongs to (`G`, `D`): stands before its names. Empty: there is one."""
 
 
 MAX_TENSORS = 2**24

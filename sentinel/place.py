@@ -94,9 +94,14 @@ def strip_wrappers(name: str) -> str:
     return inner.rstrip(".") if inner != name else name
 
 
-def chunk_name(depth: int, num_depths: int) -> str:
-    """Return the canonical name of a whole chunk: `model`, or `stage<depth>` where the model is cut."""
-    return "model" if num_depths <= 1 else f"stage{depth}"
+def chunk_name(depth: int, num_depths: int, model: str = "") -> str:
+    """Return the canonical name of a whole chunk: `model`, or `stage<depth>` where the model is cut.
+
+    model: which of several it belongs to; its own name then takes the place of `model`, and stands before the stage's.
+    """
+    if num_depths <= 1:
+        return model or "model"
+    return f"{model}.stage{depth}" if model else f"stage{depth}"
 
 
 def layer_offsets(blocks_by_depth: Mapping[int, Iterable[str]]) -> dict[int, dict[str, int]]:

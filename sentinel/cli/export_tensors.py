@@ -87,7 +87,7 @@ class _Naming:
         if chunk is None:
             return piece.name
         kind = piece.kind if not piece.name or piece.name.startswith(":") else ""
-        return self._names.of(piece.name, chunk.depth, head.name_map, chunk.offsets, kind)
+        return self._names.of_model(chunk.model).of(piece.name, chunk.depth, head.name_map, chunk.offsets, kind)
 
 
 def _descriptor(head: DumpHead) -> Descriptor:

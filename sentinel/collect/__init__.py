@@ -15,6 +15,7 @@ from sentinel.collect.attempt import agree
 from sentinel.collect.environment import read_environment
 from sentinel.collect.monitor import Monitor
 from sentinel.collect.optimizers import inner_optimizers
+from sentinel.collect.several_models import listed
 from sentinel.collect.structure import unwrap
 from sentinel.collect.topology import Topology
 from sentinel.collect.unmeasured import Unmeasured
@@ -30,7 +31,7 @@ _attached: weakref.WeakKeyDictionary[nn.Module, Monitor] = weakref.WeakKeyDictio
 
 
 def attach(
-    model: nn.Module | Sequence[nn.Module],
+    model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module | Sequence[nn.Module]],
     optimizer: Any = None,
     config: ConfigSource | MonitorConfig | Mapping[str, Any] | str | Path | None = None,
     *,
@@ -38,7 +39,10 @@ def attach(
     grad_acc_steps: int | None = None,
     first_step: int = 0,
 ) -> Monitor | Unmeasured:
-    """Attach Sentinel to a model (or a list of pipeline chunks) and its optimizer (one, a list, or None).
+    """Attach Sentinel to a model (or a list of pipeline chunks) and its optimizer (one, a list, a mapping by name, or None).
+
+    Several models that are no pipeline are given by name, `{"G": generator, "D": discriminator}`: the name stands before
+    those of its tensors, and each has layers and an order of its own.
 
     Waits for rank 0 at most 5 s, to agree on run and attempt; launches nothing on the device. Returns the monitor, or one
     that measures nothing when SENTINEL_DISABLE is set or the run directory cannot be used (said in the log).
@@ -47,15 +51,14 @@ def attach(
     environment = read_environment()
     if environment.is_disabled:
         return Unmeasured("SENTINEL_DISABLE is set", is_wanted=True)
-    models = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Sequence) else []
-    if not models or not all(isinstance(one, nn.Module) for one in models):
-        raise ConfigError(f"attach: model must be a torch.nn.Module or a list of them, got {type(model).__name__}")
+    models, names = listed(model)
     if first_step < 0:
         raise ConfigError(f"attach: first_step must be at least 0, got {first_step}")
     if grad_acc_steps is not None and grad_acc_steps < 1:
         raise ConfigError(f"attach: grad_acc_steps must be at least 1, got {grad_acc_steps}")
-    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    for one in optimizers:
+    several = isinstance(optimizer, (list, tuple, Mapping)) and not callable(getattr(optimizer, "step", None))
+    optimizers = optimizer if several else [] if optimizer is None else [optimizer]
+    for one in optimizers.values() if isinstance(optimizers, Mapping) else optimizers:
         if not callable(getattr(one, "step", None)) and next(inner_optimizers(one), None) is None:
             raise ConfigError(f"attach: optimizer must have a step method, got {type(one).__name__}")
     source = read_source(config)
@@ -68,7 +71,7 @@ def attach(
     try:
         attempt = agree(source.config, environment, life)
         monitor = Monitor(
-            models, optimizers, source, Topology(environment, place), attempt, life,
+            models, optimizers, source, Topology(environment, place, names), attempt, life,
             grad_acc_steps=grad_acc_steps, first_step=first_step,
         )  # fmt: skip
     except ConfigError:

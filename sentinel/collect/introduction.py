@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -20,6 +21,8 @@ from sentinel.monitor_config import ConfigSource, as_told
 from sentinel.place import Place, depth
 from sentinel.record import ROW_DTYPE
 from sentinel.version import VERSION
+
+log = logging.getLogger("sentinel")
 
 
 class Introduction:
@@ -49,13 +52,15 @@ class Introduction:
             self._table.is_changed = True
 
     def set_depths(self, chunks: Sequence[Chunk]) -> bool:
-        """Give every chunk its number on this rank and its depth in the model; True when a number changed."""
+        """Give every chunk its number on this rank and its depth in its model; True when a number changed."""
         is_changed = False
+        names = self.topology.model_names(self._models, self.place) or ("",) * len(chunks)
         for position, (chunk, model) in enumerate(zip(chunks, self._models, strict=True)):
             vpp_stage = self.topology.vpp_stage(model, position)
             is_changed |= vpp_stage != chunk.vpp_stage
-            chunk.vpp_stage = vpp_stage
-            chunk.depth = depth(self.place.schedule, self.place.pp_rank, vpp_stage, self.place.pp_size)
+            chunk.vpp_stage, chunk.model = vpp_stage, names[position]
+            of_model = names[:position].count(chunk.model) if chunk.model else vpp_stage
+            chunk.depth = depth(self.place.schedule, self.place.pp_rank, of_model, self.place.pp_size)
             said = self.topology.stage_index(model)
             if said is not None and said != chunk.depth:
                 self._tell(
@@ -65,6 +70,21 @@ class Introduction:
                 )
                 chunk.depth = said
         return is_changed
+
+    def tell_reading(self, chunks: Sequence[Chunk]) -> None:
+        """Say in the log how several modules that were given no names are read; pipelines are known by now, if ever."""
+        names = [chunk.model for chunk in chunks]
+        if len(names) < 2 or not self.topology.is_guessing or self.place.rank != 0:
+            return
+        if not any(names):
+            log.info("sentinel: the %d modules given to attach are read as chunks of one pipeline", len(names))
+            return
+        log.warning(
+            "sentinel: the %d modules given to attach are chunks of no pipeline that torch or Megatron knows: they are "
+            "read as models of their own, %s. attach({'name': module, ...}) gives them names of yours; for a pipeline of "
+            "your own: attach(..., place=sentinel.place.Place(vpp_size=%d))",
+            len(names), " and ".join(names) if len(names) == 2 else ", ".join(names), len(names),
+        )  # fmt: skip
 
     def note_stage(self, stage: Any) -> None:
         """A pipeline stage was seen: it knows where it stands."""
@@ -106,4 +126,5 @@ def _chunk_info(chunk: Chunk) -> ChunkInfo:
         blocks=chunk.structure.blocks,
         modules=tuple(chunk.structure.modules),
         offsets=dict(chunk.offsets),
+        model=chunk.model,
     )

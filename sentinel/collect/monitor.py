@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -59,7 +58,7 @@ class Monitor:
     def __init__(
         self,
         models: Sequence[nn.Module],
-        optimizers: Sequence[Any],
+        optimizers: Sequence[Any] | Mapping[str, Any],
         source: ConfigSource,
         topology: Topology,
         attempt: Attempt,
@@ -76,7 +75,6 @@ class Monitor:
         self._attempt = attempt
         self._grad_acc_steps = grad_acc_steps
         self._first_step = first_step
-        self._pid = os.getpid()
         self._activity = "init"
         """Told since the last step ended, train left out."""
         self._begun_steps = 0
@@ -85,8 +83,6 @@ class Monitor:
         self._scalars = Scalars()
         self._graph_task = -1
         self._mark = (0, 0)
-        self._epoch = 0
-        self._problems: set[str] = set()
         self._table = TensorTable()
         device = next((p.device for model in models for p in model.parameters()), torch.device("cpu"))
         self.recording = Recording(
@@ -136,7 +132,7 @@ class Monitor:
             self.boundary.name,
         )  # fmt: skip
 
-    def _install(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
+    def _install(self, models: Sequence[nn.Module], optimizers: Sequence[Any] | Mapping[str, Any]) -> None:
         """Find out where this rank stands, and put every hook on."""
         self._locate()
         for position, model in enumerate(models):
@@ -413,6 +409,7 @@ class Monitor:
         if self._begun_steps == 0:
             # Pipelines, schedules and meshes exist by the first forward, if ever.
             self._locate()
+            self._introduction.tell_reading(self.chunks)
         self._running.begin()
         self._activity = "train"
         has_changed = self._planning.begin(self.current_step)

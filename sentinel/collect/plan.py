@@ -114,6 +114,8 @@ class Plan:
         self._step = 0
         """The running step, or the one that comes next."""
         self._dumping: list[Request] = []
+        self.models: dict[int, str] = {}
+        """Number of a chunk -> which of several models it belongs to."""
         self._due: frozenset[int] = frozenset()
         """Kinds of which the running step measures some tensors, or all."""
         self._whole: frozenset[int] = frozenset()
@@ -210,8 +212,9 @@ class Plan:
         """Whether anybody wants this kind anywhere, in this step or by itself in a later one: its hooks are needed."""
         return any(wish.is_open and kind in wish.kinds for wish in self._wishes) and not self._is_gone(kind)
 
-    def wants_at(self, kind: Kind, names: Collection[str]) -> bool:
+    def wants_at(self, kind: Kind, name: str, chunk: int) -> bool:
         """Whether anybody wants this kind at a module or parameter, in this step or by itself in a later one."""
+        names = self.names_of(name, chunk)
         return any(wish.is_open and kind in wish.kinds and means(wish.targets, names) for wish in self._of(kind))
 
     def measures(self, entry: Entry, kind: Kind | None = None) -> bool:
@@ -224,16 +227,23 @@ class Plan:
         wishes: list[Wish] | None = entry.wishes.get(asked)
         if wishes is None:
             name, _, path = entry.name.partition(":")
+            names = self.names_of(name, entry.chunk)
             wishes = entry.wishes[asked] = [
-                wish for wish in self._of(Kind(asked)) if asked in wish.kinds and means(wish.targets, (name,), path)
+                wish for wish in self._of(Kind(asked)) if asked in wish.kinds and means(wish.targets, names, path)
             ]
         return any(wish.is_due and wish.measures(entry.site_pos) for wish in wishes)
 
-    def wanted(self, module: str, names: Sequence[str] = ()) -> frozenset[Kind]:
-        """Return the module kinds to take at a module, known by its local name (and canonical ones)."""
+    def names_of(self, name: str, chunk: int) -> tuple[str, ...]:
+        """Return how targets may name a module or parameter of a chunk: of several models also with the model's name."""
+        model = self.models.get(chunk)
+        return (name, f"{model}.{name}" if name else model) if model else (name,)
+
+    def wanted(self, module: str, chunk: int = 0) -> frozenset[Kind]:
+        """Return the module kinds to take at a module of a chunk, known by its local name."""
+        names = self.names_of(module, chunk)
         found: set[Kind] = set()
         for wish in self._wishes:
-            if wish.is_open and means(wish.targets, (module, *names)):
+            if wish.is_open and means(wish.targets, names):
                 kinds = wish.kinds if wish.schedule is None else wish.kinds - self._gone
                 found |= kinds.union(*(CARRIERS.get(kind, ()) for kind in kinds))
         return frozenset(found.intersection(MODULE_KINDS))
@@ -309,7 +319,7 @@ class Plan:
             and wish.request is not None
             and wish.request.dump is not None
             and entry.kind in wish.kinds
-            and means(wish.targets, (name,), path)
+            and means(wish.targets, self.names_of(name, entry.chunk), path)
         ]
 
     @property

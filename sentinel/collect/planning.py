@@ -96,17 +96,30 @@ class Planning:
 
     def renew(self) -> None:
         """Make the hooks those that the plan asks for."""
+        self._name_models()
         has_borders = self._plan.measurement.black_box or self._plan.wants(Kind.RESIDUAL)
         for chunk in self._chunks:
-            chunk.plan(self._plan.wanted, has_borders)
+            chunk.plan(self._wanted_in(chunk), has_borders)
         self._sites.begin_step()
         self._events.planned()
         self._table.is_changed = True  # Sites get new places in the next forward.
 
+    def _name_models(self) -> None:
+        self._plan.models = {chunk.vpp_stage: chunk.model for chunk in self._chunks if chunk.model}
+
+    def _wanted_in(self, chunk: Chunk) -> Callable[[str], frozenset[Kind]]:
+        return lambda name: self._plan.wanted(name, chunk.vpp_stage)
+
     def _refuse_unmatched(self) -> None:
         """Raise ConfigError for a target that means nothing in the model; of one stage of a pipeline it is only told."""
-        modules = {name for chunk in self._chunks for name in chunk.structure.modules}
-        parameters = {strip_wrappers(name) for chunk in self._chunks for name, _ in chunk.root.named_parameters()}
+        self._name_models()
+        modules: set[str] = set()
+        parameters: set[str] = set()
+        for chunk in self._chunks:
+            for name in chunk.structure.modules:
+                modules.update(self._plan.names_of(name, chunk.vpp_stage))
+            for name, _ in chunk.root.named_parameters():
+                parameters.update(self._plan.names_of(strip_wrappers(name), chunk.vpp_stage))
         problems = self._plan.unmatched(modules, parameters)
         if problems and self._place().pp_size == 1:
             raise ConfigError("; ".join(problems))

@@ -67,6 +67,8 @@ class Chunk:
         self.structure = structure
         self.vpp_stage = vpp_stage
         self.depth = depth
+        self.model = ""
+        """Which of several models of the trainer it belongs to; empty: there is one."""
         self.offsets: dict[str, int] = {}
         """As ChunkInfo.offsets: an adapter's trainer counts its layers and experts itself."""
         self.tied: dict[str, str] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sentinel.collect.environment import Environment
+from sentinel.collect.several_models import names_by_class
 from sentinel.collect.structure import unwrap
 from sentinel.place import Place
 
@@ -27,9 +29,11 @@ AXIS_OF = {
 class Topology:
     """What attach could find out about this rank; asked again at the first forward, when pipelines exist."""
 
-    def __init__(self, environment: Environment, given: Place | None) -> None:
+    def __init__(self, environment: Environment, given: Place | None, names: Sequence[str] = ()) -> None:
+        """names: of the model that each module belongs to, as the user gave them; empty: none were given."""
         self._environment = environment
         self._given = given
+        self._names = tuple(names)
         self.stages: dict[int, Any] = {}
         """id of an unwrapped chunk -> the pipeline stage that runs it."""
         self.wrapped: dict[int, nn.parallel.DistributedDataParallel] = {}
@@ -79,10 +83,11 @@ class Topology:
             world = max(1, self._environment.world_size or 1)
             return Place(rank=min(self._environment.rank or 0, world - 1), world_size=world)
         rank, world = dist.get_rank(), dist.get_world_size()
+        vpp_size = max(Counter(self._names).values(), default=max(1, len(models)))
         megatron = _megatron_axes()
         if megatron:
-            schedule = "" if megatron["pp_size"] == 1 else "interleaved1f1b" if len(models) > 1 else "1f1b"
-            return Place(rank=rank, world_size=world, vpp_size=max(1, len(models)), schedule=schedule, **megatron)
+            schedule = "" if megatron["pp_size"] == 1 else "interleaved1f1b" if vpp_size > 1 else "1f1b"
+            return Place(rank=rank, world_size=world, vpp_size=vpp_size, schedule=schedule, **megatron)
         coordinates: dict[str, tuple[int, int]] = {}
         mine = [mesh for mesh in self.meshes if mesh.get_coordinate() is not None]
         # A flattened mesh may be as large as the one that tells the axes apart; one for experts only adds its own axis.
@@ -100,7 +105,9 @@ class Topology:
         for axis, (at, size) in coordinates.items():
             fields[f"{axis}_rank"], fields[f"{axis}_size"] = int(at), int(size)
         schedule = self.schedule if stages else ""
-        return Place(rank=rank, world_size=world, vpp_size=max(1, len(models)), schedule=schedule, **fields)
+        if not self._names and self._is_no_pipeline(models, fields.get("pp_size", 1)):
+            vpp_size = 1
+        return Place(rank=rank, world_size=world, vpp_size=vpp_size, schedule=schedule, **fields)
 
     def _fill_dp(self, coordinates: dict[str, tuple[int, int]], models: Sequence[nn.Module], rank: int, world: int) -> None:
         if "dp" in coordinates:
@@ -119,10 +126,26 @@ class Topology:
             size = world // split
             coordinates["dp"] = (rank % size, size) if "pp" in coordinates else (rank // split, size)
 
+    def model_names(self, models: Sequence[nn.Module], place: Place) -> tuple[str, ...]:
+        """Return the name of the model that each module belongs to; empty where they are one model, or its chunks."""
+        if self._names or len(models) < 2:
+            return self._names
+        return names_by_class(models) if self._is_no_pipeline(models, max(place.pp_size, place.vpp_size)) else ()
+
+    @property
+    def is_guessing(self) -> bool:
+        """Whether nobody said which model a module belongs to."""
+        return self._given is None and not self._names
+
+    def _is_no_pipeline(self, models: Sequence[nn.Module], pp_size: int) -> bool:
+        """Whether several modules of one rank cannot be chunks of a pipeline: nothing knows of any."""
+        has_stages = any(id(unwrap(model)) in self.stages for model in models)
+        return len(models) > 1 and pp_size == 1 and not has_stages and not _megatron_axes()
+
     def vpp_stage(self, model: nn.Module, position: int) -> int:
         """Return which chunk of its rank a model is: by its stage's index where one is known, else its position."""
         stage = self.stages.get(id(unwrap(model)))
-        if stage is not None:
+        if stage is not None and len(set(self._names)) < 2:
             return int(stage.stage_index) // int(stage.group_size)
         return position
 

@@ -23,6 +23,14 @@ class Names(msgspec.Struct, frozen=True):
     num_depths: int
     clashes: frozenset[str]
     """Canonical names that two depths claim for different tensors; they are told apart by their stage."""
+    model: str = ""
+    """Which of the trainer's models these are the names of; empty: the only one, or what belongs to none."""
+    models: dict[str, Names] = {}
+    """The names of each of several models, which have layers and depths of their own."""
+
+    def of_model(self, model: str) -> Names:
+        """Return the names of one of the trainer's models."""
+        return self.models.get(model, self)
 
     def of(
         self,
@@ -36,12 +44,15 @@ class Names(msgspec.Struct, frozen=True):
 
         kind: of the tensor. What the first chunk takes in and what the last one gives out are the whole model's.
         """
-        whole = self.wholes.get(depth, chunk_name(depth, self.num_depths))
+        whole = self.wholes.get(depth, chunk_name(depth, self.num_depths, self.model))
         if (kind in _INPUTS and depth == 0) or (kind in _OUTPUTS and depth == self.num_depths - 1):
-            whole = chunk_name(0, 1)
+            whole = chunk_name(0, 1, self.model)
         offsets = self.offsets.get(depth, {})
         full = canonical(name, {**offsets, **own_offsets} if own_offsets else offsets, whole, name_map)
-        return f"{whole}.{full}" if full in self.clashes else full
+        if full in self.clashes:
+            return f"{whole}.{full}"
+        is_whole = name == "" or name.startswith(":")
+        return f"{self.model}.{full}" if self.model and not is_whole else full
 
 
 def make_names(descriptors: Mapping[int, Descriptor]) -> Names:
@@ -49,13 +60,21 @@ def make_names(descriptors: Mapping[int, Descriptor]) -> Names:
 
     Local layer numbers become global ones by the depths before them, unless a rank's config says its own offset. Where two
     depths still claim one name for a parameter or module, both are qualified by their stage: nothing is merged by accident.
+    Each of several models has names, layer numbers and depths of its own.
     """
+    models = sorted({chunk.model for descriptor in descriptors.values() for chunk in descriptor.chunks} - {""})
+    return msgspec.structs.replace(
+        _names_of(descriptors, ""), models={model: _names_of(descriptors, model) for model in models}
+    )
+
+
+def _names_of(descriptors: Mapping[int, Descriptor], model: str) -> Names:
     blocks: dict[int, list[str]] = {}
     given: dict[int, int] = {}
     chunks: dict[int, tuple[Descriptor, ChunkInfo]] = {}
     for _, descriptor in sorted(descriptors.items()):
         for chunk in descriptor.chunks:
-            if chunk.depth not in chunks:
+            if chunk.model == model and chunk.depth not in chunks:
                 chunks[chunk.depth] = (descriptor, chunk)
                 blocks[chunk.depth] = list(chunk.blocks)
                 if descriptor.layer_offset is not None:
@@ -67,7 +86,7 @@ def make_names(descriptors: Mapping[int, Descriptor]) -> Names:
     for depth, (_, chunk) in chunks.items():
         offsets[depth] = {**offsets[depth], **chunk.offsets}
     num_depths = len(chunks)
-    wholes = {depth: chunk_name(depth, num_depths) for depth in chunks}
+    wholes = {depth: chunk_name(depth, num_depths, model) for depth in chunks}
     owner: dict[str, int] = {}
     clashes: set[str] = set()
     for depth, (descriptor, chunk) in sorted(chunks.items()):
@@ -83,7 +102,7 @@ def make_names(descriptors: Mapping[int, Descriptor]) -> Names:
     # A module that is cut in two by a pipeline (`decoder` holding layers on both stages) is one module: only what holds
     # parameters of its own, or is a leaf, can clash.
     parents = {name.rpartition(".")[0] for name in owner}
-    return Names(offsets, wholes, num_depths, frozenset(name for name in clashes if name not in parents))
+    return Names(offsets, wholes, num_depths, frozenset(name for name in clashes if name not in parents), model)
 
 
 def segment_of(tensor: TensorInfo, chunk: ChunkInfo) -> str:

@@ -83,7 +83,9 @@ class Placing:
         self._coupled = coupled_modules(descriptor)
         self._where: dict[tuple[bool, tuple[tuple[str, str], ...], str], tuple[_Coordinates, Shard]] = {}
         self._known = {
-            stage: known.setdefault((one.depth, tuple(descriptor.name_map.items()), tuple(one.offsets.items())), {})
+            stage: known.setdefault(
+                (one.model, one.depth, tuple(descriptor.name_map.items()), tuple(one.offsets.items())), {}
+            )
             for stage, one in self._chunks.items()
         }
 
@@ -97,7 +99,9 @@ class Placing:
         apart, sharded = self._where[placed]
         # The chunk itself has the name of what its tensor is to the whole model.
         kind = tensor.kind if not tensor.name or tensor.name.startswith(":") else ""
-        name = self._full(chunk, tensor.name, kind)
+        # A line of code that exchanges data belongs to no model.
+        is_code = bool(chunk.model) and tensor.kind == "comm"
+        name = tensor.name if is_code else self._full(chunk, tensor.name, kind)
         found = Placed(tensor, chunk, (name, tensor.kind, apart), sharded)
         found.is_coupled = (tensor.chunk, tensor.name.partition(":")[0]) in self._coupled
         return found
@@ -117,7 +121,9 @@ class Placing:
         tensor, chunk, (name, kind, apart) = one.tensor, one.chunk, one.key
         segment = segment_of(tensor, chunk)
         if segment in ("stem", "head"):
-            segment = segment if self._names.num_depths <= 1 else f"{self._names.wholes[chunk.depth]}.{segment}"
+            names = self._names.of_model(chunk.model)
+            is_whole = names.num_depths <= 1 and not names.model
+            segment = segment if is_whole else f"{names.wholes[chunk.depth]}.{segment}"
         elif segment or (not chunk.blocks and chunk.segments):
             segment = self._full(chunk, segment)
         where = "".join(f"@{axis}{coordinate}" for axis, coordinate in apart)
@@ -147,7 +153,8 @@ class Placing:
         known = self._known.setdefault(chunk.vpp_stage, {})
         name = known.get((local, kind))
         if name is None:
-            name = self._names.of(local, chunk.depth, self._descriptor.name_map, chunk.offsets, kind)
+            names = self._names.of_model(chunk.model)
+            name = names.of(local, chunk.depth, self._descriptor.name_map, chunk.offsets, kind)
             known[local, kind] = name
         return name
 

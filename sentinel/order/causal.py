@@ -43,6 +43,8 @@ def _is_earlier_site(a: Position, b: Position) -> bool:
         return a.at[0] < b.at[0]
     if a.site is Site.LOCAL or b.site is Site.LOCAL:
         return a.site is b.site and _is_earlier_call(a, b)
+    if a.chunk != b.chunk:
+        return False  # Different models: sites of one say nothing of the other's. Calls of one rank do, above.
     if a.at != b.at:
         return a.at < b.at
     if a.site is not b.site:
@@ -58,7 +60,7 @@ def _hangs_off(a: Position, b: Position) -> bool:
         return a.at[0] < b.at[0]
     if a.site is Site.LOCAL or b.site is Site.LOCAL:
         return a.site is b.site and _is_earlier_call(a, b)
-    return a.at <= b.at
+    return a.chunk == b.chunk and a.at <= b.at
 
 
 def _is_before(a: Position, b: Position, *, possibly: bool) -> bool:

@@ -93,9 +93,9 @@ class _StepTable:
         self.num_phase: Counter[Phase] = Counter()
         self.param_depth: dict[int, int] = {}
         self.depth: dict[tuple[Phase, int, int], int] = {}
-        self.floor: dict[tuple[Phase, int, int], tuple[int, int]] = {}
-        """Least (depth, site_pos) of a lane, of those that sites order."""
-        self.any_floor: dict[tuple[Phase, int, int], tuple[int, int]] = {}
+        self.floor: dict[tuple[object, ...], tuple[int, int]] = {}
+        """Least (depth, site_pos) of a lane and chunk, of those that sites order."""
+        self.any_floor: dict[tuple[object, ...], tuple[int, int]] = {}
         """The same, of all."""
         self.least: dict[tuple[object, ...], int] = {}
         self.unreduced: defaultdict[tuple[str, tuple[int, int]], set[int | None]] = defaultdict(set)
@@ -125,17 +125,18 @@ class _StepTable:
 
     def _gather(self, lane: tuple[Phase, int, int], p: Position) -> None:
         self.depth[lane] = min(p.at[0], self.depth.get(lane, p.at[0]))
-        self.any_floor[lane] = min(p.at, self.any_floor.get(lane, p.at))
+        chunk = (lane, p.chunk)
+        self.any_floor[chunk] = min(p.at, self.any_floor.get(chunk, p.at))
         if p.site is Site.LOCAL:
             assert p.call is not None
             self._lower((lane, p.at[0], p.rank), p.call)
             return
-        self.floor[lane] = min(p.at, self.floor.get(lane, p.at))
+        self.floor[chunk] = min(p.at, self.floor.get(chunk, p.at))
         if p.site is not Site.RANKED:
-            self._lower((lane, p.at, p.site), p.slot)
+            self._lower((chunk, p.at, p.site), p.slot)
         if p.site is not Site.MERGED and p.rank is not None and p.call is not None:
             slot = p.slot if p.site is Site.COUPLED else 0
-            self._lower((lane, p.at, p.site, slot, p.rank), p.call)
+            self._lower((chunk, p.at, p.site, slot, p.rank), p.call)
 
     def _param_depths(self, replica: int) -> list[int]:
         keys = (_ANY,) if replica == ALL_LANES else (replica, ALL_LANES)
@@ -186,22 +187,23 @@ class _StepTable:
     def _has_earlier_site(self, lane: tuple[Phase, int, int], p: Position, loosely: bool) -> bool:
         if lane not in self.depth:
             return False
-        if self.depth[lane] < p.at[0] or (loosely and self.any_floor[lane] < p.at):
+        chunk = (lane, p.chunk)
+        if self.depth[lane] < p.at[0] or (loosely and self.any_floor.get(chunk, p.at) < p.at):
             return True
         if p.site is Site.LOCAL:
             assert p.call is not None
             return self.least.get((lane, p.at[0], p.rank), p.call) < p.call
-        floor = self.floor.get(lane)
+        floor = self.floor.get(chunk)
         if floor is None or floor > p.at:
             return False
         if floor < p.at or p.phase is Phase.WGRAD_UNREDUCED:
             return True
-        if p.site is not Site.RANKED and self.least.get((lane, p.at, p.site), p.slot) < p.slot:
+        if p.site is not Site.RANKED and self.least.get((chunk, p.at, p.site), p.slot) < p.slot:
             return True
         if p.site is Site.MERGED or p.rank is None or p.call is None:
             return False
         slot = p.slot if p.site is Site.COUPLED else 0
-        return self.least.get((lane, p.at, p.site, slot, p.rank), p.call) < p.call
+        return self.least.get((chunk, p.at, p.site, slot, p.rank), p.call) < p.call
 
 
 def _keys(lane: int, possibly: bool) -> tuple[int, ...]:

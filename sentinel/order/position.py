@@ -64,6 +64,8 @@ class Position(NamedTuple):
     call: int | None
     tag: str
     tp: int | None
+    chunk: int = 0
+    """vpp_stage. Two chunks of one depth are of different models: in a pipeline no two have the same."""
 
 
 def _replica(anomaly: Anomaly) -> int:
@@ -108,4 +110,5 @@ def position(anomaly: Anomaly) -> Position:
         anomaly.call_id,
         tensor_name(anomaly.tag_name) if phase in _NAMED_BY_TENSOR else anomaly.tag_name,
         anomaly.place.get("tp"),
+        anomaly.vpp_stage,
     )

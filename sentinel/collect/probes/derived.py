@@ -35,7 +35,7 @@ class DerivedEntries:
             return []
         generation, is_near = self._is_near.get(source.id, (-1, False))
         if generation != plan.generation:
-            is_near = plan.wants_at(self._kind, (source.name.partition(":")[0],))
+            is_near = plan.wants_at(self._kind, source.name.partition(":")[0], source.chunk)
             self._is_near[source.id] = plan.generation, is_near
         if not is_near:
             return []

@@ -94,7 +94,7 @@ class RouterProbe:
         for chunk in self._context.chunks:
             routers = find_routers(chunk.structure.modules, is_named)
             for router in routers:
-                if plan.wants_at(Kind.ROUTER, (router.name,)):
+                if plan.wants_at(Kind.ROUTER, router.name, chunk.vpp_stage):
                     self._watch(Watched(chunk, router))
             if routers:
                 self._handles.append(self._context.watch("router", chunk, "", chunk.root, _Root(self, chunk).ended))

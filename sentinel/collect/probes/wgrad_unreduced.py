@@ -71,7 +71,7 @@ class WgradUnreduced:
         wanted = {
             (one.entry.chunk, one.entry.name): one
             for one in context.parameters.all
-            if one.param.requires_grad and context.plan.wants_at(Kind.WGRAD_UNREDUCED, (one.entry.name,))
+            if one.param.requires_grad and context.plan.wants_at(Kind.WGRAD_UNREDUCED, one.entry.name, one.entry.chunk)
         }
         for chunk in context.chunks if wanted else ():
             order = self._marks.setdefault(chunk.vpp_stage, BackwardOrder(chunk))
