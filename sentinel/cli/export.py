@@ -189,9 +189,10 @@ def export(
     else:
         query = _query(options, aggregates, names, kinds, statistics, steps)
         written = _write(paths, query, options, statistics is None)
-    told = {"num_rows": written.num_rows, "num_series": written.num_series, "num_steps": written.num_steps}
+    told: dict[str, Any] = {"num_rows": written.num_rows, "num_series": written.num_series, "num_steps": written.num_steps}
     if form in DIRECTORIES:
         told["num_files"] = written.num_files
+    told["num_left_out"], told["left_out"] = sum(written.left_out.values()), written.left_out
     if as_json and output:
         click.echo(json.dumps({"file": output, **told}))
     elif output and written.num_rows:
@@ -209,7 +210,7 @@ def _query(
 ) -> SeriesQuery:
     """Return the query; UsageError where the options contradict each other or the format."""
     from sentinel.daemon.series import TENSOR_KINDS, VALUE, SeriesQuery
-    from sentinel.report.megatron_stats import STAT_OF_KIND
+    from sentinel.report.megatron_stats import KINDS
     from sentinel.report.msprobe_csv import has_place
 
     form = options.form
@@ -224,7 +225,7 @@ def _query(
         raise click.UsageError(f"--format {MSPROBE_CSV} has a folder for each rank; it does not go with --merged")
     if form == MEGATRON and options.is_ranked:
         raise click.UsageError(f"--format {MEGATRON} has each tensor once; it does not go with --per-rank")
-    usual = tuple(STAT_OF_KIND) if form == MEGATRON else TENSOR_KINDS
+    usual = KINDS if form == MEGATRON else TENSOR_KINDS
     if form == MSPROBE_CSV:
         usual = tuple(kind for kind in TENSOR_KINDS if has_place(kind))
     wanted = kinds if kinds is not None else usual

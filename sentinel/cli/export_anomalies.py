@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from sentinel.aggregate import matches, nearest_names
 from sentinel.anomaly import Anomaly
@@ -16,7 +17,9 @@ from sentinel.daemon.recorded import RecordedRun
 from sentinel.daemon.series import newest_attempts
 from sentinel.errors import ConfigError
 from sentinel.explain.anomaly_files import anomaly_files
+from sentinel.ingest.merge import Layout
 from sentinel.report.msprobe_anomalies import MsprobeAnomalies
+from sentinel.report.msprobe_csv import spots_of
 from sentinel.report.output import WholeDirectory
 from sentinel.store.whereabouts import RunPaths
 
@@ -36,13 +39,14 @@ def export_anomalies(
     if not found:
         say(f"{paths.run_dir}: no anomalies there; was the run judged? `sentinel replay RUN --recompute -o DIR` judges it")
         return Written()
-    newest = _newest(paths) if attempt is None and len({one.attempt for one in _anomalies(found)}) > 1 else None
+    own_names, attempts = _read_run(paths)
+    newest = attempts if attempt is None and len({one.attempt for one in _anomalies(found)}) > 1 else None
     written = Written()
     met: set[str] = set()
     seen_names: set[str] = set()
     seen_steps: set[int] = set()
-    num_others = 0
-    with WholeDirectory(output) as whole, contextlib.closing(MsprobeAnomalies(whole.scratch, _numbered(paths))) as records:
+    num_others = num_unknown = 0
+    with WholeDirectory(output) as whole, contextlib.closing(MsprobeAnomalies(whole.scratch, own_names)) as records:
         for one in _anomalies(found):
             if not steps[0] <= one.step <= steps[1] or (times is not None and not times[0] <= one.time <= times[1]):
                 continue
@@ -56,33 +60,49 @@ def export_anomalies(
             if not globs:
                 continue
             met.update(globs)
-            records.add(one)
-            seen_steps.add(one.step)
+            if records.add(one):
+                seen_steps.add(one.step)
+            else:
+                num_unknown += 1
         for glob in names:
             if glob != "*" and glob not in met:
                 near = nearest_names([glob], seen_names)
                 raise ConfigError(f'"{glob}" matches no anomaly\'s name' + (f"; nearest: {', '.join(near)}" if near else ""))
         records.close()
         whole.files |= records.files
-    if num_others:
-        say(f"{num_others} records of an episode's end, or of what was not written, have no place there and are left out")
+    why = ("of an episode's end, or of what was not written", "of what its files have no tensor for: health, logged values")
+    written.left_out = {what: num for what, num in zip(why, (num_others, num_unknown), strict=True) if num}
+    for what, num in written.left_out.items():
+        say(f"{num} records are left out: {what}")
     written.num_rows, written.num_series = records.num_records, records.num_tags
     written.num_steps, written.num_files = len(seen_steps), len(records.files)
     return written
 
 
-def _numbered(paths: RunPaths) -> set[tuple[str, str]]:
-    """Return (kind, module) of those that take or give several tensors, as the first step has them."""
+def _read_run(paths: RunPaths) -> tuple[dict[tuple[int, str, str], str] | None, dict[int, int]]:
+    """Return (rank, kind, canonical name) -> name in msProbe's CSV files, and step -> the newest attempt that measured it.
+
+    No names where no step is in the spool any more.
+    """
+    names: dict[tuple[int, str, str], str] = {}
+    met: list[tuple[int, int]] = []
+    layout = None
     with RecordedRun(paths) as recorded:
-        view = next((view for view, _ in recorded.views()), None)
-    names = [] if view is None else [(one.kind, one.name) for one in view.tensors]
-    return {(kind, name.partition(":")[0]) for kind, name in names if ":" in name}
+        for view, _ in recorded.views():
+            met.append((view.attempt, view.step))
+            if view.layout is not layout:
+                layout = view.layout
+                names.update(_names_in(layout))
+    return names or None, newest_attempts(met)
 
 
-def _newest(paths: RunPaths) -> dict[int, int]:
-    """Return step -> the newest attempt that measured it."""
-    with RecordedRun(paths) as recorded:
-        return newest_attempts((view.attempt, view.step) for view, _ in recorded.views())
+def _names_in(layout: Layout) -> Iterator[tuple[tuple[int, str, str], str]]:
+    for rank, descriptor in layout.descriptors.items():
+        spots = spots_of(descriptor.tensors)
+        logical = layout.logical_of(rank, np.array([info.id for info in descriptor.tensors], np.uint32))
+        for info, at in zip(descriptor.tensors, logical.tolist(), strict=True):
+            if at >= 0 and info.id in spots:
+                yield (rank, info.kind, layout.tensors[at].name), spots[info.id][0].name
 
 
 def _anomalies(files: list[Path]) -> Iterator[Anomaly]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sentinel.daemon.rank_series import RANK_COLUMNS, RankPicker, RankPoints, RankStepRows, rank_rows_of
-from sentinel.daemon.series import COLUMNS, VALUE, MergedStep, Picker, Points, SeriesQuery, rows_of
+from sentinel.daemon.series import COLUMNS, VALUE, MergedStep, Picker, Points, Series, SeriesQuery, rows_of
 from sentinel.record import NONE_ID, Kind
 from sentinel.report import megatron_stats, msprobe_csv, tensorboard
 from sentinel.report.export import TableText
@@ -21,8 +21,13 @@ from sentinel.rules.row_watch import raw_statistic
 if TYPE_CHECKING:
     from sentinel.ingest.merge import Layout
 
+NO_PLACE = "this format has no place for them"
+BEFORE_ALL = "they are weights of step 0, before the first iteration"
+"""Why series are left out."""
 MAIN = ""
 """The one file of a table."""
+Before = Mapping[str, float] | None
+"""What was logged of the step before; None where that is not written."""
 
 
 class Encoded(msgspec.Struct):
@@ -36,6 +41,8 @@ class Encoded(msgspec.Struct):
     series: list[tuple[str, str, str]] = []
     """Series that this encoder had not met before: kind, name, place."""
     is_whole: bool = True
+    left_out: dict[str, list[tuple[str, str, str]]] = {}
+    """Why -> series that were asked for and are not written: kind, name, place."""
 
 
 class Encoder(Protocol):
@@ -44,8 +51,8 @@ class Encoder(Protocol):
     is_ranked: bool
     """Takes the ranks' own rows (`RankStepRows`), not the merged ones (`MergedStep`)."""
 
-    def encode(self, step: Any, follows: bool) -> Encoded:
-        """Return a step as this format has it. follows: the step before it was written too."""
+    def encode(self, step: Any, before: Before) -> Encoded:
+        """Return a step as this format has it. before: what was logged of the step before, where that was written too."""
         ...
 
 
@@ -77,7 +84,7 @@ class MergedTable:
         self._names = _Names(is_squashed)
         self._met: set[tuple[str, str, str]] = set()
 
-    def encode(self, step: MergedStep, follows: bool) -> Encoded:
+    def encode(self, step: MergedStep, before: Before) -> Encoded:
         """Return the step's rows."""
         points = self._picker.points(step)
         names = self._names.of(step.layout, [one.name for one in points.series])
@@ -117,7 +124,7 @@ class RankTable:
         self._names = _Names(is_squashed)
         self._met: set[tuple[str, str, str]] = set()
 
-    def encode(self, step: RankStepRows, follows: bool) -> Encoded:
+    def encode(self, step: RankStepRows, before: Before) -> Encoded:
         """Return the step's rows, rank by rank."""
         found = Encoded()
         at = RANK_COLUMNS.index("name")
@@ -160,7 +167,10 @@ class RankTable:
 
 
 class MegatronStats:
-    """Megatron's training stats: raw moments, a line a step in the file of the lowest rank that holds a tensor."""
+    """Megatron's training stats: raw moments, a line an iteration in the file of the lowest rank that holds a tensor.
+
+    Weights are written after the update there: those that a step began with belong to the iteration before it.
+    """
 
     is_ranked = False
 
@@ -168,19 +178,40 @@ class MegatronStats:
         self._picker = Picker(query)
         self._met: set[tuple[str, str, str]] = set()
 
-    def encode(self, step: MergedStep, follows: bool) -> Encoded:
+    def encode(self, step: MergedStep, before: Before) -> Encoded:
         """Return the step's lines."""
         points = self._picker.points(step)
-        samples = next((step.scalars[name] for name in megatron_stats.SAMPLES if name in step.scalars), None)
-        rows = zip(points.series, megatron_stats.raw_moments(points.moments), strict=True)
-        # What each rank keeps for itself stands in its own file, under the one name.
-        named = ((one.name, one.kind, one.border, one.rank, values) for one, values in rows)
-        chunks, num_rows = megatron_stats.lines_of(step.step, samples, named)
-        keys = [(one.kind, one.name, one.place) for one in points.series]
-        series = [key for key in keys if key not in self._met]
-        self._met.update(series)
-        files = [(file, b"", line) for file, line in chunks]
-        return Encoded(chunks=files, num_rows=num_rows, series=series, is_whole=bool(points.is_whole.all()))
+        weights: list[tuple[str, str, int, megatron_stats.RawMoments]] = []
+        others: list[tuple[str, str, int, megatron_stats.RawMoments]] = []
+        found = Encoded(is_whole=bool(points.is_whole.all()))
+        for one, values in zip(points.series, megatron_stats.raw_moments(points.moments), strict=True):
+            key = (one.kind, one.name, one.place)
+            places = self._places(one)
+            is_too_early = one.kind == "param" and step.step == 0
+            if is_too_early or not places:
+                found.left_out.setdefault(BEFORE_ALL if is_too_early else NO_PLACE, []).append(key)
+                continue
+            # What each rank keeps for itself stands in its own file, under the one name.
+            (weights if one.kind == "param" else others).extend((stat, name, one.rank, values) for stat, name in places)
+            if key not in self._met:
+                self._met.add(key)
+                found.series.append(key)
+        for number, logged, rows in ((step.step, step.scalars, others), (step.step - 1, before or {}, weights)):
+            samples = next((logged[name] for name in megatron_stats.SAMPLES if name in logged), None)
+            chunks, num_rows = megatron_stats.lines_of(number, samples, rows)
+            found.chunks += [(file, b"", line) for file, line in chunks]
+            found.num_rows += num_rows
+        return found
+
+    def _places(self, one: Series) -> list[tuple[str, str]]:
+        """Return (stat, name) of where a series stands; a group keeps the name that it was given."""
+        kinds = self._picker.query.kinds
+        if self._picker.query.aggregates:
+            border = "" if one.kind in kinds else megatron_stats.OUTPUT
+            return [(stat, one.name) for stat, _ in megatron_stats.places_of(one.name, one.kind, border)[-1:]]
+        places = megatron_stats.places_of(one.name, one.kind, one.border, one.also, one.consumers)
+        # Of the residual stream alone nothing else was asked for.
+        return places if one.kind in kinds else [place for place in places if place[0] in megatron_stats.STREAM_STATS]
 
 
 class _MsprobeRows:
@@ -225,7 +256,7 @@ class MsprobeCsv:
         self._steps_per_file = steps_per_file
         self._rows = _MsprobeRows(query, is_squashed)
 
-    def encode(self, step: RankStepRows, follows: bool) -> Encoded:
+    def encode(self, step: RankStepRows, before: Before) -> Encoded:
         """Return the step's lines; its weights are those that the step before left behind, where that was written too."""
         found = Encoded()
         for points in self._rows.picker.points(step):
@@ -238,10 +269,13 @@ class MsprobeCsv:
             lines: dict[tuple[str, str], list[str]] = {}
             features: dict[tuple[str, int, str, int], dict[str, float]] = {}
             num_rows = 0
+            nowhere: list[tuple[str, str, str]] = []
             for at, one in enumerate(points.series):
                 info = one.info
                 shape = msprobe_csv.shape_text(info.shape, sizes[at])
                 num_rows += info.id in spots
+                if info.id not in spots:
+                    nowhere.append((info.kind, one.name, str(points.rank)))
                 for spot in spots.get(info.id, ()):
                     if spot.column:
                         key = (spot.file, info.chunk, spot.name, micro_steps[at])
@@ -249,7 +283,7 @@ class MsprobeCsv:
                         continue
                     micro = msprobe_csv.micro_step_of(spot.file, micro_steps[at], has_several)
                     places = [(spot.file, step.step + spot.shift)]
-                    if spot.file == "param_origin" and follows:
+                    if spot.file == "param_origin" and before is not None:
                         places.append(("param_updated", step.step - 1))
                     for file, number in places:
                         name = self._name(points, file, number)
@@ -264,7 +298,9 @@ class MsprobeCsv:
                 lines.setdefault((self._name(points, file, step.step), head), []).append(text)
             found.chunks += [(name, head.encode(), "".join(some).encode()) for (name, head), some in lines.items()]
             found.num_rows += num_rows
-            found.series += self._rows.fresh(points)
+            found.series += sorted(set(self._rows.fresh(points)) - set(nowhere))
+            if nowhere:
+                found.left_out.setdefault(NO_PLACE, []).extend(nowhere)
         return found
 
     def _name(self, points: RankPoints, file: str, step: int) -> str:
@@ -280,7 +316,7 @@ class TensorBoardRanks:
         self._statistics = tuple(name for name in query.statistics if name != VALUE)
         self._rows = _MsprobeRows(query, is_squashed)
 
-    def encode(self, step: RankStepRows, follows: bool) -> Encoded:
+    def encode(self, step: RankStepRows, before: Before) -> Encoded:
         """Return the step's events."""
         found = Encoded()
         for points in self._rows.picker.points(step):
@@ -300,7 +336,7 @@ class TensorBoardRanks:
                         (f"{tag}/{name}", column[at]) for name, column in columns if is_bad[at] or not math.isnan(column[at])
                     ]
                     events.setdefault((spot.file, step.step + spot.shift), []).extend(values)
-                    if spot.file == "param_origin" and follows:
+                    if spot.file == "param_origin" and before is not None:
                         events.setdefault(("param_updated", step.step - 1), []).extend(values)
             found.chunks += [
                 _events(f"rank{points.rank}/{file}", number, step.time, values)
@@ -329,7 +365,7 @@ class TensorBoardMerged:
         self._names = _Names(is_squashed)
         self._met: set[tuple[str, str, str]] = set()
 
-    def encode(self, step: MergedStep, follows: bool) -> Encoded:
+    def encode(self, step: MergedStep, before: Before) -> Encoded:
         """Return the step's events."""
         points = self._picker.points(step)
         names = self._names.of(step.layout, [one.name for one in points.series])

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 import click
 import msgspec
 
-from sentinel.cli.export_formats import Encoded, Encoder, MergedTable, RankTable
+from sentinel.cli.export_formats import Before, Encoded, Encoder, MergedTable, RankTable
 from sentinel.cli.main import say
 from sentinel.daemon.rank_series import RankStepRows
 from sentinel.daemon.series import MergedStep, Picker, newest_attempts
@@ -33,6 +33,11 @@ HELD_BYTES = 16 * 2**20
 """Output for stdout that memory holds until every glob has matched; more goes to a temporary file (chosen)."""
 
 
+KEPT = "no known placement says how their parts make a group (--per-rank has them)"
+SUMMANDS = "each rank holds a summand of them, whose statistics say nothing of the sum (--per-rank has them)"
+"""Why series are not merged."""
+
+
 class Written(msgspec.Struct):
     """What was written."""
 
@@ -40,6 +45,8 @@ class Written(msgspec.Struct):
     num_series: int = 0
     num_steps: int = 0
     num_files: int = 0
+    left_out: dict[str, int] = {}
+    """Why -> series that were asked for and are not written."""
 
 
 class Reading:
@@ -62,13 +69,14 @@ class Reading:
         self.began = 0.0
         """Time of the first step that was yielded."""
 
-    def views(self) -> Iterator[tuple[StepView, bool]]:
-        """Yield (step, whether the one before it was yielded too)."""
+    def views(self) -> Iterator[tuple[StepView, dict[str, float] | None]]:
+        """Yield (step, what was logged of the step before it, where that was yielded too)."""
         chosen = None
         if self._recorded.has_resumed and self._attempt is None:
             met = [(view.attempt, view.step) for view in self._wanted()]
             chosen = newest_attempts(met)
         done: set[int] = set()
+        logged: tuple[int, dict[str, float]] = (-2, {})
         for view in self._wanted():
             if chosen is not None and chosen.get(view.step) != view.attempt:
                 continue
@@ -78,7 +86,8 @@ class Reading:
                 self.began = view.time
             done.add(view.step)
             self.picker.meet(view.layout, view.scalars)
-            yield view, view.step - 1 in done
+            yield view, logged[1] if logged[0] == view.step - 1 else {} if view.step - 1 in done else None
+            logged = view.step, {name: one.mean for name, one in view.scalars.items()}
         if not done:
             self._say_nothing()
         else:
@@ -87,9 +96,17 @@ class Reading:
             say(f"{self._num_gone} steps are no longer in the spool and are left out")
         if self._recorded.damage:
             say(f"the spool is damaged: {self._recorded.damage}; what is whole is here")
-        for name, (num, has_others) in sorted(self.picker.excluded.items()):
+        for (name, kind), (num, has_others) in sorted(self.picker.excluded.items()):
             rest = "the others are merged" if has_others else "nothing of it can be merged"
-            say(f'"{name}": {num} series have no known placement and stay with their ranks; {rest}')
+            say(f'"{name}" of {kind}: {num} series have no known placement and stay with their ranks; {rest}')
+
+    def unmerged(self, is_ranked: bool) -> dict[str, int]:
+        """Return why -> series that the steps yielded so far hold and no merged table has."""
+        if is_ranked:
+            return {}
+        kept = sum(num for num, _ in self.picker.excluded.values())
+        found = {KEPT: kept, SUMMANDS: len(self.picker.partial)}
+        return {why: num for why, num in found.items() if num}
 
     def _wanted(self) -> Iterator[StepView]:
         self.num_passes += 1
@@ -141,6 +158,8 @@ class StreamSink:
         self._out = out
         self._held: IO[bytes] | None = tempfile.SpooledTemporaryFile(HELD_BYTES)  # noqa: SIM115 -- closed when released
         self._has_begun = False
+        self.has_written = False
+        """Whether anything was let out."""
 
     def take(self, encoded: Encoded) -> None:
         """Write a step."""
@@ -162,6 +181,7 @@ class StreamSink:
         if self._held is not None:
             self._held.write(data)
         else:
+            self.has_written = True
             self._out.write(data.decode())
 
 
@@ -234,6 +254,7 @@ def write(reading: Reading, encoder: Encoder, sink: Sink, *, jobs: int = 1, is_q
     written = Written()
     num_partial = 0
     series: set[tuple[str, str, str]] = set()
+    left_out: dict[str, set[tuple[str, str, str]]] = {}
     encode = _in_parallel(encoder, jobs) if jobs > 1 else _here(encoder)
     with _Progress(reading, is_quiet) as progress, contextlib.closing(encode(_steps(reading, encoder))) as results:
         for encoded in results:
@@ -244,40 +265,46 @@ def write(reading: Reading, encoder: Encoder, sink: Sink, *, jobs: int = 1, is_q
             written.num_rows += encoded.num_rows
             series.update(encoded.series)
             num_partial += not encoded.is_whole
+            for why, keys in encoded.left_out.items():
+                left_out.setdefault(why, set()).update(keys)
             progress.show(written.num_steps)
     sink.release()
     if num_partial:
         say(f"{num_partial} steps lack shards of ranks that were not heard; their rows say is_whole false")
     written.num_series = len(series)
+    written.left_out = {why: len(keys) for why, keys in left_out.items()} | reading.unmerged(encoder.is_ranked)
+    for why, num in written.left_out.items():
+        if why != KEPT:  # Which groups those would be in was said already.
+            say(f"{num} series are left out: {why}")
     written.num_files = getattr(sink, "num_files", 0)
     return written
 
 
-def _steps(reading: Reading, encoder: Encoder) -> Iterator[tuple[Any, bool]]:
-    for view, follows in reading.views():
-        yield RankStepRows.of(view) if encoder.is_ranked else MergedStep.of(view), follows
+def _steps(reading: Reading, encoder: Encoder) -> Iterator[tuple[Any, Before]]:
+    for view, before in reading.views():
+        yield RankStepRows.of(view) if encoder.is_ranked else MergedStep.of(view), before
 
 
-def _here(encoder: Encoder) -> Callable[[Iterator[tuple[Any, bool]]], Generator[Encoded, None, None]]:
-    def encode(steps: Iterator[tuple[Any, bool]]) -> Generator[Encoded, None, None]:
-        for step, follows in steps:
-            yield encoder.encode(step, follows)
+def _here(encoder: Encoder) -> Callable[[Iterator[tuple[Any, Before]]], Generator[Encoded, None, None]]:
+    def encode(steps: Iterator[tuple[Any, Before]]) -> Generator[Encoded, None, None]:
+        for step, before in steps:
+            yield encoder.encode(step, before)
 
     return encode
 
 
-def _in_parallel(encoder: Encoder, jobs: int) -> Callable[[Iterator[tuple[Any, bool]]], Generator[Encoded, None, None]]:
+def _in_parallel(encoder: Encoder, jobs: int) -> Callable[[Iterator[tuple[Any, Before]]], Generator[Encoded, None, None]]:
     """Have steps encoded by other processes in turn. Each has one step at hand: nobody waits on a full pipe for ever."""
 
-    def encode(steps: Iterator[tuple[Any, bool]]) -> Generator[Encoded, None, None]:
+    def encode(steps: Iterator[tuple[Any, Before]]) -> Generator[Encoded, None, None]:
         workers = [_Worker(encoder) for _ in range(jobs)]
         try:
             at = 0
-            for step, follows in steps:
+            for step, before in steps:
                 worker = workers[at % jobs]
                 if at >= jobs:
                     yield worker.result()
-                worker.give(step, follows)
+                worker.give(step, before)
                 at += 1
             for number in range(max(at - jobs, 0), at):
                 yield workers[number % jobs].result()
@@ -320,12 +347,12 @@ class _Worker:
         theirs.close()
         self._layout: Any = None
 
-    def give(self, step: MergedStep | RankStepRows, follows: bool) -> None:
+    def give(self, step: MergedStep | RankStepRows, before: Before) -> None:
         """Hand over a step. Layouts change seldom: the one that is known there is not sent again."""
         layout = step.layout if step.layout is not self._layout else None
         self._layout = step.layout
         buffer = io.BytesIO()
-        _Pickler(buffer, step.layout).dump((step, follows))
+        _Pickler(buffer, step.layout).dump((step, before))
         self._pipe.send((None if layout is None else pickle.dumps(layout, pickle.HIGHEST_PROTOCOL), buffer.getvalue()))
 
     def result(self) -> Encoded:
@@ -355,9 +382,9 @@ def _encode_steps(pipe: Connection, encoder: Encoder) -> None:
         while True:
             fresh, data = pipe.recv()
             layout = layout if fresh is None else pickle.loads(fresh)
-            step, follows = _Unpickler(io.BytesIO(data), layout).load()
+            step, before = _Unpickler(io.BytesIO(data), layout).load()
             try:
-                pipe.send(encoder.encode(step, follows))
+                pipe.send(encoder.encode(step, before))
             except Exception as error:
                 pipe.send(error)
 
@@ -397,7 +424,15 @@ def write_text(output: str | None, reading: Reading, encoder: Encoder, *, jobs: 
     """Write a table of text: to stdout, or to a file that appears when it is whole."""
     if output is None:
         with click.open_file("-", "w") as out:
-            return write(reading, encoder, StreamSink(out), jobs=jobs, is_quiet=is_quiet)
+            sink = StreamSink(out)
+            try:
+                return write(reading, encoder, sink, jobs=jobs, is_quiet=is_quiet)
+            except BrokenPipeError:
+                raise
+            except BaseException:
+                if sink.has_written:
+                    say("what was written to stdout so far is not the whole table")
+                raise
     with WholeFile(Path(output)) as whole:
         written = write(reading, encoder, FileSink(whole.file), jobs=jobs, is_quiet=is_quiet)
         whole.is_wanted = written.num_rows > 0

@@ -19,6 +19,7 @@ from sentinel.rules.problems import nearest
 
 if TYPE_CHECKING:
     from sentinel.ingest.merge import Layout, StepView
+    from sentinel.ingest.placing import LogicalTensor
 
 SCALAR = "scalar"
 VALUE = "value"
@@ -80,6 +81,10 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
     """The lowest rank that holds it, or any of its members."""
     border: str = ""
     """Which border of the black box a tensor is; empty: none."""
+    also: tuple[str, ...] = ()
+    """Outer modules that handed the same tensor on as their own output."""
+    consumers: tuple[str, ...] = ()
+    """Modules that read the same tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,9 @@ class MergedStep:
         if len(self.stats) == len(self.layout.tensors):
             return self.stats
         found = np.full(len(self.layout.tensors), EMPTY)
-        found.view(np.uint64).reshape(len(found), -1)[self.index] = self.stats.view(np.uint64).reshape(len(self.stats), -1)
+        num_words = STATS_DTYPE.itemsize // 8
+        words = self.stats.view(np.uint64).reshape(len(self.stats), num_words)
+        found.view(np.uint64).reshape(len(found), num_words)[self.index] = words
         return found
 
 
@@ -162,6 +169,8 @@ class Picked:
         self.query = query
         self.layout = layout
         self.groups: Groups | None = None
+        self.partial: list[str] = []
+        """Keys of what is asked for, and of which each rank holds a summand: nobody may merge it."""
         if query.aggregates:
             self.groups = Groups(layout.tensors, query.aggregates, kinds=query.kinds)
             met: dict[tuple[str, str], str] = {}
@@ -181,17 +190,22 @@ class Picked:
             ]  # fmt: skip
             return
         of_name: dict[tuple[str, ...], bool] = {}
-        taken = []
+        taken: list[LogicalTensor] = []
         for tensor in layout.tensors:
             called = (tensor.name, *tensor.also)
             if called not in of_name:
                 of_name[called] = any(matches(glob, name) for glob in query.names for name in called)
-            if of_name[called] and is_of_kind(tensor.kind, tensor.border, query.kinds) and not tensor.is_partial:
+            if not of_name[called] or not is_of_kind(tensor.kind, tensor.border, query.kinds):
+                continue
+            if tensor.is_partial:
+                self.partial.append(tensor.key)
+            else:
                 taken.append(tensor)
         self._index = np.array([tensor.index for tensor in taken], np.int64)
         self.series = [
             Series(
-                name=one.name, kind=one.kind, place=_words(one.place), rank=min(one.ranks, default=0), border=one.border
+                name=one.name, kind=one.kind, place=_words(one.place), rank=min(one.ranks, default=0), border=one.border,
+                also=one.also, consumers=one.consumers,
             )
             for one in taken
         ]
@@ -253,8 +267,10 @@ class Picker:
         """Globs that matched something."""
         self.names: set[str] = set()
         """Names of the tensors and scalars of the wanted kinds met so far."""
-        self.excluded: dict[str, tuple[int, bool]] = {}
-        """Group -> (series that nobody may merge, whether there are others)."""
+        self.excluded: dict[tuple[str, str], tuple[int, bool]] = {}
+        """(group, kind) -> (most series that nobody may merge, whether there are others)."""
+        self.partial: set[str] = set()
+        """Keys of tensors of which each rank holds a summand: no series is made of them."""
 
     def meet(self, layout: Layout, scalars: Iterable[str] = ()) -> Picked:
         """Return the query applied to a layout."""
@@ -272,7 +288,10 @@ class Picker:
         self.saw(fresh - self.names)
         for group in picked.groups.groups if picked.groups is not None else ():
             if group.num_excluded:
-                self.excluded[group.name] = (group.num_excluded, len(group.members) > 0)
+                before, had_others = self.excluded.get((group.name, group.kind), (0, False))
+                counted = max(group.num_excluded, before), len(group.members) > 0 or had_others
+                self.excluded[group.name, group.kind] = counted
+        self.partial.update(picked.partial)
         return picked
 
     def saw(self, names: set[str]) -> None:

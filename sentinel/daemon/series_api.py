@@ -150,8 +150,8 @@ class SeriesDesk:
                         break
             names |= picker.names
             met |= picker.met
-            for group, (count, _) in sorted(dict(picker.excluded).items()):
-                found.note(f'{run.name}: "{group}": {count} series have no known placement and are in no group')
+            for (group, kind), (count, _) in sorted(dict(picker.excluded).items()):
+                found.note(f'{run.name}: "{group}" of {kind}: {count} series have no known placement and are in no group')
         for glob in request.query.globs:
             if glob not in met and names:
                 kinds = "" if request.query.kinds == TENSOR_KINDS else f" of kind {', '.join(request.query.kinds)}"

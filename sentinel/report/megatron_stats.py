@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
 
 from sentinel.moments import Moments
 
-STAT_OF_KIND = {
-    "param": "param_raw_moments_by_param",
-    "wgrad": "grad_raw_moments_by_param",
+STAT_OF_PARAMETER = {"param": "param_raw_moments_by_param", "wgrad": "grad_raw_moments_by_param"}
+STAT_OF_SITE = {
     "activation": "activation_raw_moments_by_layer",
+    "activation_in": "activation_raw_moments_by_layer",
     "dgrad": "dgrad_raw_moments_by_layer",
-    "residual": "residual_raw_moments_by_layer",
+    "dgrad_in": "dgrad_raw_moments_by_layer",
 }
-"""Kinds that have a place in the format."""
 STAT_OF_STREAM = {"activation": "residual_raw_moments_by_layer", "dgrad": "residual_dgrad_raw_moments_by_layer"}
 """What goes from block to block is the residual stream: written there besides."""
-STREAM_BORDERS = frozenset({"block_input", "block_output"})
+STREAM_STATS = frozenset(STAT_OF_STREAM.values())
+STREAM = "residual"
+KINDS = (*STAT_OF_PARAMETER, *STAT_OF_SITE, STREAM)
+"""Kinds that have a place in the format."""
+FIRST_INPUT, OUTPUT = "block_input", "block_output"
+"""Borders of the black box that are in the residual stream."""
+_BLOCK = re.compile(r"(?:(?P<stack>.*)\.)?[^.]+\.(?P<number>\d+)")
+"""`decoder.layers.7`: a block, and the stack that it is in."""
 SAMPLES = ("consumed_train_samples", "consumed_samples")
 """Logged values that say how many samples were trained on."""
 
@@ -71,12 +78,44 @@ def raw_moments(moments: Moments) -> list[RawMoments]:
     ]
 
 
-def stats_of(kind: str, border: str) -> Iterator[str]:
-    """Yield the stats that a tensor of this kind, at this border of the black box or at none, is written under."""
-    if kind in STAT_OF_KIND:
-        yield STAT_OF_KIND[kind]
-    if border in STREAM_BORDERS and kind in STAT_OF_STREAM:
-        yield STAT_OF_STREAM[kind]
+def places_of(
+    name: str, kind: str, border: str = "", also: Sequence[str] = (), consumers: Sequence[str] = ()
+) -> list[tuple[str, str]]:
+    """Return (stat, name) of each place where a tensor is written: once for every module that gives or takes it.
+
+    border, also, consumers: as of a logical tensor. Source: `decoder.layers.0.mlp.linear_fc1/input0`, and for the residual
+    stream `decoder/input0`, `decoder.layers.0/output0`, as RawMomentLogger names its sites. A module's gradient there is its
+    own share, here it is the tensor's: the sum over all that read it.
+    """
+    if kind in STAT_OF_PARAMETER:
+        return [(STAT_OF_PARAMETER[kind], name)]
+    if kind not in STAT_OF_SITE:
+        return []
+    is_input = kind.endswith("_in")
+    takers = (name, *also, *consumers) if is_input else consumers
+    givers = () if is_input else (name, *also)
+    sites = [*(_site(one, "output") for one in givers), *(_site(one, "input") for one in takers)]
+    found = [(STAT_OF_SITE[kind], site) for site in dict.fromkeys(sites)]
+    stream = _stream_site(givers, takers, border)
+    if stream:
+        found.append((STAT_OF_STREAM[kind.removesuffix("_in")], stream))
+    return found
+
+
+def _site(name: str, slot: str) -> str:
+    module, _, element = name.partition(":")
+    return f"{module}/{slot}{element or 0}" if not element or element.isdigit() else f"{module}/{slot}.{element}"
+
+
+def _stream_site(givers: Sequence[str], takers: Sequence[str], border: str) -> str:
+    """Return the name in the residual stream; empty: it is not in it, or is there as another block's output already."""
+    blocks = [one for name in (givers if border == OUTPUT else takers) if (one := _BLOCK.fullmatch(name.partition(":")[0]))]
+    block = min(blocks, key=lambda one: len(one[0]), default=None)
+    if border == OUTPUT:
+        return _site(block[0] if block is not None else givers[0], "output") if givers else ""
+    if border == FIRST_INPUT and block is not None and int(block["number"]) == 0:
+        return f"{block['stack']}/input0" if block["stack"] else "input0"
+    return ""
 
 
 def file_name(stat: str, rank: int) -> str:
@@ -85,18 +124,17 @@ def file_name(stat: str, rank: int) -> str:
 
 
 def lines_of(
-    step: int, samples: float | None, rows: Iterable[tuple[str, str, str, int, RawMoments]]
+    iteration: int, samples: float | None, rows: Iterable[tuple[str, str, int, RawMoments]]
 ) -> tuple[list[tuple[str, bytes]], int]:
-    """Return (file, line) for each file that a step has values in, and how many values those are.
+    """Return (file, line) for each file that an iteration has values in, and how many values those are.
 
-    A tensor is in the file of the lowest rank that holds it, nowhere else. rows: (name, kind, border, that rank, values).
+    A tensor is in the file of the lowest rank that holds it, nowhere else. rows: (stat, name, that rank, values).
     """
     lines: dict[tuple[str, int], dict[str, RawMoments]] = {}
-    for name, kind, border, rank, values in rows:
-        for stat in stats_of(kind, border):
-            lines.setdefault((stat, rank), {})[name] = values
+    for stat, name, rank, values in rows:
+        lines.setdefault((stat, rank), {})[name] = values
     chunks = [
-        (file_name(stat, rank), msgspec.json.encode(_Line(step, samples, stat, found)) + b"\n")
+        (file_name(stat, rank), msgspec.json.encode(_Line(iteration, samples, stat, found)) + b"\n")
         for (stat, rank), found in lines.items()
     ]
     return chunks, sum(len(found) for found in lines.values())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
 from sentinel.anomaly import Anomaly
-from sentinel.report.msprobe_format import TENSOR_FILES, file_of_kind, tag_of
+from sentinel.report.msprobe_csv import has_place
+from sentinel.report.msprobe_format import TENSOR_FILES, file_of_kind, tag_named, tag_of
 
 ANOMALY_FILE = "anomaly_detected/rank{rank}/anomaly.json"
 NO_CALL = -1
@@ -23,10 +24,13 @@ _SEEN_AS = {"nans": "nan", "infs": "inf"}
 class MsprobeAnomalies:
     """Writes the files, a record at a time: memory holds their keys alone."""
 
-    def __init__(self, directory: Path, numbered: Collection[tuple[str, str]] = ()) -> None:
-        """numbered: (kind, module) of those that hand over several tensors of a kind: all of them have a number."""
+    def __init__(self, directory: Path, names: Mapping[tuple[int, str, str], str] | None = None) -> None:
+        """names: (rank, kind, canonical name) -> the name in its CSV files, of every tensor that stands in them.
+
+        None: the ranks' own names are not known any more, and canonical ones take their place.
+        """
         self._directory = directory
-        self._numbered = frozenset(numbered)
+        self._names = names
         self._files: dict[int, IO[str]] = {}
         self._num_of_key: dict[str, int] = {}
         self._tags: set[str] = set()
@@ -38,14 +42,23 @@ class MsprobeAnomalies:
         """Different tensors among the records."""
         return len(self._tags)
 
-    def add(self, anomaly: Anomaly) -> None:
-        """Write one record into the file of its rank; of a merged tensor: of the lowest rank that holds it."""
+    def add(self, anomaly: Anomaly) -> bool:
+        """Write one record into the file of its rank; of a merged tensor: of the lowest rank that holds it.
+
+        Return False, and write nothing, where msProbe has no such tensor: health, logged values, groups, and kinds that it
+        does not measure.
+        """
         rank = anomaly.rank if anomaly.rank is not None else min(anomaly.ranks, default=0)
-        name = _WHOLE.sub("", anomaly.tag_name)
         kind = anomaly.kind
-        tag = tag_of(
-            anomaly.vpp_stage, name, kind, rank, anomaly.micro_step, lambda module: (kind, module) in self._numbered
-        )
+        if not has_place(kind):
+            return False
+        if self._names is None:
+            tag = tag_of(anomaly.vpp_stage, _WHOLE.sub("", anomaly.tag_name), kind, rank, anomaly.micro_step)
+        else:
+            name = self._names.get((rank, kind, anomaly.tag_name))
+            if name is None:
+                return False
+            tag = tag_named(anomaly.vpp_stage, name, kind, rank, anomaly.micro_step)
         call_id = NO_CALL if anomaly.call_id is None else anomaly.call_id
         # As in its CSV files: it reads the optimizer's state before the update.
         file = file_of_kind(kind)
@@ -68,6 +81,7 @@ class MsprobeAnomalies:
         self._file(rank).write(f" {json.dumps(key)}: {json.dumps(record, indent=1, allow_nan=False)}".replace("\n", "\n "))
         self._tags.add(tag)
         self.num_records += 1
+        return True
 
     def _file(self, rank: int) -> IO[str]:
         file = self._files.get(rank)

@@ -6,7 +6,7 @@ Source: msProbe 26.2 and its output. Facts of the format alone; what it measures
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -118,15 +118,10 @@ def slot_of(kind: str, name: str) -> Slot | None:
     return Slot(_INPUT_OF[kind] if match["slot"] == "input" else kind, module + element)
 
 
-def slot_name(kind: str, name: str, has_others: Callable[[str], bool]) -> str:
-    """Return the name in `actv` and `actv_grad` of an activation or its gradient.
-
-    has_others: whether the module of this name hands over further elements of this kind: then the first one is numbered too.
-    """
+def slot_name(kind: str, name: str) -> str:
+    """Return the name in `actv` and `actv_grad` of an activation or its gradient."""
     module, colon, element = name.partition(":")
-    slot = "input" if kind in _OUTPUT_OF else "output"
-    number = f"_{element}" if colon else "_0" if has_others(module) else ""
-    return f"{module}.{slot}{number}"
+    return f"{module}.{'input' if kind in _OUTPUT_OF else 'output'}{f'_{element}' if colon else ''}"
 
 
 def file_of_kind(kind: str) -> str | None:
@@ -135,22 +130,20 @@ def file_of_kind(kind: str) -> str | None:
     return next((file for file, (one, shift) in TENSOR_FILES.items() if one == kind and file != "param_updated"), None)
 
 
-def tag_of(
-    vpp_stage: int,
-    name: str,
-    kind: str,
-    rank: int,
-    micro_step: int | None,
-    has_others: Callable[[str], bool] = lambda module: False,
-) -> str:
+def tag_of(vpp_stage: int, name: str, kind: str, rank: int, micro_step: int | None) -> str:
     """Return the tag of a tensor: `0:encoder.layers.0.linear1.output:0/rank0/actv`, `0:emb.weight/rank0/post_grad`.
 
-    name: as Sentinel names it; micro_step: of an activation or its gradient, None: 0; has_others: as of `slot_name`.
+    name: as Sentinel names it; micro_step: of an activation or its gradient, None: 0.
     """
+    own = slot_name(kind, name) if TAG_OF_KIND.get(kind, kind) in ("actv", "actv_grad") else name
+    return tag_named(vpp_stage, own, kind, rank, micro_step)
+
+
+def tag_named(vpp_stage: int, name: str, kind: str, rank: int, micro_step: int | None) -> str:
+    """Return the tag of a tensor whose name is that of a CSV file: `encoder.layers.0.linear1.output`."""
     word = TAG_OF_KIND.get(kind, kind)
-    if word in ("actv", "actv_grad"):
-        name = f"{slot_name(kind, name, has_others)}:{micro_step or 0}"
-    return f"{vpp_stage}:{name}/rank{rank}/{word}"
+    micro = f":{micro_step or 0}" if word in ("actv", "actv_grad") else ""
+    return f"{vpp_stage}:{name}{micro}/rank{rank}/{word}"
 
 
 def squashed(names: Mapping[str, None] | list[str]) -> dict[str, str]:

@@ -11,7 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+import sentinel
 from sentinel.cli.main import run_cli
 from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.packs import RulePacks
@@ -19,6 +22,7 @@ from sentinel.daemon.serving import ServedRun
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.merge import StepView
 from sentinel.ingest.steps import StepAssembler
+from sentinel.messages import TensorInfo
 from sentinel.moments import Moments
 from sentinel.record import STATISTICS
 from sentinel.report.export import TableText
@@ -227,7 +231,10 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, capsys: pytest.Ca
     assert run_cli(["export", str(tmp_path / "run"), "-o", str(target), "--json", "--aggregate", "*"]) == 0
     told = json.loads(capsys.readouterr().out)
     lines = [json.loads(line) for line in target.read_text().splitlines()]
-    assert told == {"file": str(target), "num_rows": len(lines), "num_series": len(lines) // 2, "num_steps": 2}
+    assert told == {
+        "file": str(target), "num_rows": len(lines), "num_series": len(lines) // 2, "num_steps": 2, "num_left_out": 0,
+        "left_out": {},
+    }  # fmt: skip
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".out")] == []
 
 
@@ -328,9 +335,11 @@ def test_megatron_stats_hold_each_tensor_once_with_its_raw_sums(tmp_path: Path, 
         "dgrad_raw_moments_by_layer", "residual_raw_moments_by_layer", "residual_dgrad_raw_moments_by_layer",
     }  # fmt: skip
     assert told["num_rows"] == sum(len(line["values"]) for lines in found.values() for line in lines)
-    for kind, stat in {"wgrad": "grad_raw_moments_by_param", "param": "param_raw_moments_by_param"}.items():
-        for view in views:
-            lines = [line for line in found[stat] if line["iter"] == view.step]
+    # Weights are written after the update: those that step 1 begins with are of iteration 0.
+    for kind, stat, shift in (("wgrad", "grad_raw_moments_by_param", 0), ("param", "param_raw_moments_by_param", 1)):
+        assert min(line["iter"] for line in found[stat]) == 0
+        for view in views[shift:]:
+            lines = [line for line in found[stat] if line["iter"] == view.step - shift]
             values = {name: one for line in lines for name, one in line["values"].items()}
             tensors = [tensor for tensor in view.tensors if tensor.kind == kind]
             assert len(values) == sum(len(line["values"]) for line in lines) == len(tensors)
@@ -342,6 +351,119 @@ def test_megatron_stats_hold_each_tensor_once_with_its_raw_sums(tmp_path: Path, 
                 assert (one["nan"], one["inf"], one["min"]) == (0, 0, float(view.stats["min"][tensor.index]))
     squares = sum(one["sum_2"] for line in found["grad_raw_moments_by_param"][:1] for one in line["values"].values())
     assert squares > 0
+
+
+def test_megatron_stats_name_what_modules_take_and_give(tmp_path: Path) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(torch.relu(self.up(self.norm(x))))
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    for name, module in (("embedding", nn.Linear(3, 4)), ("decoder", Decoder()), ("output_layer", nn.Linear(4, 2))):
+        model.add_module(name, module)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    seen: dict[str, float] = {}
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            seen[f"{name}/input0"], seen[f"{name}/output0"] = float(args[0].sum()), float(output.sum())
+
+        return hook
+
+    for name, module in model.named_modules():
+        if name:
+            module.register_forward_hook(note(name))
+    kinds = ["param", "activation", "activation_in", "dgrad", "dgrad_in"]
+    monitor = sentinel.attach(model, optimizer, {"kinds": kinds, "directory": str(tmp_path), "run": "run"})
+    weights = []
+    for step in range(3):
+        model(torch.randn(5, 3)).square().mean().backward()
+        if step == 2:
+            expected = dict(seen)
+        monitor.log(consumed_samples=5.0 * (step + 1))
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.append(float(model.output_layer.weight.sum()))
+    monitor.detach()
+
+    assert run_cli(["export", str(tmp_path / "run"), "--format", "megatron-stats", "-o", str(tmp_path / "out")]) == 0
+
+    found = stats_lines(tmp_path / "out")
+    params = found["param_raw_moments_by_param"]
+    assert [(line["iter"], line["consumed_train_samples"]) for line in params] == [(0, 5.0), (1, 10.0)]
+    sums = [line["values"]["output_layer.weight"]["sum_1"] for line in params]
+    assert sums == pytest.approx(weights[:2], rel=1e-5)
+    layers = found["activation_raw_moments_by_layer"][-1]["values"]
+    assert {name: one["sum_1"] for name, one in layers.items() if name in expected} == pytest.approx(expected, rel=1e-4)
+    gradients = found["dgrad_raw_moments_by_layer"][-1]["values"]
+    assert {"decoder.layers.0.up/input0", "decoder.layers.0.up/output0", "output_layer/input0"} <= set(gradients)
+    stream = ["decoder/input0", "decoder.layers.0/output0", "decoder.layers.1/output0"]
+    for stat in ("residual_raw_moments_by_layer", "residual_dgrad_raw_moments_by_layer"):
+        assert [list(line["values"]) for line in found[stat]] == [stream] * 3
+
+
+@pytest.mark.parametrize("jobs", ["1", "3"])
+@pytest.mark.parametrize("form", ["csv", "jsonl", "parquet", "tensorboard", "msprobe-csv", "megatron-stats"])
+def test_steps_without_any_tensor_row_are_exported_as_such(form: str, jobs: str, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    config = {"kinds": ["param"], "black_box": False, "step_interval": 3, "directory": str(tmp_path), "run": "run"}
+    monitor = sentinel.attach(model, optimizer, config)
+    for _ in range(8):
+        model(torch.randn(5, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    monitor.detach()
+    arguments = ["export", str(tmp_path / "run"), "--format", form, "-o", str(tmp_path / "out"), "--jobs", jobs]
+
+    assert run_cli(arguments) == 0
+    if form == "jsonl":
+        steps = [json.loads(line)["step"] for line in (tmp_path / "out").read_text().splitlines()]
+        assert steps == [0, 0, 3, 3, 6, 6]
+    if form in ("csv", "jsonl"):
+        assert run_cli([*arguments[:4], "--aggregate", "all=*", "--kind", "param"]) == 0
+        assert run_cli([*arguments[:4], "--kind", "wgrad"]) == 1, "nothing of that kind"
+
+
+@pytest.mark.parametrize("arguments", [(), ("--aggregate", "all=*"), ("--format", "megatron-stats")])
+def test_what_cannot_be_merged_is_counted_always(
+    arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def summands(**given: Any) -> TensorInfo:
+        if given["kind"] == "activation":
+            given["placements"] = {**given["placements"], "tp": "partial"}
+        return TensorInfo(**given)
+
+    monkeypatch.setattr("sentinel.testing.model.TensorInfo", summands)
+    synthetic(tmp_path / "run", layers=2, pp=1).write(2)
+    (view, _) = heard(tmp_path / "run")
+    num = sum(one.kind == "activation" for one in view.tensors)
+    wanted = ["--kind", "activation,wgrad", "-o", str(tmp_path / "out"), "--json", *arguments]
+
+    assert run_cli(["export", str(tmp_path / "run"), *wanted]) == 0
+
+    said = capsys.readouterr()
+    told = json.loads(said.out)
+    assert told["num_left_out"] == sum(told["left_out"].values()) == num > 0
+    assert f"{num} series " in said.err
+    if not arguments:
+        assert run_cli(["export", str(tmp_path / "run"), "--kind", "activation,wgrad", "--per-rank"]) == 0
+        assert "left out" not in capsys.readouterr().err
 
 
 def test_megatron_stats_of_groups_count_what_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

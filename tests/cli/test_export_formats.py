@@ -579,7 +579,42 @@ def test_anomalies_have_msprobes_keys(tmp_path: Path, capsys: pytest.CaptureFixt
         assert f"/rank{one['rank']}/" in one["tag_name"]
     first = next(one for one in ours if one["kind"] == "activation" and one["severity"] == "critical")
     tag = tag_of(0, first["tag_name"], "activation", first["rank"], first["micro_step"])
-    assert f"{tag}_step_4_call_{first['call_id']}" in records
+    assert first["rank"] == 0 and f"{tag}_step_4_call_{first['call_id']}" in records
+
+
+def test_anomalies_are_named_as_in_the_csv_files_and_of_tensors_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = judged(tmp_path, pp=2, dp=1)
+    lines = [line for path in sorted((run / "anomalies").glob("*.jsonl")) for line in path.read_text().splitlines()]
+    onset = next(json.loads(line) for line in lines if json.loads(line)["kind"] == "wgrad")
+    strangers = [{**onset, "id": str(at), "kind": kind, "tag_name": "x"} for at, kind in enumerate(("health", "scalar"))]
+    with next((run / "anomalies").glob("*.jsonl")).open("a") as file:
+        file.writelines(json.dumps(one) + "\n" for one in strangers)
+
+    out = export(run, "msprobe", tmp_path / "out", "--json")
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    names = {
+        (folder.rpartition("rank")[2].partition("-")[0], file.rsplit("_", 1)[0], row["vpp_stage"], row["name"])
+        for (folder, file), rows in csv_rows(export(run, "msprobe-csv", tmp_path / "csv")).items()
+        for row in rows
+    }
+
+    files_of = {"actv": "actv", "actv_grad": "actv_grad", "post_grad": "grad_reduced", "acc_grad": "grad_unreduced"}
+    records = [one for path in out.rglob("anomaly.json") for one in json.loads(path.read_text()).values()]
+    for one in records:
+        tag, rank, word = one["tag_name"].split("/")
+        vpp_stage, name = tag.split(":")[:2]
+        assert (rank.removeprefix("rank"), files_of.get(word, word), vpp_stage, name) in names, one["tag_name"]
+    assert len(records) > 20 and told["left_out"][
+        "of what its files have no tensor for: health, logged values"] == len(strangers)  # fmt: skip
+
+
+def csv_rows(directory: Path) -> dict[tuple[str, str], list[dict[str, str]]]:
+    return {
+        (path.parent.name, path.stem): list(csv.DictReader(path.read_text().splitlines()))
+        for path in directory.glob("*/*.csv")
+    }
 
 
 def test_topk_reads_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

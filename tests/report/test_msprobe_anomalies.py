@@ -50,10 +50,23 @@ def test_keys(tmp_path: Path, given: dict[str, Any], key: str) -> None:
     assert list(written(tmp_path, anomaly(**given))) == [key]
 
 
-def test_a_module_with_several_tensors_numbers_them_all(tmp_path: Path) -> None:
-    found = written(tmp_path, anomaly(), numbered={("activation", "layers.0.fc")})
+def test_names_are_those_of_the_ranks_csv_files(tmp_path: Path) -> None:
+    names = {(3, "activation", "layers.4.fc"): "layers.0.fc.output_0", (3, "param", "w"): "w"}
 
-    assert list(found) == ["1:layers.0.fc.output_0:1/rank3/actv_step_7_call_9"]
+    found = written(tmp_path, anomaly(tag_name="layers.4.fc"), anomaly(tag_name="w", kind="param"), names=names)
+
+    assert list(found) == [
+        "1:layers.0.fc.output_0:1/rank3/actv_step_7_call_9", "1:w/rank3/param_origin_step_7_call_9",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [None, {(3, "activation", "layers.0.fc"): "layers.0.fc.output"}])
+@pytest.mark.parametrize(("kind", "name"), [("health", "rank 3"), ("scalar", "loss"), ("update", "w"), ("comm", "a@b")])
+def test_what_msprobe_has_no_tensor_for_is_not_written(
+    kind: str, name: str, names: dict[tuple[int, str, str], str] | None, tmp_path: Path
+) -> None:
+    assert not MsprobeAnomalies(tmp_path, names).add(anomaly(kind=kind, tag_name=name))
+    assert not list(tmp_path.rglob("*.json"))
 
 
 def test_defect_1_three_alarms_on_one_tensor_are_three_records(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import sentinel
 from sentinel.daemon.series import MergedStep, Picker, SeriesQuery
 from sentinel.order.phase import Phase, phase_of
 from sentinel.record import is_of_kind
-from sentinel.report.megatron_stats import stats_of
+from sentinel.report.megatron_stats import places_of
 
 from ...ingest.daemon import Ears
 from ..conftest import TinyModel, loss_of
@@ -66,7 +66,7 @@ def test_groups_and_megatrons_files_know_it_too(run: Path) -> None:
         # The first block's input is the embedding's output, measured once.
         ("stream", "activation"): 3, ("stream", "dgrad"): 3,
     }  # fmt: skip
-    assert "residual_dgrad_raw_moments_by_layer" in list(stats_of("dgrad", "block_output"))
+    assert ("residual_dgrad_raw_moments_by_layer", "blocks.1/output0") in places_of("blocks.1", "dgrad", "block_output")
 
 
 def test_a_rule_on_the_residual_stream_judges_nothing_else(run: Path) -> None:
