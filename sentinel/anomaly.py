@@ -173,6 +173,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     """Times that it became several times worse than what its title had told; each is told."""
     acts: tuple[IncidentAct, ...] = ()
     """What people did about it, oldest first."""
+    nature: str = ""
+    """The kind of harm: `nonfinite`, `finite`, or `liveness` (ranks and rows that do not come); empty: an older record."""
 
     def acknowledged(self, now: float) -> IncidentAct | None:
         """Return the acknowledgement that holds at `now`, seconds since the epoch; None: nobody says that he works on it."""

@@ -172,7 +172,7 @@ def make_report(run_dir: Path, exit_code: int, is_drained: bool) -> dict[str, An
                 incident = decode(line)
                 newest[incident.id] = incident
     num_anomalies = sum(
-        chunk.count(b"\n") for file in sorted((run_dir / "anomalies").glob("*.jsonl")) for chunk in _chunks(file)
+        b'"event":"onset"' in line for file in sorted((run_dir / "anomalies").glob("*.jsonl")) for line in _lines(file)
     )
     losses = RunLosses()
     paths = RunPaths.of(run_dir)
@@ -231,5 +231,5 @@ def _number(count: int, one: str, many: str) -> str:
     return f"{count} {one if count == 1 else many}"
 
 
-def _chunks(path: Path) -> list[bytes]:
-    return [path.read_bytes()]
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines()

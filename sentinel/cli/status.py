@@ -87,7 +87,7 @@ def run_status(run_dir: Path) -> dict[str, Any]:
     journal = Journal(paths.journal, read_only=True)
     try:
         state["num_decisions"], state["num_judged"] = journal.last_seq, journal.judged
-        state["num_anomalies"] = journal.count("anomalies")
+        state["num_anomalies"] = journal.num_onsets()
         state["replicas"] = journal.recall("replicas")
         losses = recorded_losses(journal)
         state["losses"], state["num_rows_lost"], state["is_complete"] = losses.words, losses.num_rows, losses.is_complete

@@ -63,6 +63,7 @@ def steps_of(ctx: click.Context, param: click.Parameter, value: str | None) -> f
 @click.option(
     "--order", type=click.Choice(list(ORDERS)), default="causal", show_default=True, help="msprobe: its own sort key."
 )
+@click.option("--all", "all_alike", is_flag=True, help="Mere notes and slow or silent ranks in their place too, not behind.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def topk(
     directory: str | None,
@@ -72,15 +73,19 @@ def topk(
     incident: str | None,
     min_severity: str,
     order: str,
+    all_alike: bool,
     as_json: bool,
 ) -> int:
     """Name the anomalies that came first, whatever the order of files.
+
+    Members of incidents that stayed notes (`info`), or are about slow and silent ranks, come behind all others; --all
+    leaves them in their place.
 
     Writes them to anomaly_analyse.json, under msProbe's keys. Exit 1 when there are any, 0 when there are none, 2 when none
     are found and some could not be read.
     """
     directory = place_of(directory, incident)
-    found = find_topk(directory, k, steps, incident, order=order, min_severity=Severity(min_severity))
+    found = find_topk(directory, k, steps, incident, order=order, min_severity=Severity(min_severity), all_alike=all_alike)
     for path in found.torn:
         say(f"{path}: the last record is half written; it was left out")
     if found.num_malformed:
@@ -143,6 +148,7 @@ def as_object(found: TopK) -> dict[str, Any]:
         "worst_in_words": None if worst is None else born_words(worst.anomaly),
         "origins": [_origin_of(entry, found) for entry in found.entries],
         "num_anomalies": found.num_anomalies,
+        "num_unwritten": found.num_unwritten,
         "num_files": found.num_files,
         "torn": list(found.torn),
         "num_malformed": found.num_malformed,
@@ -175,7 +181,8 @@ def show(found: TopK) -> None:
     if rows:
         show_table(COLUMNS, rows)
     files = f"{found.num_files} file" + ("" if found.num_files == 1 else "s")
-    shown = f"{found.num_anomalies} anomalies in {files}; the {len(rows)} earliest are shown"
+    cut = f", {found.num_unwritten} of them not written" if found.num_unwritten else ""
+    shown = f"{found.num_anomalies} anomalies in {files}{cut}; the {len(rows)} earliest are shown"
     say(shown if rows else f"no anomalies in {files}")
     if found.worst is not None:
         say(f"first critical: {born_words(found.worst.anomaly)}")

@@ -201,7 +201,7 @@ class ServedRun:
             "run": self.name,
             "directory": str(self.paths.run_dir),
             **standing_of(self._published),
-            "num_anomalies": self._anomaly_log.position.num_lines,
+            "num_anomalies": self._num_onsets,
             "num_rows_lost": self._published.num_rows_dropped,
             "num_steps_lost": self._published.num_steps_dropped,
             "is_complete": not self._published.num_rows_dropped and not self._published.num_steps_dropped,
@@ -225,6 +225,7 @@ class ServedRun:
             if incident.state == "open"
         }
         self._anomaly_log, self._incident_log = AppendLog(self.paths.anomalies), AppendLog(self.paths.incidents)
+        self._num_onsets = self.journal.num_onsets()
         self._heard_at: dict[bytes, float] = {}
         self._acknowledgeable: dict[str, Position] = {}
         self._judged = self._seq = self.journal.judged
@@ -396,6 +397,7 @@ class ServedRun:
     def _add(self, commit: Commit, seq: int, verdict: Verdict) -> None:
         commit.judged = seq
         commit.anomalies += [(seq, _found(one)) for one in verdict.anomalies]
+        self._num_onsets += sum(one.event == "onset" for one in verdict.anomalies)
         now = time.time()
         for incident in verdict.incidents:
             line = json_line(incident)

@@ -94,6 +94,8 @@ class Wanted(msgspec.Struct, frozen=True):
     steps: frozenset[int] | None
     ids: frozenset[str] | None
     min_level: int
+    behind: frozenset[str] = frozenset()
+    """Ids of anomalies that come behind all others: mere notes, and ill timing."""
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -136,10 +138,12 @@ class Findings:
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
         self.earliest = _Heap(wanted.k)
+        self.behind = _Heap(wanted.k)
         self.worst = _Heap(1)
         self.num_anomalies = 0
         self.damage = Damage()
-        self._decoder: msgspec.json.Decoder[_Glance] = _GLANCE if wanted.ids is None else cast(Any, _NAMED)
+        is_named = wanted.ids is not None or bool(wanted.behind)
+        self._decoder: msgspec.json.Decoder[_Glance] = cast(Any, _NAMED) if is_named else _GLANCE
         self._key = ORDERS[wanted.order]
         # Only the causal order says what came first: it chooses the worst, whatever order was asked for.
         self._is_causal = wanted.order == "causal"
@@ -172,7 +176,7 @@ class Findings:
     def _choose(self, glances: Sequence[_Glance]) -> list[int]:
         """Count what was asked for, and return the indices of those that may be among the k earliest, or the worst."""
         wanted = self.wanted
-        if wanted.steps is None and wanted.ids is None and wanted.min_level == 0:
+        if wanted.steps is None and wanted.ids is None and wanted.min_level == 0 and not wanted.behind:
             # Until the heaps are full everything is a candidate.
             attempt, step = self.earliest.limit
             bad_attempt, bad_step = self.worst.limit
@@ -186,7 +190,7 @@ class Findings:
             ]
             self.num_anomalies += sum([g.event == "onset" for g in glances])
             return [i for i in chosen if glances[i].event == "onset"]
-        steps, ids, least = wanted.steps, wanted.ids, wanted.min_level
+        steps, ids, least, behind = wanted.steps, wanted.ids, wanted.min_level, wanted.behind
         matching = [
             i
             for i, g in enumerate(glances)
@@ -196,6 +200,15 @@ class Findings:
             and g.severity.level >= least
         ]
         self.num_anomalies += len(matching)
+        if behind:
+            # Of many, only those need be read on that may be among the k earliest of their own kind.
+            front, back, bad = self.earliest.limit, self.behind.limit, self.worst.limit
+            return [
+                i
+                for i in matching
+                if (at := (glances[i].attempt, glances[i].step)) <= (back if glances[i].id in behind else front)  # type: ignore[attr-defined]
+                or (glances[i].severity is Severity.CRITICAL and at <= bad)
+            ]
         return matching
 
     def _take_doubtful_lines(self, path: str, chunk: bytes, offset: int, is_tail: bool) -> None:
@@ -244,6 +257,9 @@ class Findings:
             is_critical = anomaly.severity is Severity.CRITICAL
         key = self._key(anomaly)
         candidate = Candidate(key, raw, path, is_msprobe)
+        if anomaly.id in self.wanted.behind:
+            self.behind.offer(candidate)
+            return
         self.earliest.offer(candidate)
         if is_critical:
             self.worst.offer(candidate if self._is_causal else Candidate(sort_key(anomaly), raw, path, is_msprobe))
@@ -269,16 +285,19 @@ class Findings:
                     self.num_anomalies += 1
                 self._offer_anomaly(path, msgspec.json.encode(record), anomaly, True)
 
-    def packed(self) -> tuple[list[Candidate], list[Candidate], int, Damage]:
-        """Return what another process needs to know."""
-        return self.earliest.items, self.worst.items, self.num_anomalies, self.damage
+    def in_order(self) -> list[Candidate]:
+        """Return the k that come first: those that stand behind all others only where there is room."""
+        return [*self.earliest.items, *self.behind.items][: self.wanted.k]
 
-    def add(self, packed: tuple[list[Candidate], list[Candidate], int, Damage]) -> None:
+    def packed(self) -> tuple[list[Candidate], list[Candidate], list[Candidate], int, Damage]:
+        """Return what another process needs to know."""
+        return self.earliest.items, self.behind.items, self.worst.items, self.num_anomalies, self.damage
+
+    def add(self, packed: tuple[list[Candidate], list[Candidate], list[Candidate], int, Damage]) -> None:
         """Take in what another process found."""
-        earliest, worst, num_anomalies, damage = packed
-        for candidate in earliest:
-            self.earliest.offer(candidate)
-        for candidate in worst:
-            self.worst.offer(candidate)
+        earliest, behind, worst, num_anomalies, damage = packed
+        for heap, items in ((self.earliest, earliest), (self.behind, behind), (self.worst, worst)):
+            for candidate in items:
+                heap.offer(candidate)
         self.num_anomalies += num_anomalies
         self.damage.add(damage)

@@ -18,7 +18,7 @@ from sentinel.anomaly import Anomaly, Severity
 from sentinel.errors import ConfigError
 from sentinel.explain.anomaly_files import Damage, FileRange, anomaly_files, ranges_of
 from sentinel.explain.selection import MSPROBE_LINE, RECORD, Candidate, Findings, Record, Wanted
-from sentinel.incidents.revisions import find_incident, incident_members, incident_revisions
+from sentinel.incidents.revisions import find_incident, incident_members, incident_revisions, newest_revisions, no_causes
 from sentinel.order.msprobe import from_msprobe, msprobe_key
 
 RESULT_NAME = "anomaly_analyse.json"
@@ -48,6 +48,8 @@ class TopK(msgspec.Struct, frozen=True, kw_only=True):
     """The earliest of the critical ones: what most deserves to be looked at first; None when nothing is critical."""
     num_anomalies: int
     """Anomalies that were asked for: of these steps, this incident, this severity."""
+    num_unwritten: int = 0
+    """Of a whole incident: those of `num_anomalies` that were counted, but not written for want of room in a step."""
     num_files: int
     torn: tuple[str, ...] = ()
     """Files whose last line was half written; it was skipped."""
@@ -79,9 +81,13 @@ def topk(
     *,
     order: str = "causal",
     min_severity: Severity = Severity.INFO,
+    all_alike: bool = False,
     processes: int | None = None,
 ) -> TopK:
     """Return the k earliest anomalies that were recorded: by causal order, or msProbe's own.
+
+    Members of incidents that are mere notes (`info`), or about late and silent ranks, come behind all others, unless
+    all_alike, an incident, or msProbe's order is asked for.
 
     directory: a run, a directory of `*.jsonl`, or msProbe's output, mixed too. incident: an id, a prefix of one, or
     `latest`. processes: by default as many as there are CPUs for this process, for inputs worth it. The result does not
@@ -94,19 +100,25 @@ def topk(
         raise ConfigError(f"k must be at least 1, got {k}")
     directory = Path(directory)
     files = anomaly_files(directory)
-    ids = None
+    ids, behind, num_members = None, frozenset[str](), 0
     if incident is not None:
         revisions = incident_revisions(directory)
-        ids = incident_members(revisions, find_incident(revisions, incident))
-    wanted = Wanted(k, order, None if steps is None else frozenset(steps), ids, min_severity.level)
+        found = find_incident(revisions, incident)
+        ids = incident_members(revisions, found)
+        if steps is None and min_severity is Severity.INFO:
+            num_members = newest_revisions(revisions)[found].num_members
+    elif order == "causal" and not all_alike:
+        behind = no_causes(incident_revisions(directory))
+    wanted = Wanted(k, order, None if steps is None else frozenset(steps), ids, min_severity.level, behind)
     ranges, unreadable = _ranges(files)
     findings = _read_all(ranges, wanted, processes)
     findings.damage.add(unreadable)
     # Whatever file was read first, the same ones are said first.
     return TopK(
-        entries=tuple(_entry(item) for item in findings.earliest.items),
+        entries=tuple(_entry(item) for item in findings.in_order()),
         worst=_entry(findings.worst.items[0]) if findings.worst.items else None,
-        num_anomalies=findings.num_anomalies,
+        num_anomalies=max(findings.num_anomalies, num_members),
+        num_unwritten=max(num_members - findings.num_anomalies, 0),
         num_files=len(files),
         torn=tuple(sorted(set(findings.damage.torn))),
         malformed=tuple(sorted(findings.damage.malformed)[:8]),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from sentinel.anomaly import Incident
+from sentinel.anomaly import Incident, Severity
 from sentinel.errors import ConfigError
 
 
@@ -73,3 +73,15 @@ def incident_members(revisions: Sequence[Incident], incident: str) -> frozenset[
         family |= more
         grows = bool(more)
     return frozenset(member for one in revisions if one.id in family for member in one.members)
+
+
+def no_causes(revisions: Sequence[Incident]) -> frozenset[str]:
+    """Return the ids of anomalies that are causes of nothing grave: of incidents that stayed notes, or are about timing."""
+    newest = newest_revisions(revisions)
+    mere = {
+        one.id
+        for one in newest.values()
+        if one.state != "merged" and (one.severity is Severity.INFO or one.nature == "liveness")
+    }
+    mere |= {one.id for one in newest.values() if one.merged_into in mere}
+    return frozenset(member for one in revisions if one.id in mere for member in one.members)

@@ -350,7 +350,8 @@ class IncidentTracker:
             one.nature = "nonfinite"
             words = born_words(causes[0], born)
             one.incident = msgspec.structs.replace(
-                one.incident, title=f"{one.incident.title}; then {words}", segment=born.segment, module=born.module
+                one.incident, title=f"{one.incident.title}; then {words}", segment=born.segment, module=born.module,
+                nature=one.nature,
             )
             one.revise(evidence=f"turned non-finite at step {step}: {words}")
             return one
@@ -433,6 +434,7 @@ class IncidentTracker:
             root_name=root_words(root, born),
             segment=born.segment,
             module=born.module if nature == "nonfinite" else "",
+            nature=nature,
         )
         one = OpenIncident(
             incident=incident, nature=nature, root=root, origin=born, causes=[], last_bad_step=-1, episodes={}, series={},

@@ -277,6 +277,10 @@ class Journal:
         """Return the number of rows of `anomalies`, `incidents` or `decisions`."""
         return int(self._one(f"SELECT coalesce(max(rowid), 0) FROM {_known(table)}"))
 
+    def num_onsets(self) -> int:
+        """Return the number of anomalies: onsets alone, neither the records of their ends nor of what was not written."""
+        return int(self._one("SELECT count(*) FROM anomalies WHERE instr(body, CAST('\"event\":\"onset\"' AS BLOB)) > 0"))
+
     def bodies(self, table: str, after: int = 0) -> Iterator[tuple[int, bytes]]:
         """Yield (position, body) of `anomalies` or `incidents` after a position, counted from 1."""
         position = after

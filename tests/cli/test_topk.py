@@ -13,7 +13,7 @@ from sentinel.cli.main import run_cli
 
 from .test_explain import write_run
 
-GOLDEN = Path(__file__).parent.parent / "order" / "golden"
+GOLDEN = Path(__file__).parent.parent / "explain" / "golden"
 
 
 @pytest.fixture

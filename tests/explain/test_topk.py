@@ -377,3 +377,47 @@ def test_msprobe_tags(tag, kind, name):
 
 def test_other_names_are_no_msprobe_tags():
     assert module_of("train/loss") == "train/loss"
+
+
+def incident(name, members, severity=Severity.WARNING, **fields):
+    fields = {"state": "open", "nature": "finite", "num_members": len(members), **fields}
+    return Incident(
+        id=name, revision=1, run="r", attempt=0, opened_step=0, last_step=0, severity=severity, title=name, root=None,
+        members=tuple(one.id for one in members), **fields,
+    )  # fmt: skip
+
+
+def test_notes_and_ill_timing_stand_behind_causes_unless_all_are_asked_for(tmp_path):
+    timing = [anomaly(n, 2, kind="health", rule="slow-rank", severity=Severity.CRITICAL) for n in range(3)]
+    notes = [anomaly(10 + n, 3) for n in range(3)]
+    causes = [anomaly(20 + n, 7 + n, severity=Severity.WARNING) for n in range(3)]
+    led = anomaly(30, 6)  # a note, but of an incident that became grave
+    write(tmp_path / "anomalies" / "0.jsonl", [*timing, *notes, *causes, led])
+    write(
+        tmp_path / "incidents.jsonl",
+        [
+            incident("i1", timing, Severity.CRITICAL, nature="liveness"), incident("i2", notes, Severity.INFO),
+            incident("i3", [led, *causes]), incident("i4", notes[2:], Severity.INFO, state="merged", merged_into="i2"),
+        ],
+    )  # fmt: skip
+
+    plain, everything = topk(tmp_path, 8), topk(tmp_path, 8, all_alike=True)
+
+    behind = sorted([*timing, *notes], key=sort_key)
+    assert ids(plain) == [led.id, *(a.id for a in causes), *(a.id for a in behind[:4])]
+    assert ids(everything)[:6] == [a.id for a in behind]
+    assert plain.worst is None and everything.worst.anomaly.id in {a.id for a in timing}
+    assert plain.num_anomalies == everything.num_anomalies == 10
+    assert ids(topk(tmp_path, 2, incident="i1")) == [a.id for a in sorted(timing, key=sort_key)[:2]]
+    assert ids(topk(tmp_path, 8, order="msprobe"))[:3] != ids(plain)[:3]
+
+
+def test_an_incident_has_one_count_everywhere(tmp_path):
+    members = [anomaly(n, 3, severity=Severity.WARNING) for n in range(5)]
+    write(tmp_path / "anomalies" / "0.jsonl", members)
+    write(tmp_path / "incidents.jsonl", [incident("i1", members, num_members=505)])
+
+    found = topk(tmp_path, 3, incident="i1")
+
+    assert (found.num_anomalies, found.num_unwritten) == (505, 500)
+    assert (topk(tmp_path, 3, steps=[3], incident="i1").num_anomalies, topk(tmp_path, 3).num_unwritten) == (5, 0)
