@@ -59,6 +59,10 @@ class ChunkInfo(msgspec.Struct, frozen=True, kw_only=True):
     (Megatron's layer_number, the experts of an expert-parallel rank). Goes before what the daemon works out."""
     model: str = ""
     """Which of several models of the trainer it belongs to (`G`, `D`): stands before its names. Empty: there is one."""
+    flows: tuple[str, ...] | None = None
+    """Local names of the modules outside the blocks that hold no parameters, and whose outputs a gradient goes through, as
+    far as is known: what another stage has under such a name is another tensor. Tables of positions are not among them:
+    those are the same on every stage. None: said by a version that did not tell, so every module may be one."""
 
 
 MAX_TENSORS = 2**24

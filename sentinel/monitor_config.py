@@ -225,6 +225,10 @@ class MonitorConfig(Measurement, frozen=True, kw_only=True, forbid_unknown_field
     site_placements: dict[str, dict[str, str]] = {}
     """Glob of module names (`:in` behind it: their inputs) to mesh axis to shard, replicate, partial or unknown: how plain
     activations and their gradients are placed, where the trainer knows better; the last that matches counts."""
+    gradient_divisor: float | None = None
+    """By what the sum of all ranks' gradients is divided before the optimizer uses it; those of activations are divided by
+    it too. None: as FSDP2 was told, else the number of ranks with samples or tokens of their own. 1 where the loss itself is
+    divided by the whole batch."""
     max_rows: int = 65536
     """Most rows a step keeps before micro-steps are folded for want of room, counted."""
     spool: SpoolConfig = SpoolConfig()
@@ -238,6 +242,8 @@ class MonitorConfig(Measurement, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError(f"at_step must be at least 0, got {self.at_step}")
         if not self.zero_eps >= 0:
             raise ConfigError(f"zero_eps must be at least 0, got {self.zero_eps}")
+        if self.gradient_divisor is not None and not 0 < self.gradient_divisor < float("inf"):
+            raise ConfigError(f"gradient_divisor must be above 0 and finite, got {self.gradient_divisor}")
         if self.max_rows < 1024:
             raise ConfigError(f"max_rows must be at least 1024, got {self.max_rows}")
         for glob, words in self.site_placements.items():

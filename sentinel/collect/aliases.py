@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sentinel.collect.tensors import Entry
+
+FSDP_MARKS = frozenset({"RegisterPostBackwardFunctionBackward", "RegisterPreBackwardFunctionBackward"})
+"""Nodes through which FSDP2 hands the inputs and outputs of the modules that it shards."""
 
 _Key: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -31,6 +36,20 @@ class Aliases:
             memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             self._seen[_key(tensor)] = (memory, tensor._version, tensor.requires_grad, entry)
 
+    def origin(self, tensor: torch.Tensor) -> torch.Tensor | tuple[Any, int] | None:
+        """Return what made a tensor before it was handed on: (node, which output), or the leaf; None: it was not handed on.
+
+        There its gradient is the sum of what all its readers send back; at the tensor itself it is one reader's.
+        """
+        node: Any = tensor.grad_fn
+        number = tensor.output_nr
+        while node is not None and node.name() in self._functions and number < len(node.next_functions):
+            node, number = node.next_functions[number]
+        if node is None or node is tensor.grad_fn:
+            return None
+        leaf: torch.Tensor | None = getattr(node, "variable", None)
+        return (node, number) if leaf is None else leaf
+
     def find(self, tensor: torch.Tensor) -> Entry | None:
         """Return the entry under which it was measured; None: it was not, or a gradient may differ."""
         if tensor.layout is not torch.strided or hasattr(tensor, "_local_tensor"):
@@ -46,3 +65,8 @@ class Aliases:
 
 def _key(tensor: torch.Tensor) -> _Key:
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def aliases_of(modules: Iterable[nn.Module]) -> Aliases | None:
+    """Return what finds the tensors that FSDP2 hands on; None for modules that it does not shard."""
+    return Aliases(FSDP_MARKS) if any(hasattr(module, "_get_fsdp_state") for module in modules) else None

@@ -34,7 +34,8 @@ SLOT_BYTES = 8 * SLOT_WORDS
 EPOCH, SEAL = WORDS, WORDS + 1
 SEAL_FACTOR = 0x9E3779B97F4A7C15
 
-GRADIENT_KINDS = [int(Kind.DGRAD), int(Kind.DGRAD_IN), int(Kind.WGRAD_UNREDUCED)]
+DGRAD_KINDS = [int(Kind.DGRAD), int(Kind.DGRAD_IN)]
+GRADIENT_KINDS = [*DGRAD_KINDS, int(Kind.WGRAD_UNREDUCED)]
 """Read while a backward runs: nobody has divided them by the scale of the loss yet."""
 SCALED_KINDS = [int(Kind.WGRAD), *GRADIENT_KINDS]
 
@@ -60,6 +61,8 @@ class StepRows:
         """Where the statistics of row 0 lie in memory; those of row i lie i * 136 bytes behind."""
         self.grad_scale: float | torch.Tensor = 1.0
         """What every gradient of the step is multiplied by, 0-dim on the host where it is a tensor: `finish` divides."""
+        self.dgrad_divisor = 1.0
+        """By what the gradients of activations are divided besides, as those of weights are when ranks are averaged."""
         self.wgrads_are_scaled = True
         """The weight gradients carried that scale when they were read; false: only those of activations do."""
         self.is_read_early = False
@@ -156,6 +159,8 @@ class StepRows:
         if scale not in (0.0, 1.0) and math.isfinite(scale):
             divide_gradients(used, scale, scaled_kinds(self.wgrads_are_scaled))
         self.wgrads_are_scaled = True
+        if self.dgrad_divisor != 1.0:
+            divide_gradients(used, self.dgrad_divisor, DGRAD_KINDS)
         point_at_own(used)
         return num_missing
 
@@ -177,7 +182,7 @@ class StepRows:
         """Make the buffer empty again."""
         self.array[: self.num_rows] = _EMPTY_ROW
         self.num_rows = 0
-        self.grad_scale, self.is_read_early = 1.0, False
+        self.grad_scale, self.dgrad_divisor, self.is_read_early = 1.0, 1.0, False
         for device in self._devices.values():
             device.reset()
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from sentinel.collect.buffer import divide_gradients, scaled_kinds
+from sentinel.collect.buffer import DGRAD_KINDS, divide_gradients, scaled_kinds
 from sentinel.collect.loss_scale import LossScale
 from sentinel.collect.recording import Recording
 from sentinel.moments import Moments
@@ -27,6 +27,7 @@ def current_statistics(recording: Recording, loss_scale: LossScale, kinds: Seque
     scale = 1.0 if loss_scale.value is None else float(loss_scale.value)
     if scale not in (0.0, 1.0) and math.isfinite(scale):
         divide_gradients(rows, scale, scaled_kinds(not loss_scale.is_unscaled or recording.rows.is_read_early))
+    divide_gradients(rows, recording.rows.dgrad_divisor, DGRAD_KINDS)
     found: dict[str, Statistics] = {}
     for kind in kinds:
         mine = rows[rows["kind"] == kind]

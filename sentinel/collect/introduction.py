@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sentinel.collect.gradient_mean import gradient_divisor
 from sentinel.collect.plan import Plan
 from sentinel.collect.taps import Chunk
 from sentinel.collect.tensors import TensorTable
@@ -42,6 +43,12 @@ class Introduction:
         self._source = source
         self._table = table
         self._tell = tell
+        self._gradient_divisor = 1.0
+
+    def gradient_divisor(self) -> float:
+        """Return by what the sum of all ranks' gradients is divided before the optimizer uses it."""
+        given = self._source.config.gradient_divisor
+        return self._gradient_divisor if given is None else given
 
     def locate(self) -> None:
         """Look around once more: stages, schedules and meshes that exist by now. About 0.1 s."""
@@ -50,6 +57,7 @@ class Introduction:
         if place != self.place:
             self.place = place
             self._table.is_changed = True
+        self._gradient_divisor = gradient_divisor(self._models, self.topology, place)
 
     def set_depths(self, chunks: Sequence[Chunk]) -> bool:
         """Give every chunk its number on this rank and its depth in its model; True when a number changed."""
@@ -127,4 +135,5 @@ def _chunk_info(chunk: Chunk) -> ChunkInfo:
         modules=tuple(chunk.structure.modules),
         offsets=dict(chunk.offsets),
         model=chunk.model,
+        flows=tuple(sorted(chunk.flows)),
     )

@@ -77,6 +77,8 @@ class ModuleTap:
         """In a compiled part: hooks stay on, whatever is wanted."""
         self.has_passed = False
         """Its module was called, and was seen."""
+        self.has_gradient = False
+        """It gave out a tensor that a gradient goes through."""
         self._former: list[Any] = []
         """What `compiler_is_back` needs, while the module runs without it."""
         self._answers: dict[tuple[bool, str], tuple[Entry, bool]] = {}
@@ -236,6 +238,7 @@ class ModuleTap:
         is_first = True
         for path, tensor in tensors_in(output):
             was_first, is_first = is_first, False
+            self.has_gradient |= tensor.requires_grad
             if not was_first and (not self.takes_all or isinstance(tensor, nn.Parameter)):
                 continue
             entry = chunk.known(tensor) or chunk.source(tensor)
@@ -296,6 +299,8 @@ class ModuleTap:
             entry, is_wanted = self._answers.get((is_input, path), (None, False))
             return former if entry is None else self._ticket(entry, chunk.backward_micro_step, is_wanted)
         takes = self.takes_in if is_input else self.takes_out
+        if not is_input:
+            self.has_gradient |= bool(how & (HAS_GRADIENT | IS_WITHOUT_GRAPH))
         if not chunk.in_forward or in_backward() or not takes or not (was_first or self.takes_all):
             return former
         known = chunk.graphs.entry_of(former)
@@ -413,7 +418,12 @@ class ModuleTap:
             self.chunk.recorder.sites.placed(True)
         grad = entry.grad
         if grad is not None and grad.border_index < border.index:
-            grad.border, grad.border_index = border.label, border.index
+            grad.border_index = border.index
+            # The last block of a pipeline's stage ends a block as it does in one process; what a later stage receives is the
+            # output of a block before it, and no other part of the residual stream.
+            is_received = grad.border == "chunk_input" and self.chunk.depth > 0
+            if grad.border != "block_output" and not is_received:
+                grad.border = border.label
             grad.flags |= Flag.BORDER
             self.chunk.recorder.sites.placed(True)
 

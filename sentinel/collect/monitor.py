@@ -109,7 +109,9 @@ class Monitor:
         self._pipeline_watch = PipelineWatch(self._introduction.note_stage, self._gradients.rewritten)
         self._loss_scale = LossScale(self._gradients.rewritten, self.guard)
         self._memory = MemoryUse(device)
-        self._running = RunningStep(self.recording, self._scalars, self._loss_scale, self._waits, self._memory)
+        self._running = RunningStep(
+            self.recording, self._scalars, self._loss_scale, self._waits, self._memory, self._introduction.gradient_divisor
+        )
         self.chunks: list[Chunk] = []
         self._planning = Planning(
             self.plan, self.orders, self.sites, self._table, self.chunks, self._events,

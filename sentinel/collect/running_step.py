@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -26,8 +27,16 @@ class RunningStep:
     """Begun by the first training forward, or an optimizer that steps without one; ended by the boundary."""
 
     def __init__(
-        self, recording: Recording, scalars: Scalars, loss_scale: LossScale, waits: WaitClock, memory: MemoryUse
+        self,
+        recording: Recording,
+        scalars: Scalars,
+        loss_scale: LossScale,
+        waits: WaitClock,
+        memory: MemoryUse,
+        gradient_divisor: Callable[[], float],
     ) -> None:
+        """gradient_divisor: by what gradients are divided after the backward, where ranks are averaged."""
+        self._gradient_divisor = gradient_divisor
         self.is_begun = False
         self.due: dict[str, int] = {}
         """Kind to the number of tensors measured."""
@@ -47,6 +56,7 @@ class RunningStep:
 
     def begin(self) -> None:
         """The step's first forward begins."""
+        self._recording.rows.dgrad_divisor = self._gradient_divisor()
         self.is_begun = True
         self._began_at = time.perf_counter()
 

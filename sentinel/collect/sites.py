@@ -53,15 +53,20 @@ class Sites:
 
     def describe(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Note shape, dtype and placement of a site's tensor."""
+        placements = self.placements_at(entry, tensor, Kind(entry.kind) in (Kind.ACTIVATION, Kind.DGRAD))
+        self._table.describe(entry, tensor, placements, part_of(tensor, self.place, placements))
+
+    def placements_at(self, entry: Entry, tensor: torch.Tensor, is_output: bool) -> dict[str, str]:
+        """Return axis -> placement of a tensor at the module that an entry is named after: as it says, or is known to be."""
         placements = placements_of(tensor, Kind(entry.kind), self.place)
         if not is_dtensor(tensor):
-            name, is_output = entry.name.partition(":")[0], Kind(entry.kind) in (Kind.ACTIVATION, Kind.DGRAD)
+            name = entry.name.partition(":")[0]
             if self.placements is not None:
                 placements.update(self.placements(name, is_output) or {})
             for glob, words in self._hints.items():
                 if fnmatch.fnmatchcase(name if is_output else f"{name}:in", glob):
                     placements.update({axis: word for axis, word in words.items() if axis in placements})
-        self._table.describe(entry, tensor, placements, part_of(tensor, self.place, placements))
+        return placements
 
     def placed(self, is_changed: bool) -> None:
         """Note that a forward has shown how some sites are placed: the table travels again."""

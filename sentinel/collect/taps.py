@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sentinel.collect.aliases import Aliases
+from sentinel.collect.aliases import Aliases, aliases_of
 from sentinel.collect.compiled import (
     CUDA_GRAPHS,
     TOO_LATE,
@@ -92,6 +92,8 @@ class Chunk:
         """Ids of the entries whose tensors were seen in such a forward."""
         self._asked_twice: dict[tuple[int, int], bool] = {}
         """(id of a gradient's entry, micro_step) hooked in such a forward and again in its recompute -> was measured."""
+        self.flows: set[str] = set()
+        """As ChunkInfo.flows."""
         self.has_trained = False
         self.taps: dict[str, ModuleTap] = {}
         self._pending: list[tuple[str, torch.Tensor, Entry, int]] = []
@@ -99,7 +101,7 @@ class Chunk:
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, Entry]] = {}
         self.locals = LocalTensors()
         self.aliases: Aliases | None = None
-        """An adapter's, whose trainer hands tensors on under new objects."""
+        """Of a trainer that hands tensors on under new objects: FSDP2's, or an adapter's."""
         self._handles: list[RemovableHandle] = []
         self.site = enlist(self)
         self.own = ModuleTap(self, "", root)
@@ -152,6 +154,8 @@ class Chunk:
                 borders.setdefault(border.module, []).append(border)
         wants_sites = False
         self.wants_borders = black_box
+        if self.aliases is None:
+            self.aliases = aliases_of(self.structure.modules.values())
         for name, module in self.structure.modules.items():
             kinds, mine = wanted(name), borders.get(name, [])
             tap = self.taps.get(name)
@@ -347,6 +351,19 @@ class Chunk:
             self._tell_blind_parts()
             for one in self.taps.values():
                 one.rest()
+            self._note_flows()
+
+    def _note_flows(self) -> None:
+        """A whole forward has passed: note which modules without parameters give out what a gradient goes through."""
+        blocks = tuple(f"{block}." for block in self.structure.blocks)
+        found = {
+            name
+            for name, tap in self.taps.items()
+            if tap.has_gradient and not f"{name}.".startswith(blocks) and next(tap.module.parameters(), None) is None
+        }
+        if not found <= self.flows:
+            self.flows |= found
+            self.recorder.sites.placed(True)
 
     def _fail(self) -> None:
         self.in_forward, self._seen, self._pending = False, {}, []
@@ -404,10 +421,12 @@ class Chunk:
                 left.append((inner, tensor, entry, row))
         self._pending = left
 
-    def origin(self, tensor: torch.Tensor) -> tuple[Any, int] | None:
-        """Return the node that made the logical tensor, where that is not the one that made this tensor of it."""
-        if not self.locals.is_split or tensor.grad_fn is None:
+    def origin(self, tensor: torch.Tensor) -> torch.Tensor | tuple[Any, int] | None:
+        """Return the node, or the leaf, that made the logical tensor, where that is not what made this tensor of it."""
+        if tensor.grad_fn is None:
             return None
+        if not self.locals.is_split:
+            return None if self.aliases is None else self.aliases.origin(tensor)
         origin = self.locals.origin(tensor)
         return None if origin[0] is tensor.grad_fn else origin
 
@@ -445,10 +464,14 @@ class Chunk:
         was, self._asked_twice[key] = self._asked_twice[key], True
         return was
 
-    def hook_gradient(self, tensor: torch.Tensor, entry: Entry, origin: tuple[Any, int] | None = None) -> None:
+    def hook_gradient(
+        self, tensor: torch.Tensor, entry: Entry, origin: torch.Tensor | tuple[Any, int] | None = None
+    ) -> None:
         """Take the gradient of `tensor` when its backward comes, once; or that of the logical tensor at its origin."""
         hook = GradientTap(self, entry, self.micro_step)
-        if origin is not None:
+        if isinstance(origin, torch.Tensor):
+            tensor = origin
+        elif origin is not None:
             node, number = origin
             node.register_prehook(lambda gradients: None if gradients[number] is None else hook(gradients[number]))
             return

@@ -40,6 +40,8 @@ class Topology:
         """id of an unwrapped model -> the DDP around it, also when that was made after attach."""
         self.meshes: list[Any] = []
         self.schedule = ""
+        self.num_micro_batches = 1
+        """By what the pipeline divides a step's gradients: its micro-batches, or 1 where the loss is divided instead."""
 
     def scan(self) -> None:
         """Look once through the live objects for pipeline stages, schedules and device meshes. About 0.05 s a million."""
@@ -63,6 +65,8 @@ class Topology:
 
     def _note_schedule(self, schedule: Any) -> None:
         name = type(schedule).__name__.removeprefix("Schedule").removesuffix("Schedule").lower()
+        is_mean = bool(getattr(schedule, "scale_grads", True))
+        self.num_micro_batches = max(1, int(getattr(schedule, "_n_microbatches", 1))) if is_mean else 1
         self.schedule = "zbv" if name.endswith("zbvzerobubble") else name
 
     def _note_mesh(self, mesh: Any) -> None:

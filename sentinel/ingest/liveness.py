@@ -144,9 +144,11 @@ class LivenessTracker:
         if life.descriptor is None or life.descriptor.place.pp_size == 1:
             return frozenset()
         if one.borders[0] != life.layout_id:
-            phases = {"chunk_output": "forward", "chunk_input": "backward"}
+            last = {chunk.vpp_stage: len(chunk.segments) for chunk in life.descriptor.chunks}
             one.borders = life.layout_id, frozenset(
-                (phases[tensor.border], tensor.name) for tensor in life.descriptor.tensors if tensor.border in phases
+                ("forward" if tensor.border_index else "backward", tensor.name)
+                for tensor in life.descriptor.tensors
+                if tensor.border and tensor.border_index in (0, last.get(tensor.chunk))
             )
         return one.borders[1]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -10,7 +11,7 @@ from sentinel.messages import ChunkInfo, Descriptor, TensorInfo
 from sentinel.place import canonical, chunk_name, layer_offsets
 
 _INPUTS = ("activation_in", "dgrad_in")
-_OUTPUTS = ("activation", "dgrad")
+_OUTPUTS = ("activation", "dgrad", "saturation", "channel")
 
 
 class Names(msgspec.Struct, frozen=True):
@@ -42,14 +43,18 @@ class Names(msgspec.Struct, frozen=True):
     ) -> str:
         """Return the canonical name of a local one. own_offsets: those that its rank says itself (`ChunkInfo.offsets`).
 
-        kind: of the tensor. What the first chunk takes in and what the last one gives out are the whole model's.
+        kind: of the tensor. What the first chunk takes in and what the last one gives out are the whole model's, with all
+        that probes make of it; so are the losses of routers.
         """
         whole = self.wholes.get(depth, chunk_name(depth, self.num_depths, self.model))
-        if (kind in _INPUTS and depth == 0) or (kind in _OUTPUTS and depth == self.num_depths - 1):
+        if kind == "precision":  # Its quantity tells of what: `:dgrad_in.dynamic_range`.
+            kind = name.rpartition(":")[2].partition(".")[0]
+        is_first, is_last = depth == 0, depth == self.num_depths - 1
+        if kind == "router" or (kind in _INPUTS and is_first) or (kind in _OUTPUTS and is_last):
             whole = chunk_name(0, 1, self.model)
         offsets = self.offsets.get(depth, {})
         full = canonical(name, {**offsets, **own_offsets} if own_offsets else offsets, whole, name_map)
-        if full in self.clashes:
+        if full.partition(":")[0] in self.clashes:
             return f"{whole}.{full}"
         is_whole = name == "" or name.startswith(":")
         return f"{self.model}.{full}" if self.model and not is_whole else full
@@ -59,8 +64,8 @@ def make_names(descriptors: Mapping[int, Descriptor]) -> Names:
     """Return the names for the ranks' descriptors (rank -> descriptor).
 
     Local layer numbers become global ones by the depths before them, unless a rank's config says its own offset. Where two
-    depths still claim one name for a parameter or module, both are qualified by their stage: nothing is merged by accident.
-    Each of several models has names, layer numbers and depths of its own.
+    depths still claim one name for a parameter, or for a module that holds some or passes a gradient on, both are qualified
+    by their stage: nothing is merged by accident. Each of several models has names, layer numbers and depths of its own.
     """
     models = sorted({chunk.model for descriptor in descriptors.values() for chunk in descriptor.chunks} - {""})
     return msgspec.structs.replace(
@@ -89,20 +94,37 @@ def _names_of(descriptors: Mapping[int, Descriptor], model: str) -> Names:
     wholes = {depth: chunk_name(depth, num_depths, model) for depth in chunks}
     owner: dict[str, int] = {}
     clashes: set[str] = set()
+    parents: set[str] = set()
     for depth, (descriptor, chunk) in sorted(chunks.items()):
-        names = {module for module in chunk.modules if module}
         params = {t.name for t in descriptor.tensors if t.kind == "param" and t.chunk == chunk.vpp_stage}
         # A parameter that the map names by itself is meant to be that one: a pipeline's copy of a tied embedding.
-        names |= params - descriptor.name_map.keys()
+        params -= descriptor.name_map.keys()
+        names = {module for module in chunk.modules if module}
+        if chunk.flows is not None:
+            names &= _holders(params).union(chunk.flows)
+        inner = names if chunk.flows is not None else names | params
+        renumbered = functools.partial(
+            canonical, offsets=offsets.get(depth, {}), whole=wholes[depth], name_map=descriptor.name_map
+        )
+        parents |= {renumbered(name).rpartition(".")[0] for name in inner}
+        names |= params
         containers = {prefix for name in chunk.blocks if (prefix := name.rpartition(".")[0])}
         for name in names - containers:
-            full = canonical(name, offsets.get(depth, {}), wholes[depth], descriptor.name_map)
+            full = renumbered(name)
             if owner.setdefault(full, depth) != depth:
                 clashes.add(full)
     # A module that is cut in two by a pipeline (`decoder` holding layers on both stages) is one module: only what holds
     # parameters of its own, or is a leaf, can clash.
-    parents = {name.rpartition(".")[0] for name in owner}
     return Names(offsets, wholes, num_depths, frozenset(name for name in clashes if name not in parents), model)
+
+
+def _holders(params: Iterable[str]) -> set[str]:
+    """Return the names of the modules that hold these parameters, and of those that hold such modules."""
+    found: set[str] = set()
+    for name in params:
+        while (name := name.rpartition(".")[0]) and name not in found:
+            found.add(name)
+    return found
 
 
 def segment_of(tensor: TensorInfo, chunk: ChunkInfo) -> str:

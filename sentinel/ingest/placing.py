@@ -164,8 +164,9 @@ def coordinates(tensor: TensorInfo, place: Place) -> tuple[_Coordinates, Shard]:
     is_data = tensor.kind not in WEIGHT_KINDS
     apart: list[tuple[str, int]] = []
     sharded: list[tuple[str, int | str]] = []
-    # Stages hold different tensors; only what has the same name on all of them (a line of code) says that it is apart.
-    for axis in (*MERGED_AXES, *(("pp",) if tensor.placements.get("pp") in KEPT_APART else ())):
+    # Stages hold different tensors; only what has the same name on all of them (a line of code, a loss over all layers) says
+    # whether it is apart, or a part.
+    for axis in (*MERGED_AXES, *(("pp",) if "pp" in tensor.placements else ())):
         if place.size(axis) <= 1:
             continue
         usual = ("shard" if is_data else "replicate") if axis == "dp" else "unknown"

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
+import numpy as np
 import pytest
 
 from sentinel.ingest.merge import Layout
@@ -96,3 +98,63 @@ def test_a_module_belongs_to_its_block_or_to_stem_or_head(name: str, segment: st
     )  # fmt: skip
 
     assert segment_of(TensorInfo(id=0, name=name, kind="activation"), chunk) == segment
+
+
+def sited(number: int, tensors: Sequence[tuple[str, str]], flows: tuple[str, ...] | None = ()) -> tuple[int, Descriptor]:
+    """A pipeline rank of which every stage has `norm` with a weight, `drop` and `rotary` without, and these tensors."""
+    _, descriptor = rank(number, [f"layers.{number}"], ["norm.weight"])
+    more = [TensorInfo(id=10 + at, name=name, kind=kind) for at, (name, kind) in enumerate(tensors)]
+    (chunk,) = descriptor.chunks
+    modules = (*chunk.modules, "norm", "drop", "rotary")
+    chunk = msgspec.structs.replace(chunk, modules=modules, flows=flows)
+    return number, msgspec.structs.replace(descriptor, chunks=(chunk,), tensors=(*descriptor.tensors, *more))
+
+
+def test_a_table_that_every_stage_has_is_one_and_what_gradients_pass_is_told_apart() -> None:
+    seen = [("rotary", "activation"), ("rotary:zero", "saturation"), ("drop", "activation"), ("drop:zero", "saturation")]
+
+    found = set(names(dict([sited(0, seen, ("drop",)), sited(1, seen, ("drop",))])))
+
+    assert {"rotary", "rotary:zero", "stage0.drop", "stage1.drop", "stage0.drop:zero", "stage1.drop:zero"} <= found
+    assert "drop" not in found and "stage1.rotary" not in found
+
+
+def test_probe_rows_of_modules_that_share_a_name_are_told_apart_as_the_modules_are() -> None:
+    seen = [("norm", "activation"), ("norm:channel_rms", "channel"), ("norm.weight:spectral_norm", "weight_spectrum")]
+
+    found = names(dict([sited(0, seen), sited(1, seen)]))
+
+    for stage in range(2):
+        ours = {"norm", "norm:channel_rms", "norm.weight:spectral_norm"}
+        assert {f"stage{stage}.{one}" for one in ours} <= {*found} and not ours & {*found}
+
+
+def test_a_version_that_does_not_tell_what_gradients_pass_is_read_as_before() -> None:
+    seen = [("rotary", "activation")]
+
+    found = names(dict([sited(0, seen, None), sited(1, seen, None)]))
+
+    assert {"stage0.rotary", "stage1.rotary"} <= {*found}
+
+
+def test_probe_rows_of_the_whole_models_input_and_output_carry_no_stage() -> None:
+    output = [(":zero", "saturation"), (":channel_rms", "channel"), (":activation.fp16_overflow", "precision")]
+    data = [(":dgrad_in.dynamic_range", "precision"), ("", "activation_in")]
+
+    found = names(dict([sited(0, [*data, *output]), sited(1, [*data, *output])]))
+
+    assert {"model:zero", "model:channel_rms", "model:activation.fp16_overflow", "model:dgrad_in.dynamic_range"} <= {*found}
+    assert {"stage0:zero", "stage1:dgrad_in.dynamic_range", "stage1", "stage0:activation.fp16_overflow"} <= {*found}
+
+
+def test_a_loss_over_all_layers_of_which_each_stage_has_some_is_one_series() -> None:
+    def with_loss(number: int) -> tuple[int, Descriptor]:
+        _, descriptor = sited(number, [])
+        loss = TensorInfo(id=9, name=":load_balancing_loss", kind="router", placements={"pp": "shard"})
+        return number, msgspec.structs.replace(descriptor, tensors=(*descriptor.tensors, loss))
+
+    layout = Layout(dict([with_loss(0), with_loss(1)]))
+
+    (loss,) = [tensor for tensor in layout.tensors if tensor.kind == "router"]
+    assert (loss.key, loss.ranks) == ("model:load_balancing_loss/router", (0, 1))
+    assert len({int(layout.copies_of(rank, np.array([9], np.uint32))[0]) for rank in range(2)}) == 2

@@ -43,8 +43,8 @@ def loop(model: nn.Module, optimizer: Any, batch_of: Any, clip: Any = None) -> T
     return Trainer([model], optimizer, train_step)
 
 
-def one() -> Trainer:
-    model = Net()
+def one(net: type[Net] = Net) -> Trainer:
+    model = net()
     return loop(model, optimizer_of(model.parameters()), tokens)
 
 
@@ -272,13 +272,13 @@ def one_moe_in_halves() -> Trainer:
     return loop(model, optimizer_of(model.parameters()), lambda step: torch.cat(tokens(step).chunk(2, dim=1)))
 
 
-def pipeline(schedule: str, pp: int = 2, chunks: int = 1, dp: int = 1, micro: int = 4) -> Trainer:
+def pipeline(schedule: str, pp: int = 2, chunks: int = 1, dp: int = 1, micro: int = 4, net: type[Net] = Net) -> Trainer:
     """torch.distributed.pipelining with `pp` ranks x `dp` replicas, each rank with `chunks` stages."""
     mesh = init_device_mesh("cpu", (pp, dp), mesh_dim_names=("pp", "dp"))
     rank, num = mesh.get_local_rank("pp"), pp * chunks
     is_v = schedule in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
     indices = [rank, num - 1 - rank] if is_v else [rank + n * pp for n in range(chunks)]
-    models = [Net(index, num) for index in indices]
+    models = [net(index, num) for index in indices]
     stages = [PipelineStage(m, i, num, CPU, group=mesh.get_group("pp")) for m, i in zip(models, indices, strict=True)]
     kind = getattr(schedules, schedule)
     runner = kind(stages if chunks > 1 else stages[0], micro, loss_fn=loss_of)

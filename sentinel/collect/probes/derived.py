@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import nn
 
-from sentinel.collect.placements import placements_of
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.taps import Chunk
 from sentinel.collect.tensors import Entry
 from sentinel.record import Flag, Kind
+
+NOTHING_KNOWN: Mapping[str, str] = MappingProxyType({})
 
 
 class DerivedEntries:
@@ -68,13 +72,20 @@ class DerivedEntries:
 
 
 def describe_site(
-    context: ProbeContext, chunk: Chunk, entry: Entry, shown: torch.Tensor, module: nn.Module, shape: tuple[int, ...]
+    context: ProbeContext,
+    chunk: Chunk,
+    entry: Entry,
+    shown: torch.Tensor,
+    module: nn.Module,
+    shape: tuple[int, ...],
+    known: Mapping[str, str] = NOTHING_KNOWN,
 ) -> None:
     """Describe what is computed inside a module: over the axes it is placed as `shown` is, a tensor that it made.
 
-    Of a plain tensor that is asked of the graph, when the forward has ended.
+    Of a plain tensor that is asked of the adapter's table, else of the graph when the forward has ended. known: placements
+    that the probe is sure of itself.
     """
-    placements = placements_of(shown, Kind(entry.kind), context.place())
+    placements = {**context.sites.placements_at(entry, shown, True), **known}
     if placements.get("tp") == "unknown":
         placements["tp"] = entry.placements.get("tp", "unknown")  # As the graph told before.
     context.table.describe(entry, shown, placements, "", shape)

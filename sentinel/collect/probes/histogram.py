@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from sentinel.collect.buffer import GRADIENT_KINDS, scaled_kinds
+from sentinel.collect.buffer import DGRAD_KINDS, GRADIENT_KINDS, scaled_kinds
 from sentinel.collect.loss_scale import carried
 from sentinel.collect.placements import local_of
 from sentinel.collect.probes.context import ProbeContext
@@ -50,7 +50,10 @@ class Histogram:
         if entry.kind not in self._kinds or not self._context.plan.measures(entry, Kind(entry.kind)):
             return
         with torch.no_grad():
-            counts = counted(local_of(tensor).detach(), self._scale(entry.kind))
+            scale = self._scale(entry.kind)
+            if entry.kind in DGRAD_KINDS:
+                scale = scale * self._context.recording.rows.dgrad_divisor
+            counts = counted(local_of(tensor).detach(), scale)
         self._context.recording.vector(entry, STATISTIC, counts, "bin", micro_step, EDGES)
         self._num_added += 1
         if self._num_added % FOLD_AT == 0:

@@ -68,6 +68,9 @@ class RouterProbe:
         """Id of a load's entry -> whose it is."""
         self._num_rows = 0
         context.events.planned.subscribe("router", self._plan)
+        self._is_tracker_read = False
+        """In this step: an optimizer for experts beside the one for all else steps in it too."""
+        context.events.begun.subscribe("router", self._begin)
         context.events.updating.subscribe("router", self._read_tracker)
         context.events.ending.subscribe("router", self._end)
         context.events.removed.subscribe("router", self._leave)
@@ -267,10 +270,14 @@ class RouterProbe:
             loss = loss.detach().view(1)
             self._lone(chunk, "aux_loss", loss, torch.ones_like(loss, dtype=torch.bool), micro_step)
 
+    def _begin(self) -> None:
+        self._is_tracker_read = False
+
     def _read_tracker(self, optimizer: Any) -> None:
         """Read Megatron's tracker before its trainer reduces and clears it: this rank's layers, the mean of micro-steps."""
-        if not self._context.plan.takes(Kind.ROUTER) or not self._context.chunks:
+        if self._is_tracker_read or not self._context.plan.takes(Kind.ROUTER) or not self._context.chunks:
             return
+        self._is_tracker_read = True
         module = sys.modules.get("megatron.core.transformer.moe.moe_utils")
         kept: dict[str, Any] = getattr(module, "get_moe_layer_wise_logging_tracker", dict)()
         if not kept:
@@ -289,7 +296,9 @@ class RouterProbe:
         entry = context.table.entry(chunk.vpp_stage, f":{quantity}", Kind.ROUTER)
         if not context.plan.measures(entry):
             return
-        describe_site(context, chunk, entry, values, chunk.root, tuple(values.shape))
+        # Each stage has the values of its own layers.
+        known = {"pp": "shard"} if axis == "layer" and context.place().pp_size > 1 else {}
+        describe_site(context, chunk, entry, values, chunk.root, tuple(values.shape), known)
         observe_some(context.recording, entry, values, counts, micro_step)
         if axis:
             context.recording.vector(entry, quantity, values, axis)
