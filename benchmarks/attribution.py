@@ -4,9 +4,11 @@
 
 A run is healthy for 60 steps, then one fault strikes. The verdict is that of the gravest incident that the fault opened, in
 its last revision; `ever` is each verdict that any of its incidents ever had. Two figures. `names the cause itself`: the
-verdict is the cause, whatever the layout can show (`unknown` for a program that is wrong on some ranks: no verdict is
-called that). `right for what can be known`: it is among the verdicts that the layout can show at best. `shown` are the
-cases where nothing but the cause is right. A `hardware` that is not right is wrong whenever it is said, for one step too.
+verdict is the cause, whatever the layout can show. `right for what can be known`: it is among the verdicts that the layout
+can show at best. `shown` are the cases where nothing but the cause is right. A `hardware` that is not right is wrong
+whenever it is said, for one step too. `messages` are what a sink that hears warnings gets of a fault; `turns` those among
+them that exchange a diagnosis that was told for another, or take it back; `wrong skips` the faults that are no batch and of
+which somebody was told to skip one.
 """
 
 from __future__ import annotations
@@ -24,13 +26,15 @@ import msgspec
 import numpy as np
 from attribution_faults import PLANTS, Plant, Said
 from attribution_held_out import HELD_OUT
+from attribution_programs import PROGRAMS
 
-from sentinel.anomaly import Incident
+from sentinel.anomaly import Incident, Severity
 from sentinel.daemon.judge import Judge
 from sentinel.ingest.decision import RankFacts, Tick
 from sentinel.ingest.merge import Layout, RankStep, StepView
 from sentinel.messages import Descriptor, TensorInfo
 from sentinel.record import NONE_ID, ROW_DTYPE, Kind
+from sentinel.report.alert import RouteConfig, change_of
 from sentinel.rules.loader import load_pack
 from sentinel.testing import SyntheticRun
 
@@ -44,7 +48,7 @@ ROOT = Path(__file__).parents[1]
 class Rig:
     """One layout: a healthy past, judged once, and what comes after it, judged for each fault."""
 
-    def __init__(self, layout: str, seed: int, dtype: str) -> None:
+    def __init__(self, layout: str, seed: int, dtype: str, healthy: int = HEALTHY_STEPS, *, has_comm: bool = False) -> None:
         sizes = {word: int(size) for word, size in re.findall(r"(pp|fsdp|dp|tp|ep)(\d+)", layout)}
         pp, dp, tp, ep = sizes.get("pp", 1), sizes.get("dp", sizes.get("fsdp", 1)), sizes.get("tp", 1), sizes.get("ep", 1)
         self.run = SyntheticRun(
@@ -58,7 +62,7 @@ class Rig:
             tensors = [_placed(tensor, dtype, sizes) for tensor in told.tensors]
             of = np.zeros(len(tensors), np.int64)
             of[one.table.rows["tensor"]] = one.table.position
-            probes, rows, at = _probes(told, of, ep)
+            probes, rows, at = _probes(told, of, ep, has_comm=has_comm)
             place = told.place
             if ep > 1:
                 place = msgspec.structs.replace(place, ep_size=ep, ep_rank=place.dp_rank % ep)
@@ -68,11 +72,12 @@ class Rig:
             self._names.append({tensor.id: tensor.name for tensor in probes})
         self._layout = Layout(self._descriptors)
         self._seed = seed
+        self.healthy = healthy
         self._pack = load_pack()
         judge = Judge(self._pack)
         self.num_rows = 0
         self.early: list[Incident] = []
-        for step in range(HEALTHY_STEPS):
+        for step in range(healthy):
             self.early += judge.judge(None, self.view(step, None)).incidents
         self.is_disturbed = bool(judge.open_incidents)
         """An incident of the healthy past is still open: it would take the fault's anomalies."""
@@ -88,14 +93,14 @@ class Rig:
                 said = Said(
                     self.run,
                     self.run.place(rank),
-                    step - HEALTHY_STEPS,
+                    step - self.healthy,
                     rows,
                     end,
                     self._positions[rank][rows["tensor"]],
                     self._names[rank],
                 )
                 plant.change(said)
-                end = said.end
+                rows, end = said.rows, said.end
             parts.append(RankStep(rank=rank, descriptor=self._descriptors[rank], rows=rows, end_step=end, time=float(step)))
         self.num_rows = sum(len(part.rows) for part in parts)
         return StepView(run=self.run.run, attempt=0, step=step, layout=self._layout, parts=parts)
@@ -116,12 +121,12 @@ class Rig:
             ranks = tuple(
                 RankFacts(
                     rank=rank, life=bytes([rank] * 16), pp_stage=self.run.place(rank).pp_rank, heard_at=0.0 if rank == last
-                    else float(now), moved_at=0.0, step=HEALTHY_STEPS, call_id=40, num_calls=90,
+                    else float(now), moved_at=0.0, step=self.healthy, call_id=40, num_calls=90,
                     is_waiting=-1 if rank == last else 1,
                 )
                 for rank in range(self.run.num_ranks)
             )  # fmt: skip
-            tick = Tick(seq=seq, run=self.run.run, attempt=0, step=HEALTHY_STEPS - 1, now=float(now), ranks=ranks)
+            tick = Tick(seq=seq, run=self.run.run, attempt=0, step=self.healthy - 1, now=float(now), ranks=ranks)
             found += judge.judge_tick(tick).incidents
         return found
 
@@ -131,25 +136,25 @@ class Rig:
         judge.restore(self._snapshot)
         if plant.is_frozen:
             return self.silence(judge)
-        self.run.faults[:] = plant.faults(self.run, HEALTHY_STEPS) if plant.faults is not None else []
+        self.run.faults[:] = plant.faults(self.run, self.healthy) if plant.faults is not None else []
         self.run._values._poisoned_from = None
         found: list[Incident] = []
-        for step in range(HEALTHY_STEPS, HEALTHY_STEPS + plant.steps):
+        for step in range(self.healthy, self.healthy + plant.steps):
             found += judge.judge(None, self.view(step, plant)).incidents
             self.run._values.settle(step)
         self.run.faults[:] = []
         self.run._values._poisoned_from = None
-        return [one for one in found if one.opened_step >= HEALTHY_STEPS]
+        return [one for one in found if one.opened_step >= self.healthy]
 
 
-def quiet_rig(layout: str, seed: int, dtype: str) -> Rig:
+def quiet_rig(layout: str, seed: int, plant: Plant) -> Rig:
     """Return a layout whose healthy past has left no incident open: under another seed where it has, of four."""
-    rig = Rig(layout, seed, dtype)
+    rig = Rig(layout, seed, plant.dtype, plant.healthy, has_comm=plant.has_comm)
     for other in range(seed + 100, seed + 400, 100):
         if not rig.is_disturbed:
             break
         print(f"{layout} seed {other - 100}: {[one.title for one in rig.early[-1:]]} before any fault")
-        rig = Rig(layout, other, dtype)
+        rig = Rig(layout, other, plant.dtype, plant.healthy, has_comm=plant.has_comm)
     return rig
 
 
@@ -164,12 +169,17 @@ def _placed(tensor: TensorInfo, dtype: str, sizes: dict[str, int]) -> TensorInfo
     return msgspec.structs.replace(tensor, dtype=dtype, placements=placements)
 
 
-def _probes(told: Descriptor, positions: np.ndarray, ep: int) -> tuple[list[TensorInfo], np.ndarray, np.ndarray]:
+def _probes(
+    told: Descriptor, positions: np.ndarray, ep: int, *, has_comm: bool = False
+) -> tuple[list[TensorInfo], np.ndarray, np.ndarray]:
     """Return tensors, rows and positions of what probes say of a rank's modules."""
     tensors, values, at = [], [], []
+    last = max((one.id for one in told.tensors if one.kind == "wgrad"), default=-1)
     for one in told.tensors:
         found: list[tuple[str, str, float]] = []
-        if one.kind == "param":
+        if has_comm and one.id == last:
+            found = [("comm", f"all_reduce@train.py:41:{way}", 1e-3) for way in ("in", "out")]
+        elif one.kind == "param":
             found = [("update_ratio", f"{one.name}:adamw", 1e-3)]
         elif one.kind == "activation" and one.name.endswith(".attn"):
             found = [("attention", f"{one.name}:max_logit", 6.0), ("attention", f"{one.name}:entropy", 2.0)]
@@ -203,6 +213,19 @@ def gravest(revisions: list[Incident]) -> Incident | None:
     return min(own, key=lambda one: (-one.severity.level, one.opened_step, one.id), default=None)
 
 
+def told(revisions: list[Incident]) -> list[tuple[str, Incident, Incident | None]]:
+    """Return what a sink that hears warnings would get: (change, revision, the one before)."""
+    newest: dict[str, Incident] = {}
+    found = []
+    for one in revisions:
+        before = newest.get(one.id)
+        change = change_of(before, one, RouteConfig())
+        if change is not None:
+            found.append((change, one, before))
+        newest[one.id] = one
+    return found
+
+
 class Result(NamedTuple):
     """What was said of one planted fault."""
 
@@ -213,11 +236,14 @@ class Result(NamedTuple):
     ever: set[str]
     right: set[str]
     """Verdicts that the layout can show at best."""
+    num_messages: int = 0
+    num_turns: int = 0
+    is_skip_wrong: bool = False
 
     @property
     def cause(self) -> str:
         """The verdict that names it."""
-        return "unknown" if self.plant.cause == "program" else self.plant.cause
+        return "nothing" if self.plant.is_silent else self.plant.cause
 
     @property
     def is_shown(self) -> bool:
@@ -229,29 +255,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="*", default=LAYOUTS)
     parser.add_argument("--faults", nargs="*", help="names, or parts of them; default: all")
-    parser.add_argument("--library", choices=["first", "held-out", "all"], default="all")
+    parser.add_argument("--library", choices=["first", "held-out", "programs", "all"], default="all")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--verbose", action="store_true", help="evidence of every verdict")
     parser.add_argument("--unnamed", action="store_true", help="evidence of every verdict that is not the cause")
     parser.add_argument("--write", action="store_true", help="write the dated result")
     options = parser.parse_args()
-    library = {"first": PLANTS, "held-out": HELD_OUT, "all": [*PLANTS, *HELD_OUT]}[options.library]
+    libraries = {"first": PLANTS, "held-out": HELD_OUT, "programs": PROGRAMS, "all": [*PLANTS, *HELD_OUT, *PROGRAMS]}
+    library = libraries[options.library]
     plants = [one for one in library if not options.faults or any(word in one.name for word in options.faults)]
     results: list[Result] = []
     began = time.process_time()
     for layout in options.layouts:
         for seed in range(options.seeds):
-            rigs: dict[str, Rig] = {}
+            rigs: dict[tuple[str, int, bool], Rig] = {}
             for plant in plants:
-                if plant.dtype not in rigs:
-                    rigs[plant.dtype] = quiet_rig(layout, seed, plant.dtype)
-                rig = rigs[plant.dtype]
+                key = plant.dtype, plant.healthy, plant.has_comm
+                if key not in rigs:
+                    rigs[key] = quiet_rig(layout, seed, plant)
+                rig = rigs[key]
                 if not plant.needs(rig.run):
                     continue
                 revisions = rig.revisions(plant)
                 one = gravest(revisions)
+                if plant.is_silent and one is not None and one.severity is Severity.INFO:
+                    one = None
                 ever = {revision.verdict for revision in revisions}
-                found = Result(layout, plant, one.verdict if one is not None else "nothing", ever, plant.right(rig.run))
+                messages = told(revisions)
+                turns = [now for _, now, before in messages if before and before.verdict not in ("unknown", now.verdict)]
+                found = Result(
+                    layout, plant, one.verdict if one is not None else "nothing", ever, plant.right(rig.run), len(messages),
+                    len(turns), plant.cause != "batch" and any(now.skip_steps for _, now, _ in messages),
+                )  # fmt: skip
                 results.append(found)
                 is_wrong = found.verdict not in found.right or "hardware" in ever - found.right
                 if options.verbose or is_wrong or (options.unnamed and found.verdict != found.cause):
@@ -266,26 +301,30 @@ def main() -> None:
         (ROOT / "benchmarks" / "results" / name).write_text("\n".join(lines) + "\n")
 
 
-WORDS = ("batch", "model", "precision", "hardware", "unknown", "nothing")
+WORDS = ("batch", "model", "precision", "hardware", "program", "unknown", "nothing")
 
 
 def report(results: list[Result], seconds: float) -> list[str]:
     """Return the tables."""
-    held_out = {plant.name for plant in HELD_OUT}
+    of_library = {plant.name: "faults added later" for plant in HELD_OUT}
+    of_library.update((plant.name, "programs, aftermaths, recurrences, young runs") for plant in PROGRAMS)
     lines = [*headline("all", results)]
-    for name, own in (
-        ("the first library", [one for one in results if one.plant.name not in held_out]),
-        ("faults added later", [one for one in results if one.plant.name in held_out]),
-    ):
+    for name in ("the first library", *dict.fromkeys(of_library.values())):
+        own = [one for one in results if of_library.get(one.plant.name, "the first library") == name]
         lines += headline(name, own) if 0 < len(own) < len(results) else []
     lines += [f"{seconds:.0f} s of processor time", "", "fault x verdict, all layouts and seeds", ""]
-    lines.append(f"{'cause':10} {'fault':50}" + "".join(f"{word:>10}" for word in WORDS) + "   right")
+    words = "".join(f"{word:>10}" for word in WORDS)
+    lines.append(f"{'cause':10} {'fault':50}{words}   right   messages  turns  wrong skips")
     for name in dict.fromkeys(one.plant.name for one in results):
         own = [one for one in results if one.plant.name == name]
         count = Counter(one.verdict for one in own)
         good = sum(one.verdict in one.right for one in own)
         cells = "".join(f"{count[word] or '.':>10}" for word in WORDS)
-        lines.append(f"{own[0].plant.cause:10} {name:50}{cells}   {good}/{len(own)}")
+        said = f"{sum(one.num_messages for one in own) / len(own):>8.1f}{sum(one.num_turns for one in own):>7}"
+        lines.append(
+            f"{own[0].plant.cause:10} {name:50}{cells}   {f'{good}/{len(own)}':7}{said}"
+            f"{sum(one.is_skip_wrong for one in own):>13}"
+        )
     lines += [
         "",
         "cause x verdict, by layout: `names` the cause itself, of all and of what is shown; `right` for what can be known",
@@ -298,7 +337,7 @@ def report(results: list[Result], seconds: float) -> list[str]:
             f"{layout or 'all':10}" + "".join(f"{word:>10}" for word in WORDS)
             + f"   names {_share(own)}, where shown {_share(shown)}, right {_share(own, known=True)}",
         ]  # fmt: skip
-        for cause in ("batch", "model", "precision", "hardware", "program"):
+        for cause in ("batch", "model", "precision", "hardware", "program", "none"):
             count = Counter(one.verdict for one in own if one.plant.cause == cause)
             lines.append(f"{cause:10}" + "".join(f"{count[word] or '.':>10}" for word in WORDS))
     return lines
@@ -312,6 +351,9 @@ def headline(name: str, results: list[Result]) -> list[str]:
         f"{name}: names the cause itself {_share(results)}; where the layout can show it {_share(shown)}; "
         f"right for what can be known {_share(results, known=True)}",
         f"{name}: wrong hardware verdicts, at any step: {len(wrong)} {wrong[:6] if wrong else ''}".rstrip(),
+        f"{name}: {sum(one.num_messages for one in results) / max(len(results), 1):.2f} messages a fault, of which "
+        f"{sum(one.num_turns for one in results)} took a diagnosis back; told to skip a batch where it was none: "
+        f"{sum(one.is_skip_wrong for one in results)}",
     ]
 
 

@@ -102,6 +102,12 @@ class Plant:
     dtype: str = "float32"
     is_frozen: bool = False
     """A rank falls silent in mid-step; the others wait for it."""
+    healthy: int = 60
+    """Healthy steps before it."""
+    is_silent: bool = False
+    """It is no fault: nothing graver than an info may be told."""
+    has_comm: bool = False
+    """Its collectives are measured."""
 
 
 def is_lane(said: Said, dp_rank: int = 1) -> bool:
@@ -126,17 +132,6 @@ def always(*verdicts: str) -> Callable[[SyntheticRun], set[str]]:
 def where_compared(*otherwise: str, cause: str = "hardware") -> Callable[[SyntheticRun], set[str]]:
     """The cause alone where there is a second copy of the weights."""
     return lambda run: {cause} if has_copies(run) else set(otherwise)
-
-
-def told_apart(*otherwise: str, cause: str = "hardware") -> Callable[[SyntheticRun], set[str]]:
-    """The cause alone where replicas do the same work apart: they exchange no tokens, and their weights are compared."""
-
-    def right(run: SyntheticRun) -> set[str]:
-        if has_copies(run):
-            return {cause} if getattr(run, "ep", 1) == 1 else {cause, *otherwise}
-        return set(otherwise)
-
-    return right
 
 
 def on_all(cause: str, *alone: str) -> Callable[[SyntheticRun], set[str]]:
@@ -433,19 +428,18 @@ PLANTS = [
     Plant("fp16: forward overflows on one replica", "precision", always("precision"), overflow(True), dtype="float16"),
     Plant("flip: low bit of a weight", "hardware", where_compared("unknown"), flip("low"), needs=has_copies),
     Plant("flip: weight x4", "hardware", where_compared("unknown"), flip("quarter"), needs=has_copies),
-    Plant("flip: absurd weight", "hardware", always("hardware"), flip("absurd")),
-    Plant("NaN on one rank, inside", "hardware", told_apart("unknown"), faults=nan("layers.2.mlp")),
-    Plant("NaN on one rank, inside, not skipped", "hardware", told_apart("unknown", "model"),
+    Plant("flip: absurd weight", "hardware", where_compared("unknown"), flip("absurd")),
+    Plant("NaN on one rank, inside", "hardware", always("unknown"), faults=nan("layers.2.mlp")),
+    Plant("NaN on one rank, inside, not skipped", "hardware", always("unknown", "model"),
           faults=nan("layers.2.mlp", skipped=False)),
-    Plant("inf on one rank, inside", "hardware", told_apart("unknown"), faults=nan("layers.2.attn", value="inf")),
-    Plant("NaN on one rank, backward", "hardware", always("unknown", "hardware"),
+    Plant("inf on one rank, inside", "hardware", always("unknown"), faults=nan("layers.2.attn", value="inf")),
+    Plant("NaN on one rank, backward", "hardware", always("unknown"),
           faults=nan("layers.2.mlp", "backward")),
     Plant("NaN in a weight gradient", "hardware", always("unknown"), faults=nan("layers.2.mlp", "wgrad")),
     Plant("NaN on one rank, again and again", "hardware",
-          lambda run: told_apart("unknown")(run) if run.dp > 2 else {"hardware", "unknown"}, needs=has_replicas, steps=60,
-          faults=on_one_rank([0, 9, 17, 30, 41])),
-    Plant("one product lost, finite", "hardware", told_apart("unknown"), lost_product, needs=has_replicas),
-    Plant("straggler", "hardware", always("unknown", "hardware"), straggler, needs=has_replicas, steps=40),
-    Plant("weights of one rank reloaded", "program", always("unknown"), reloaded, needs=has_copies),
-    Plant("gradient left out of the reduction", "program", always("unknown"), unreduced, needs=has_copies),
+          always("unknown"), needs=has_replicas, steps=60, faults=on_one_rank([0, 9, 17, 30, 41])),
+    Plant("one product lost, finite", "hardware", always("unknown"), lost_product, needs=has_replicas),
+    Plant("straggler", "hardware", always("unknown"), straggler, needs=has_replicas, steps=40),
+    Plant("weights of one rank reloaded", "program", always("program"), reloaded, needs=has_copies),
+    Plant("gradient left out of the reduction", "program", always("program"), unreduced, needs=has_copies),
 ]  # fmt: skip

@@ -20,7 +20,6 @@ from attribution_faults import (
     is_lane,
     replace_element,
     rising,
-    told_apart,
     where_compared,
 )  # fmt: skip
 
@@ -276,12 +275,12 @@ HELD_OUT = [
           needs=has_replicas),
     Plant("all-reduce: a bucket wrong on one rank", "hardware", compared("unknown", majority=True), bad_bucket,
           needs=has_copies),
-    Plant("all-reduce: a sum wrong on all ranks", "hardware", always("hardware", "unknown"), bad_sum),
+    Plant("all-reduce: a sum wrong on all ranks", "hardware", always("unknown", "program"), bad_sum),
     Plant("flip: top exponent bit of a weight", "hardware", always("hardware"), top_bit),
     Plant("flip: weight x16", "hardware", compared("unknown", "nothing"), small_flip),
-    Plant("one activation element 1e8", "hardware", told_apart("unknown"), one_element),
-    Plant("products x3 on one rank from now on", "hardware", always("hardware", "unknown"), wrong_products,
+    Plant("one activation element 1e8", "hardware", always("unknown"), one_element),
+    Plant("products x3 on one rank from now on", "hardware", always("unknown"), wrong_products,
           needs=has_replicas),
-    Plant("straggler, three times as slow", "hardware", always("unknown", "hardware"), slow, needs=has_replicas, steps=40),
-    Plant("frozen rank", "hardware", always("unknown", "hardware"), steps=0, needs=has_replicas, is_frozen=True),
+    Plant("straggler, three times as slow", "hardware", always("unknown"), slow, needs=has_replicas, steps=40),
+    Plant("frozen rank", "hardware", always("unknown"), steps=0, needs=has_replicas, is_frozen=True),
 ]  # fmt: skip
