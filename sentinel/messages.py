@@ -40,6 +40,9 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
     part: str = ""
     """Which part of the tensor this rank holds, where coordinates alone do not tell: `dp_shard=1,tp=0`, or `0:4096` of
     the flattened tensor. Equal parts are replicas, unequal ones are disjoint. Empty: `placements` tells."""
+    functions: tuple[str, ...] | None = None
+    """Activations: functions not defined everywhere that made it from what was measured before, as its autograd graph tells,
+    nearest first: `log`, `div`, `log:blocks.1.up` (of that very tensor), `sqrt'` (its derivative alone). None: not known."""
 
 
 class ChunkInfo(msgspec.Struct, frozen=True, kw_only=True):

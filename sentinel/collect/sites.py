@@ -117,6 +117,10 @@ class Sites:
         """Name a tensor a second time, by the module that reads it."""
         self._table.add_consumer(entry, module)
 
+    def note_functions(self, entry: Entry, functions: tuple[str, ...]) -> None:
+        """Note which functions that are not defined everywhere made a tensor."""
+        self._table.note_functions(entry, functions)
+
     def add_producer(self, entry: Entry, name: str) -> None:
         """Name a tensor a second time, by an outer module that hands it on."""
         self._table.add_producer(entry, name)

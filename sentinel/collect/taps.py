@@ -43,6 +43,7 @@ from sentinel.collect.inert import Inert
 from sentinel.collect.module_tap import ModuleTap
 from sentinel.collect.module_tap import in_backward as in_backward
 from sentinel.collect.nesting import tensors_in
+from sentinel.collect.partial_functions import partial_functions
 from sentinel.collect.pipelining import in_inference
 from sentinel.collect.placements import arrived
 from sentinel.collect.recorder import Recorder
@@ -99,6 +100,8 @@ class Chunk:
         self._pending: list[tuple[str, torch.Tensor, Entry, int]] = []
         """Outputs that a collective still writes: (module, tensor, site, reserved row)."""
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, Entry]] = {}
+        self._nodes: dict[Any, str] = {}
+        """grad_fn of the tensors of the running forward -> their sites; while sites are being met for the first time."""
         self.locals = LocalTensors()
         self.aliases: Aliases | None = None
         """Of a trainer that hands tensors on under new objects: FSDP2's, or an adapter's."""
@@ -337,14 +340,14 @@ class Chunk:
     def _begin(self) -> None:
         self.recorder.before_forward(self)
         self.in_forward, self.forward = True, object()
-        self._seen, self._pending, self._cursor = {}, [], 0
+        self._seen, self._nodes, self._pending, self._cursor = {}, {}, [], 0
         self.locals.begin(self.recorder.sites.place)
         self.graphs.begin(self.recorder.ended_steps)
         if self.aliases is not None:
             self.aliases.forget()
 
     def _end(self) -> None:
-        self.in_forward, self._seen = False, {}
+        self.in_forward, self._seen, self._nodes = False, {}, {}
         self.graphs.forget()
         if not self._is_placed:
             self._is_placed = True
@@ -366,7 +369,7 @@ class Chunk:
             self.recorder.sites.placed(True)
 
     def _fail(self) -> None:
-        self.in_forward, self._seen, self._pending = False, {}, []
+        self.in_forward, self._seen, self._nodes, self._pending = False, {}, {}, []
         self.locals.forget()
         self.graphs.forget()
         self.recorder.forward_failed(self)
@@ -390,12 +393,23 @@ class Chunk:
 
     def remember(self, tensor: torch.Tensor, entry: Entry) -> None:
         """Let later sites of this forward find the tensor."""
+        if not self._is_placed:
+            self._read_functions(tensor, entry)
         self._seen[id(tensor)] = (weakref.ref(tensor), tensor._version, entry)
         self.locals.remember(tensor, entry)
         if self.compiled:
             self.graphs.remember(tensor, entry, in_graph=False)
         if self.aliases is not None:
             self.aliases.remember(tensor, entry)
+
+    def _read_functions(self, tensor: torch.Tensor, entry: Entry) -> None:
+        """Note, once a site, which functions that are not defined everywhere made the tensor of what was seen before it."""
+        node = tensor.grad_fn
+        if node is None:
+            return
+        if entry.functions is None and node not in self._nodes:
+            self.recorder.sites.note_functions(entry, partial_functions(node, self._nodes))
+        self._nodes.setdefault(node, entry.name)
 
     def source(self, tensor: torch.Tensor) -> Entry | None:
         """Return the entry of the logical tensor that this one holds in another way: made a DTensor, gathered, localised."""

@@ -18,8 +18,8 @@ class Entry:
     """One tensor of the table: what never changes from row to row, and what the row needs at hand."""
 
     __slots__ = (
-        "also", "border", "border_index", "chunk", "consumers", "dtype", "flags", "generation", "grad", "id", "kind",
-        "name", "part", "placements", "plan_generation", "shape", "site_pos", "told", "wishes",
+        "also", "border", "border_index", "chunk", "consumers", "dtype", "flags", "functions", "generation", "grad", "id",
+        "kind", "name", "part", "placements", "plan_generation", "shape", "site_pos", "told", "wishes",
     )  # fmt: skip
 
     def __init__(self, number: int, name: str, kind: Kind, chunk: int) -> None:
@@ -38,6 +38,7 @@ class Entry:
         self.also: list[str] = []
         self.placements: dict[str, str] = {}
         self.part = ""
+        self.functions: tuple[str, ...] | None = None
         self.grad: Entry | None = None
         """The entry of the gradient of this tensor."""
         self.plan_generation = -1
@@ -56,6 +57,7 @@ class Entry:
             and told.dtype == self.dtype
             and told.placements == self.placements
             and told.part == self.part
+            and told.functions == self.functions
             and (told.border_index, told.border) == (self.border_index, self.border)
             and (len(told.consumers), len(told.also)) == (len(self.consumers), len(self.also))
         ):
@@ -74,6 +76,7 @@ class Entry:
             border=self.border,
             border_index=self.border_index,
             part=self.part,
+            functions=self.functions,
         )
         return self.told
 
@@ -146,6 +149,11 @@ class TensorTable:
             if one is not None and module not in one.consumers:
                 one.consumers.append(module)
                 self._touched.append(one)
+
+    def note_functions(self, entry: Entry, functions: tuple[str, ...]) -> None:
+        """Note which functions that are not defined everywhere made this tensor (`partial_functions.py`)."""
+        entry.functions = functions
+        self._touched.append(entry)
 
     def add_producer(self, entry: Entry, name: str) -> None:
         """Note that an outer module handed the same tensor on as its own output."""

@@ -10,9 +10,18 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 
 from sentinel.anomaly import Anomaly
+from sentinel.daemon.makers import MakerReader
 from sentinel.incidents.diagnosis.claim import is_narrow
 from sentinel.incidents.diagnosis.evidence import is_entry
-from sentinel.incidents.diagnosis.step_facts import Apart, Divergence, FirstBad, OddWeight, StepFacts, Stray, Upstream
+from sentinel.incidents.diagnosis.step_facts import (
+    Apart,
+    Divergence,
+    FirstBad,
+    OddWeight,
+    StepFacts,
+    Stray,
+    Upstream,
+)
 from sentinel.ingest.merge import Layout, StepView
 from sentinel.ingest.replicas import NAN_CHECKSUM, Differing
 from sentinel.order.causal import is_nonfinite
@@ -67,6 +76,9 @@ class FactReader:
         """[tensors] whether it is of the forward, and merged over replicas."""
         self._by_name: dict[tuple[str, str], list[int]] = {}
         """(kind, name) -> places of tensors; made when it is asked for."""
+        self._makers = MakerReader()
+        self._is_gradient = np.zeros(0, np.bool_)
+        """[tensors] whether it is a weight gradient."""
 
     def read(self, view: StepView, anomalies: Sequence[Anomaly], ongoing: Collection[str]) -> StepFacts:
         """Return the facts of a closed step. anomalies: of the step, in total order; ongoing: see `StepFacts`."""
@@ -91,6 +103,8 @@ class FactReader:
             divergences=tuple(_divergence(view, one) for one in _first(view, differing)),
             upstream=self._upstream(anomalies, first_bad),
             first_bad=first_bad,
+            makers=self._makers.read(view, anomalies, first_bad),
+            num_gradients=self._num_finite_gradients(view),
             results={
                 name: one.mean
                 for name, one in scalars.items()
@@ -111,6 +125,12 @@ class FactReader:
             num_samples_cut=sum(end.num_samples_cut for end in ends),
         )
 
+    def _num_finite_gradients(self, view: StepView) -> int:
+        bad = view.bad_rows
+        if len(bad) and (view.rows["kind"][bad] == Kind.WGRAD).any():
+            return 0
+        return int(np.count_nonzero(self._is_gradient & view.present))
+
     def _odd_lanes(self, view: StepView) -> tuple[int, ...]:
         found: set[int] = set()
         for name, one in view.scalars.items():
@@ -127,7 +147,8 @@ class FactReader:
         if self._layout is not None and self._layout() is layout:
             return
         self._layout = weakref.ref(layout)
-        self._by_name = {}
+        self._by_name, self._makers = {}, MakerReader()
+        self._is_gradient = np.array([tensor.kind == "wgrad" for tensor in layout.tensors], np.bool_)
         is_weight = [tensor.kind == "param" for tensor in layout.tensors]
         self._weights = np.flatnonzero(np.array(is_weight, np.bool_))
         replicated = {one.index for one in layout.replicas} | {one.index for one in layout.added_copies}
@@ -173,7 +194,7 @@ class FactReader:
                 lane=int(lanes[odd]), rank=int(view.row_rank[at[odd]]), value=float(peaks[odd]), usual=usual,
                 is_alone=bool(tails[odd] >= ALONE), is_whole=tail > 0.0 and tail / LIKE <= own <= tail * LIKE,
                 num_before=int(np.count_nonzero(before)),
-                upstream=self._past(view, tensor.depth, position, int(lanes[odd])),
+                upstream=self._past(view, tensor.depth, position, int(lanes[odd])), functions=tensor.functions,
             )  # fmt: skip
         return found
 

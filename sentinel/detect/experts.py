@@ -12,6 +12,10 @@ from sentinel.detect.formed import Formed
 from sentinel.detect.forms import MAX_COUNT, PATIENCE, BaselineForm
 from sentinel.errors import ConfigError
 
+EARLY, MOST = 8, 0.5
+"""Points after which this share of the experts without tokens is anomalous whatever the reference (chosen): a router that
+begins with more idle experts than half of that is judged by its own past alone."""
+
 
 class ExpertImbalance(Formed, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A router that collapses: its rows `M:balance` leave the range they have kept, upwards.
@@ -81,7 +85,7 @@ class DeadExpert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     share: float = 0.25
     """Rise of the share of experts without tokens that is anomalous at once; chosen."""
     after: int = 20
-    """Points seen before any is judged."""
+    """Points seen before any is judged; half of the experts at once are after `EARLY` already."""
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
@@ -107,6 +111,8 @@ class DeadExpert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         usual = state["usual"].astype(np.float64)
         rise = np.where(usable, values - usual, 0.0)
         many = np.where(state["count"] >= self.after, np.maximum(rise, 0.0) / self._normal(state), 0.0)
+        is_young = usable & (state["count"] >= EARLY) & (state["count"] < self.after) & (usual <= 0.5 * MOST)
+        many = np.where(is_young & (values >= MOST), values / MOST, many)
 
         def explain() -> Explanation:
             return np.where(state["count"] > 0, usual, np.nan), {"direction": (rise > 0).astype(np.int8)}

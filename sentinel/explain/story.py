@@ -14,7 +14,7 @@ from sentinel.explain.anomaly_files import anomaly_files
 from sentinel.explain.cascade import Cascade, cascade_of
 from sentinel.explain.drawing import WIDTH, draw, rank_words, spans, way
 from sentinel.explain.topk import topk
-from sentinel.incidents.open_incident import SUSPECTED
+from sentinel.incidents.diagnosis.held import SUSPECTED
 from sentinel.incidents.revisions import find_incident, incident_members, incident_revisions
 from sentinel.order.causal import sort_key
 from sentinel.order.causes import BlastRadius, blast_radius

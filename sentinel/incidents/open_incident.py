@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 
 import msgspec
 
-from sentinel.anomaly import Anomaly, Incident, Severity
+from sentinel.anomaly import CLOSED_STATES, Anomaly, Incident, Severity
 from sentinel.incidents.diagnosis.advice import advice
-from sentinel.incidents.diagnosis.diagnose import suspect
+from sentinel.incidents.diagnosis.diagnose import diagnose
 from sentinel.incidents.diagnosis.evidence import Evidence
+from sentinel.incidents.diagnosis.held import HeldDiagnosis
 from sentinel.incidents.diagnosis.step_facts import StepFacts
 from sentinel.incidents.scope import deviating_rank, is_several_times, lineage_of, series_of, size_of
 from sentinel.order.causal import is_nonfinite
-from sentinel.order.causes import leading_causes
+from sentinel.order.causes import leading_causes, reached_by
 from sentinel.order.origin import Origin, origin
 from sentinel.order.phase import Phase, phase_of
 from sentinel.order.wording import born_words, root_words, title_words
@@ -28,9 +28,6 @@ MAX_FIRST_CAUSES = 64
 GROWING_STEPS = 3
 """Steps that a worse member is given to grow before it is told (chosen): an explosion is one message, not one a step."""
 
-SUSPECTED = "suspected "
-"""What the lines of evidence begin with that give the reasons of the verdict; all others are facts."""
-
 
 class OpenIncident(msgspec.Struct, kw_only=True):
     """An open incident: its newest revision, and what is needed to know what it explains."""
@@ -41,10 +38,13 @@ class OpenIncident(msgspec.Struct, kw_only=True):
     root: Anomaly
     origin: Origin
     causes: list[Anomaly]
+    """Its first causes."""
     last_bad_step: int
     """Newest step with a non-finite member; -1: none."""
     was_skipped: bool = False
     """The optimizer skipped `last_bad_step`: its NaN did not reach the weights."""
+    leads: list[Anomaly] = []
+    """What came first when it recurred, the newest; at most `MAX_FIRST_CAUSES`."""
     episodes: dict[str, int] = {}
     """Ids of onsets without an end, to the step of each."""
     series: dict[str, int] = {}
@@ -70,6 +70,8 @@ class OpenIncident(msgspec.Struct, kw_only=True):
     """First causes that the cap left out."""
     case: Evidence = msgspec.field(default_factory=lambda: Evidence(opened=-1))
     """What it has shown, for the verdict."""
+    diagnosis: HeldDiagnosis = msgspec.field(default_factory=HeldDiagnosis)
+    """What it makes one suspect, as people are told."""
     facts: tuple[str, ...] = ()
     """Evidence that stays whatever is suspected."""
 
@@ -77,10 +79,11 @@ class OpenIncident(msgspec.Struct, kw_only=True):
         """Give it another state, or one more fact."""
         if state is not None:
             self.incident = msgspec.structs.replace(self.incident, state=state)
+            if state in CLOSED_STATES and self.case.opened >= 0:
+                self.suspect(is_over=True)
         if evidence is not None:
             self.facts = (*self.facts, evidence)
-            reasons = [line for line in self.incident.evidence if line.startswith(SUSPECTED)]
-            self.incident = msgspec.structs.replace(self.incident, evidence=(*reasons, *self.facts))
+            self.incident = msgspec.structs.replace(self.incident, evidence=(*self.diagnosis.lines, *self.facts))
 
     def join(self, group: list[Anomaly], facts: StepFacts | None, *, is_skipped: bool) -> None:
         """Take in anomalies that it explains. Title and root follow the worst of them (DESIGN.md, section 7b)."""
@@ -134,6 +137,14 @@ class OpenIncident(msgspec.Struct, kw_only=True):
         self.num_unnamed += len(causes) - len(self.causes)
         if is_late and causes[0].id != now.root and causes[0].id in {a.id for a in early}:
             self.retell(causes[0], origin(causes[0], pool), "an earlier or graver sign of its first step came late")
+
+    def goes_on_before(self, causes: Sequence[Anomaly], step: int, ongoing: Collection[str]) -> bool:
+        """Tell whether first causes of its own are bad in a step too, as its rows say, and come before all of `causes`.
+
+        ongoing: ids of the onsets whose series are anomalous in the step; an episode that goes on has no other record.
+        """
+        sources = [msgspec.structs.replace(one, step=step) for one in (*self.causes, *self.leads) if one.id in ongoing]
+        return bool(sources) and all(reached_by(sources, causes))
 
     def _lead(self, group: list[Anomaly], why: str) -> None:
         first = group[leading_causes(group)[0]]
@@ -199,32 +210,18 @@ class OpenIncident(msgspec.Struct, kw_only=True):
         )
         self.revise(evidence=f"{why}; told before: {before}")
 
-    def suspect(self) -> None:
-        """Say what it makes one suspect now, and why."""
-        now, found = self.incident, suspect(self.case)
-        todo = advice(self.case, found)
-        lines = (*found.reasons, todo) if todo else found.reasons
-        reasons = tuple(f"{SUSPECTED}{found.verdict}: {reason}" for reason in lines)
-        told = tuple(line for line in now.evidence if line.startswith(SUSPECTED))
-        is_same = (found.verdict, found.skip_steps) == (now.verdict, now.skip_steps)
-        if is_same and (found.verdict != "unknown" or _without_figures(told) == _without_figures(reasons)):
-            reasons = told  # Figures that grow from step to step are no news.
-        if found.verdict != now.verdict and now.verdict != "unknown":
-            self.facts = (*self.facts, f"{now.verdict} was suspected until step {max(self.case.seen, now.last_step)}")
-        samples: tuple[int | str, ...] = ()
-        if found.skip_steps:
-            samples = self.case.samples_of(found.skip_steps, found.skip_lanes)
+    def suspect(self, *, is_over: bool = False) -> None:
+        """Say what it makes one suspect now, once that has held (`diagnosis/held.py`), and why. is_over: it ends here."""
+        case, held = self.case, self.diagnosis
+        found = diagnose(case)
+        step = max(case.seen, self.incident.last_step)
+        held.see(found, advice(case, found), index=case.num_seen, step=step, is_over=is_over)
+        told = held.told
         self.incident = msgspec.structs.replace(
-            now, verdict=found.verdict, evidence=(*reasons, *self.facts), skip_steps=found.skip_steps,
-            skip_ranks=self.case.ranks_of(found.skip_lanes), skip_samples=samples,
+            self.incident, verdict=told.verdict, evidence=(*held.lines, *self.facts), skip_steps=told.skip_steps,
+            skip_ranks=case.ranks_of(told.skip_lanes),
+            skip_samples=case.samples_of(told.skip_steps, told.skip_lanes) if told.skip_steps else (),
         )  # fmt: skip
-
-
-_FIGURES = re.compile(r"\d+")
-
-
-def _without_figures(lines: Iterable[str]) -> list[str]:
-    return [_FIGURES.sub("", line) for line in lines]
 
 
 def age(one: OpenIncident) -> tuple[int, int, str]:

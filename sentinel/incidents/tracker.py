@@ -6,7 +6,8 @@ numbers never share an incident.
 - Ranks: each slow, silent or dead rank is a subject of its own. Blindness is one of each of its rules.
 - Non-finite values of a step are one component. It joins an open non-finite incident that recurs (same segment, module or
   tensor as its root), or that was still going on a step or two ago without the optimizer having skipped: then the NaN is in
-  the weights. It joins a finite incident only if that was critical a step or two ago: an explosion that went on to overflow.
+  the weights; or whose own rows are bad in this very step, before them. It joins a finite incident only if that was critical
+  a step or two ago: an explosion that went on to overflow.
 - A finite anomaly joins the open incident that had its series, or another tensor of its module, within the quiet window;
   else the incident of its own step's other anomalies, where that is young or a path of the order leads between them; else
   an incident whose last step's update the weights carried on, a step or two ago; else it opens one of its own.
@@ -27,6 +28,7 @@ from sentinel.errors import ConfigError
 from sentinel.incidents.diagnosis.background import MIN_LOSSES, Background
 from sentinel.incidents.diagnosis.claim import JUMP_STEPS, usual
 from sentinel.incidents.diagnosis.evidence import Evidence
+from sentinel.incidents.diagnosis.held import HeldDiagnosis
 from sentinel.incidents.diagnosis.step_facts import StepFacts
 from sentinel.incidents.open_incident import (
     MAX_FIRST_CAUSES,
@@ -119,6 +121,8 @@ class IncidentTracker:
         for one in self._state.open:
             if one.case.opened < 0:
                 one.facts = one.facts or one.incident.evidence
+            if one.diagnosis.told.verdict != one.incident.verdict:
+                one.diagnosis = HeldDiagnosis.of(one.incident)
 
     def update(
         self,
@@ -342,7 +346,12 @@ class IncidentTracker:
         is_going_on = any(not one.was_skipped and self._is_near(one, step, one.last_bad_step) for one in open_bad)
         # What bad weights bring is not born anew.
         bearing = [] if is_going_on else [(cause, origin(cause, bad)) for cause in causes[:MAX_FIRST_CAUSES]]
-        explaining = sorted({one.incident.id: one for one in (*recurring, *spreading)}.values(), key=age)
+        # An episode that goes on has no record in this step: its rows are the cause, and what follows of them is no other.
+        ongoing = self._facts.ongoing if self._facts is not None else frozenset()
+        going_on = [one for one in open_bad if one.goes_on_before(causes, step, ongoing)]
+        if going_on and not recurring:
+            bearing = []
+        explaining = sorted({one.incident.id: one for one in (*recurring, *spreading, *going_on)}.values(), key=age)
         if not explaining and exploding:
             one = min(exploding, key=age)
             self._join(one, bad)
@@ -366,6 +375,7 @@ class IncidentTracker:
         self._join(first, bad)
         first.case.bear(step, bearing, self._facts)
         if first in recurring:
+            first.leads = [*first.leads, *causes][-MAX_FIRST_CAUSES:]
             refine(first, causes[0], born)
         return first
 
@@ -457,6 +467,7 @@ class IncidentTracker:
             trouble_step=before.trouble_step,
             num_before=before.num_steps,
             known_odd=before.odd_weights,
+            finite_gradients=dict(before.finite_gradients),
             losses={name: usual(values) for name, values in sorted(before.losses.items()) if len(values) >= MIN_LOSSES},
         )
 

@@ -52,6 +52,8 @@ class LogicalTensor(msgspec.Struct, frozen=True, kw_only=True):
     num_elements: int = 0
     dtype: str = ""
     """As the rank that is named first says it."""
+    functions: tuple[str, ...] | None = None
+    """As `TensorInfo.functions`, with canonical names."""
 
 
 class Placed:
@@ -147,7 +149,14 @@ class Placing:
             is_partial="partial" in tensor.placements.values(),
             num_elements=math.prod(tensor.shape),
             dtype=tensor.dtype,
+            functions=self._functions(chunk, tensor),
         )
+
+    def _functions(self, chunk: ChunkInfo, tensor: TensorInfo) -> tuple[str, ...] | None:
+        if not tensor.functions:
+            return tensor.functions
+        split = [one.partition(":") for one in tensor.functions]
+        return tuple(f"{name}:{self._full(chunk, of)}" if of else name for name, _, of in split)
 
     def _full(self, chunk: ChunkInfo, local: str, kind: str = "") -> str:
         known = self._known.setdefault(chunk.vpp_stage, {})

@@ -29,6 +29,7 @@ from sentinel.rules.replica_watch import ReplicaWatch
 from sentinel.rules.row_watch import RowWatch, raw_statistic
 from sentinel.rules.scalar_step import ScalarStep
 from sentinel.rules.scalar_watch import ScalarWatch
+from sentinel.rules.scale_search import SEARCH_STEPS, written_down_only
 from sentinel.rules.schema import Pack, Rule
 from sentinel.rules.series_index import Selection, SeriesIndex
 from sentinel.rules.skew_watch import SkewWatch
@@ -62,6 +63,7 @@ class Engine:
         self._plans: list[_LayoutPlan] = []
         self._scalars = _scalars_of(self._watches)
         self._attempt: int | None = None
+        self._num_skipped = 0
         self.num_steps = 0
         """Steps judged."""
         self.num_rows_judged = 0
@@ -111,6 +113,8 @@ class Engine:
         if self._attempt is not None and view.attempt != self._attempt:
             for watch in self._watches:
                 found.extend(watch.stop(view))
+        if view.attempt != self._attempt:
+            self._num_skipped = 0
         self._attempt = view.attempt
         plan = self._plan_for(view.layout)
         rows = StepRows(view)
@@ -130,6 +134,10 @@ class Engine:
                 found += judge(view)
             for learn in plan.learn:
                 learn(view)
+        # Below 0: a step was taken, and no search for the loss scale is on any more.
+        self._num_skipped = self._num_skipped + 1 if view.is_skipped and self._num_skipped >= 0 else -1
+        if 0 < self._num_skipped <= SEARCH_STEPS:
+            found = written_down_only(view, found)
         self.num_steps += 1
         self.num_rows_judged += view.num_rows
         self.settled = tuple([one for watch in self._watches if watch.settled for one in watch.settled])
@@ -168,6 +176,7 @@ class Engine:
             {
                 "version": SNAPSHOT_VERSION,
                 "attempt": self._attempt,
+                "num_skipped": self._num_skipped,
                 "num_steps": self.num_steps,
                 "num_rows_judged": self.num_rows_judged,
                 "settled": list(self.settled),
@@ -181,7 +190,7 @@ class Engine:
         data = msgspec.msgpack.decode(snapshot)
         if data.get("version") != SNAPSHOT_VERSION:
             raise RuleError(f"engine snapshot of version {data.get('version')}, expected {SNAPSHOT_VERSION}; replay the run")
-        self._attempt = data["attempt"]
+        self._attempt, self._num_skipped = data["attempt"], data.get("num_skipped", -1)
         self.num_steps, self.num_rows_judged = data["num_steps"], data["num_rows_judged"]
         self.settled = tuple(data["settled"])
         self._series.take_bytes(data["series"])

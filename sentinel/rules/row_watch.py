@@ -129,7 +129,8 @@ class RowWatch(Watch):
             text = wording.nonfinite(
                 tensor.kind, tensor.name, num_nan, num_inf, total, rank, micro_step, view.is_skipped
             )
-            if tensor.kind in GRADIENT_KINDS and is_loss_scaling(view):
+            # Collectives carry the gradients; a forward that is bad says so itself.
+            if (tensor.kind in GRADIENT_KINDS or tensor.kind == "comm") and is_loss_scaling(view):
                 severity = min(severity, Severity.WARNING, key=lambda s: s.level)
             if tensor.kind in FORWARD_KINDS and not num_nan and not int(row["num_pos_inf"]):
                 # Attention scores before a softmax are masked with -inf by design; a -inf that does harm turns into a NaN.

@@ -1,9 +1,9 @@
-"""What to do about a suspicion, in one sentence for who is on call at night."""
+"""What to do about a diagnosis, in one sentence for who is on call at night; where nothing is known, the next experiment."""
 
 from __future__ import annotations
 
-from sentinel.incidents.diagnosis.claim import Diagnosis, listed
-from sentinel.incidents.diagnosis.evidence import Evidence
+from sentinel.incidents.diagnosis.claim import QUIET_STEPS, Diagnosis, listed
+from sentinel.incidents.diagnosis.evidence import Birth, Evidence
 from sentinel.order.phase import Phase
 
 TO_DO = "to do: "
@@ -15,6 +15,8 @@ def advice(case: Evidence, found: Diagnosis) -> str:
         return ""  # What to do depends on where they were lost: the anomaly says it.
     if case.is_liveness:
         return f"{TO_DO}look at the rank itself: its stack (py-spy dump), its loader, its device's log and clock"
+    if found.next_step:
+        return f"{TO_DO}{found.next_step}"
     if found.verdict == "batch":
         return _of_batch(case, found)
     if found.verdict == "hardware":
@@ -24,7 +26,41 @@ def advice(case: Evidence, found: Diagnosis) -> str:
         return f"{TO_DO}{scale}, or keep the tensors named here in a wider type; if it goes on, look for what grows"
     if found.verdict == "model":
         return _of_model(case)
-    return ""
+    if found.verdict == "program":
+        return f"{TO_DO}look at what the program does to the tensors named here on each rank; no machine need be drained"
+    return _of_unknown(case)
+
+
+def _of_unknown(case: Evidence) -> str:
+    if case.births:
+        return f"{TO_DO}{_of_birth(case, case.births[0])}"
+    copies = [sign for sign in case.signs.values() if sign.statistic == "checksum"]
+    if copies:
+        kind, name = copies[0].kind, copies[0].name
+        return (
+            f"{TO_DO}compare the copies before the next checkpoint is written: sentinel dump --kinds {kind} --targets "
+            f"'{name}'; train on from the last checkpoint on which they agree"
+        )
+    tensors = [sign for sign in case.signs.values() if sign.kind != "scalar"]
+    if case.num_quiet < QUIET_STEPS or not tensors:
+        return ""
+    name = min(tensors, key=lambda one: (one.first_step, one.phase, one.name)).name
+    return f"{TO_DO}nothing now; to see more if it comes again: sentinel enable --targets '{name}*' --for-steps 500"
+
+
+def _of_birth(case: Evidence, one: Birth) -> str:
+    """The experiments that tell data, code and machine apart: the same data elsewhere, and a look inside."""
+    if one.phase is Phase.PARAM:
+        see = "sentinel enable --kinds update,exp_avg,exp_avg_sq --for-steps 0"
+        return f"go on from a checkpoint before step {one.step}, with the optimizer measured: {see}"
+    whose = "its data on other nodes" if one.rank is None else f"the data of rank {one.rank} on another node"
+    again = f"train step {one.step} again from a checkpoint before it, {whose}"
+    told = f"{again}: bad again means data or code, well means that node"
+    steps = sorted({birth.step for birth in case.births})
+    inside = f"sentinel enable --targets '{one.name}*' --for-steps 500 shows the module inside if it comes again"
+    if len(steps) > 1 and not one.border and one.phase is Phase.FORWARD:
+        inside = f"sentinel dump --kinds activation_in,activation --targets '{one.name}' --for-steps 50 keeps what went in"
+    return f"{told}; {inside}" if one.phase is not Phase.LOSS else f"{told}; log how many labels count in a step"
 
 
 def _of_batch(case: Evidence, found: Diagnosis) -> str:

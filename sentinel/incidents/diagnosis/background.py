@@ -39,6 +39,8 @@ class Background(msgspec.Struct, kw_only=True):
     """Of the step before."""
     odd_weights: tuple[str, ...] = ()
     """Weights of which one element is nearly all, at most `MAX_ODD`."""
+    finite_gradients: dict[int, int] = {}
+    """The newest step -> weight gradients in it that were measured and finite."""
     losses: dict[str, list[float]] = {}
     """The newest values of each loss, of steps without an anomaly in it."""
 
@@ -52,6 +54,7 @@ class Background(msgspec.Struct, kw_only=True):
         if facts.odd_weights:
             self.odd_weights = tuple(sorted({*self.odd_weights, *(one.name for one in facts.odd_weights)}))[:MAX_ODD]
         self.loss_scale = facts.loss_scale
+        self.finite_gradients = {step: facts.num_gradients}
         moved = {a.tag_name for a in anomalies if a.kind == "scalar"}
         for name, value in facts.results.items():
             if name not in moved and scalar_phase(name) is Phase.LOSS:

@@ -24,9 +24,6 @@ ABSURD = 100.0
 """Times by which no part of a batch moves a layer (chosen)."""
 STEEP = 200
 """Elements of a weight of which one may be called nearly all (chosen): where there are few, one may well be."""
-UPDATES = 1e4
-"""Times the learning rate, and the gradient where it is above 1, that updates move an element by between two looks at most.
-Adam's is below (1 - b1) / sqrt(1 - b2), some 3 to 30, momentum multiplies by 1 / (1 - b): 10 to 100 (chosen with room)."""
 FRONT = 2.0
 """Times by which what is made of the data first moves when it tells of the data alone, with nothing beside it (chosen)."""
 PULSE_STEPS = 32
@@ -50,8 +47,12 @@ ALIKE_STEPS = 1
 """Earlier comparisons without a difference that are asked for."""
 CALM_STEPS = 10
 """Steps of the attempt before it, and steps without trouble, that a machine is blamed after (chosen)."""
-CHANCE = 0.01
-"""Births on one rank that chance brings as often as this are no evidence (chosen)."""
+BACK = 0.05
+"""Share of its height to which a loss is back where it was (chosen): what lasts in gradients then is a batch's mark."""
+LARGE = 3.0
+"""Times by which a batch moves the gradients of a young run for it to count as odd while the loss stays (chosen)."""
+YOUNG_STEPS = 100
+"""Steps of an attempt in which gradients are no calm series yet (chosen): ordinary batches move them twofold."""
 LR_JUMP = 3.0
 """Times that a learning rate rises in a step when no warm-up raises it (chosen)."""
 JUMP_STEPS = 3
@@ -86,6 +87,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """Of `hardware`: the ranks accused."""
     since: int = -1
     """Step from which on what was trained is to be doubted; -1: not known."""
+    next_step: str = ""
+    """What to do about it, where the claim itself says so; empty: `advice.py` says it of all claims like it."""
 
 
 UNKNOWN = Diagnosis()

@@ -58,6 +58,7 @@ from sentinel.incidents.diagnosis.claim import (
     ALIKE_STEPS,
     CALM_STEPS,
     FEW_TENSORS,
+    LASTING_STEPS,
     QUIET_STEPS,
     SCALE_FALL,
     SILENT,
@@ -74,8 +75,8 @@ from sentinel.incidents.diagnosis.step_facts import Divergence
 from sentinel.order.phase import Phase
 
 
-def suspect(case: Evidence) -> Diagnosis:
-    """Return what a case makes one suspect."""
+def diagnose(case: Evidence) -> Diagnosis:
+    """Return what an incident makes one suspect, by what it has shown."""
     if case.is_liveness:
         return _liveness(case)
     found = by_comparison(case) or by_precision(case)
@@ -106,24 +107,37 @@ def by_comparison(case: Evidence) -> Diagnosis | None:
     if not signs:
         return None
     found = [one for one in case.divergences if one.kind != "wgrad"]
+    left_out = _left_out(case)
     if not found:
         if any(sign.kind != "wgrad" for sign in signs):
             return None
-        return Diagnosis(
+        return left_out or Diagnosis(
             reasons=("reduced gradients differ between ranks, their weights do not: a reduction left out, or a link",)
         )
     names = {one.name for one in found}
     first = found[0]
     what = f"{first.kind} of {first.name}"
     if case.num_alike < ALIKE_STEPS:
-        return Diagnosis(reasons=(f"copies of {what} differ, and never were the same since they are compared",))
+        never = f"copies of {what} differ, and never were the same since they are compared"
+        if len(names) <= FEW_TENSORS:
+            return Diagnosis(reasons=(never,))
+        return Diagnosis(
+            verdict="program",
+            reasons=(
+                f"{never}, as {case.num_differing} tensors in all",
+                "what differs from the first comparison on was never made the same: a broadcast left out, a seed of each "
+                "rank's own, or no copies at all",
+            ),
+        )
     since = f"bit-identical on all {first.num_copies} copies until step {case.last_alike}"
     of_exchange = _by_exchange(case, found)
-    if of_exchange is not None:
-        return of_exchange
+    if of_exchange is not None or left_out is not None:
+        return left_out or of_exchange
     # A weight, its gradient and its optimizer state may all differ.
     if case.num_differing > 4 * FEW_TENSORS or len(names) > FEW_TENSORS:
+        is_most = 2 * case.num_differing >= max(case.num_compared, 1)
         return Diagnosis(
+            verdict="program" if is_most else "unknown",
             reasons=(
                 f"{case.num_differing} tensors differ from step {case.divergence_step} on, {what} among them; {since}",
                 "so many at once point to weights loaded or changed by the program on some ranks rather than to a machine",
@@ -171,6 +185,23 @@ def by_comparison(case: Evidence) -> Diagnosis | None:
             f"{what} was {since}; from step {case.divergence_step} on ranks {listed(first.accused)} differ",
             "no majority says which copy is wrong, and the change looks like no single fault",
         )
+    )
+
+
+def _left_out(case: Evidence) -> Diagnosis | None:
+    """Return what reduced gradients say that differ between ranks step after step; None: they do not."""
+    steps = [step for step, _ in case.odd_gradients]
+    if len(steps) < LASTING_STEPS:
+        return None
+    names = sorted({one.name for one in case.divergences if one.kind == "wgrad"} or {one.name for one in case.divergences})
+    what = f", {listed(names, 2)} among them" if names else ""
+    return Diagnosis(
+        verdict="program",
+        reasons=(
+            f"reduced gradients{what} differ between ranks in {len(steps)} steps, {listed(steps, 3)}",
+            "a machine or a link is wrong at times, a reduction that is left out in every step: no_sync, a parameter "
+            "outside the wrapper, or a gradient that is changed after it was reduced",
+        ),
     )
 
 

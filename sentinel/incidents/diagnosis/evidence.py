@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from sentinel.anomaly import Anomaly
-from sentinel.incidents.diagnosis.step_facts import Apart, Divergence, OddWeight, StepFacts, Stray, Upstream
+from sentinel.incidents.diagnosis.step_facts import Apart, Divergence, FirstBad, Maker, OddWeight, StepFacts, Stray, Upstream
 from sentinel.order.causal import is_nonfinite
 from sentinel.order.origin import Origin
 from sentinel.order.phase import Phase, phase_of
@@ -118,6 +118,10 @@ class Birth(msgspec.Struct, frozen=True, kw_only=True):
     """Elements that are not finite; 0: not known."""
     ep_size: int = 1
     upstream: Upstream | None = None
+    maker: Maker | None = None
+    """What made it, where its module is known."""
+    num_gradients: int = 0
+    """Weight gradients of the step before that were measured and finite; 0: none, or some were not."""
 
 
 class Jump(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +160,8 @@ class Evidence(msgspec.Struct, kw_only=True):
     odd_gradients: list[tuple[int, tuple[int, ...]]] = []
     """Steps in which copies of reduced gradients differed, with the rank of the odd one; without one where nobody can tell.
     At most `MAX_STRAYS`."""
+    finite_gradients: dict[int, int] = {}
+    """Newest step -> weight gradients in it that were measured and finite; 0 where some were not."""
     births: list[Birth] = []
     num_births: int = 0
     divergences: list[Divergence] = []
@@ -277,8 +283,22 @@ class Evidence(msgspec.Struct, kw_only=True):
         note.lanes = tuple(sorted({*note.lanes, *sign.lanes}))
 
     def bear(self, step: int, causes: Iterable[tuple[Anomaly, Origin]], facts: StepFacts | None) -> None:
-        """Take the places where non-finite values were born in a step."""
+        """Take the places where non-finite values were born in a step.
+
+        What is no part of the forward was not born there while rows of the same replica's forward are bad: an episode that
+        goes on has no record of its own.
+        """
+        in_forward = {one.lane: one for one in facts.first_bad} if facts is not None else {}
         for a, born in causes:
+            if in_forward and phase_of(a.kind, a.tag_name) not in (Phase.PARAM, Phase.FORWARD):
+                lanes = set(in_forward)
+                if a.rank is not None and facts is not None:
+                    lanes &= {facts.lanes.get(a.rank, 0)}
+                for lane in sorted(lanes):
+                    if not any(birth.step == step and birth.lane in (None, lane) for birth in self.births):
+                        self._bear_in_forward(step, in_forward[lane], facts, a.ep_size)
+                if lanes:
+                    continue
             self.num_births += 1
             if len(self.births) >= MAX_BIRTHS:
                 continue
@@ -292,6 +312,20 @@ class Evidence(msgspec.Struct, kw_only=True):
                     depth=a.depth, ep_size=a.ep_size,
                     num_bad=int(a.value) if a.value is not None and a.statistic in ("nans", "infs") else 0,
                     upstream=facts.upstream.get(a.id) if facts is not None else None,
+                    maker=_maker_of(a, born, facts), num_gradients=self.finite_gradients.get(step - 1, 0),
+                )
+            )  # fmt: skip
+
+    def _bear_in_forward(self, step: int, one: FirstBad, facts: StepFacts | None, ep_size: int) -> None:
+        self.num_births += 1
+        if len(self.births) < MAX_BIRTHS:
+            self.births.append(
+                Birth(
+                    step=step, phase=Phase.FORWARD, kind=one.kind, name=one.name, place=one.segment or one.name,
+                    rank=one.rank, lane=one.lane if self.num_lanes > 1 else None, micro_step=None, is_inf=one.is_inf,
+                    dtype=one.dtype, border=one.border, depth=one.depth, num_bad=one.num_bad, ep_size=ep_size,
+                    upstream=one.upstream,
+                    maker=facts.makers.get(f"{one.rank}/{one.kind}/{one.name}") if facts is not None else None,
                 )
             )  # fmt: skip
 
@@ -312,6 +346,7 @@ class Evidence(msgspec.Struct, kw_only=True):
                 if len(told) < MAX_NOTES and (not told or told[-1][0] < step):
                     told.append((step, facts.results[sign.name]))
         self._bear_again(step, facts)
+        self.finite_gradients = {step: facts.num_gradients}
         if is_moving:
             self.num_quiet = 0
             now = facts.results
@@ -362,16 +397,7 @@ class Evidence(msgspec.Struct, kw_only=True):
             return
         ep_size = max((birth.ep_size for birth in self.births), default=1)
         for one in facts.first_bad:
-            self.num_births += 1
-            if len(self.births) < MAX_BIRTHS:
-                self.births.append(
-                    Birth(
-                        step=step, phase=Phase.FORWARD, kind=one.kind, name=one.name, place=one.segment or one.name,
-                        rank=one.rank, lane=one.lane if self.num_lanes > 1 else None, micro_step=None, is_inf=one.is_inf,
-                        dtype=one.dtype, border=one.border, depth=one.depth, num_bad=one.num_bad, ep_size=ep_size,
-                        upstream=one.upstream,
-                    )
-                )  # fmt: skip
+            self._bear_in_forward(step, one, facts, ep_size)
 
     def absorb(self, other: Evidence) -> None:
         """Take over what an incident had shown that turned out to be the same."""
@@ -416,3 +442,11 @@ class Evidence(msgspec.Struct, kw_only=True):
             for one in ids
         )
         return tuple(found)[:MAX_SAMPLES]
+
+
+def _maker_of(a: Anomaly, born: Origin, facts: StepFacts | None) -> Maker | None:
+    if facts is None or a.rank is None:
+        return None
+    if phase_of(a.kind, a.tag_name) is Phase.FORWARD:
+        return facts.makers.get(f"{a.rank}/{a.kind}/{a.tag_name}")
+    return facts.makers.get(f"{a.rank}/activation/{born.module or born.name}")

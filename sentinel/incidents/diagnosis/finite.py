@@ -9,7 +9,9 @@ from sentinel.incidents.diagnosis.claim import (
     ABSURD,
     AFTERMATH_STEPS,
     AVERAGES,
+    BACK,
     HALF,
+    LARGE,
     LASTING_STEPS,
     LOSS_SPREADS,
     LOST,
@@ -20,6 +22,7 @@ from sentinel.incidents.diagnosis.claim import (
     SURE_STATES,
     UNKNOWN,
     WIDE,
+    YOUNG_STEPS,
     Diagnosis,
     by_jump,
     figures,
@@ -62,6 +65,13 @@ def finite(case: Evidence, acquitted: str) -> Diagnosis:
         peak = [note for note in strong if note.step in jump.peak]
         if peak and run <= AFTERMATH_STEPS:
             return _passed(case, signs, peak, f"{jump.left:.0%} of the jump was left {jump.num_after} steps after it")
+    excursion = _loss_excursion(case, first)
+    if excursion and not acquitted:
+        # The loss is where it was: what else lasts is what the batch left in gradients and in the optimizer's memory.
+        peak = [note for note in strong if note.step in excursion]
+        if peak and not any(sign.phase is Phase.PARAM and sign.first_step <= first for sign in signs):
+            after = "the loss was back at once; gradients and optimizer state keep its mark longer"
+            return _passed(case, signs, peak, after)
     states = [
         sign for sign in signs if sign.detector in STATES and (sign.detector in SURE_STATES or sign.streak >= LASTING_STEPS)
     ]
@@ -118,6 +128,20 @@ def _lost_state(signs: list[Sign]) -> Diagnosis | None:
                     ),
                 )
     return None
+
+
+def _loss_excursion(case: Evidence, first: int) -> frozenset[int]:
+    """Return the steps of a jump of the loss that began with the incident and is over, the loss back where it was."""
+    for sign in case.signs.values():
+        told = [(step, value) for step, value in case.results.get(sign.name, []) if step >= sign.first_step]
+        if sign.phase is not Phase.LOSS or sign.is_bad or sign.baseline is None or sign.first_step > first or not told:
+            continue
+        excess = [value - sign.baseline for _, value in told]
+        top = max(excess)
+        high = [at for at, one in enumerate(excess) if one > BACK * top]
+        if top > 0.0 and high == list(range(len(high))) and len(high) <= QUIET_STEPS <= len(excess) - len(high):
+            return frozenset(told[at][0] for at in high)
+    return frozenset()
 
 
 class _Jump(msgspec.Struct, frozen=True):
@@ -177,6 +201,11 @@ def _passed(case: Evidence, signs: list[Sign], strong: list[Note], after: str) -
         rise = max((case.risen.get(step, 0.0) for step in steps), default=0.0)
         if rise < LOSS_SPREADS and max(note.num_flow for note in strong) < WIDE:
             return Diagnosis(reasons=(f"{figures(one)} at {when} alone, while the loss stayed: hardly its batch",))
+        if rise < LOSS_SPREADS and case.num_before < YOUNG_STEPS and times(one) < LARGE:
+            age = plural(case.num_before, "step")
+            return Diagnosis(
+                reasons=(f"{figures(one)} at {when} alone, while the loss stayed: ordinary of a run that is {age} old",)
+            )
     reasons = [f"{figures(one)} at {when} alone; {after}"]
     lanes = sorted({lane for note in strong for lane in note.lanes})
     skip_lanes: tuple[int, ...] = ()

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable
 
 from sentinel.incidents.diagnosis.claim import (
-    CALM_STEPS,
-    CHANCE,
     LASTING_STEPS,
     QUIET_STEPS,
     UNKNOWN,
@@ -23,6 +21,7 @@ from sentinel.incidents.diagnosis.claim import (
 )
 from sentinel.incidents.diagnosis.element import by_weight
 from sentinel.incidents.diagnosis.evidence import Birth, Evidence
+from sentinel.incidents.diagnosis.program import by_function, by_update, functions_words
 from sentinel.order.phase import Phase
 
 _LOSS = re.compile(r"loss|criterion", re.IGNORECASE)
@@ -51,9 +50,6 @@ def nonfinite(case: Evidence, acquitted: str) -> Diagnosis:
     if not births:
         return UNKNOWN
     steps = sorted({one.step for one in case.births})
-    recurring = _recurring(case, steps) if len(steps) >= LASTING_STEPS else None
-    if recurring is not None:
-        return recurring
     from_data = [one for one in births if _is_input(one)]
     one = births[0]
     if from_data and not acquitted:
@@ -64,8 +60,14 @@ def nonfinite(case: Evidence, acquitted: str) -> Diagnosis:
             skip_steps=tuple(steps),
             skip_lanes=_lanes_of(from_data),
         )
+    of_program = by_update(one) or by_function(case)
+    if of_program is not None:
+        return of_program
     if one.phase is Phase.PARAM:
         return Diagnosis(reasons=(f"the weights of {one.name} were non-finite as step {one.step} began: why was not seen",))
+    recurring = _recurring(case, steps) if len(steps) > 1 else None
+    if recurring is not None:
+        return recurring
     lanes = {birth.lane for birth in births if birth.lane is not None}
     is_gone = case.num_quiet >= QUIET_STEPS
     is_one = len(lanes) == 1 and all(birth.lane is not None for birth in births)
@@ -93,7 +95,9 @@ def nonfinite(case: Evidence, acquitted: str) -> Diagnosis:
         return of_rows
     if case.num_lanes <= 1:
         alone = "there is one data-parallel replica: nothing to compare, a machine cannot be told from its data"
-        return Diagnosis(reasons=(f"non-finite first in {one.kind} of {one.name} at step {one.step}", alone))
+        hint = functions_words(one)
+        first = f"non-finite first in {one.kind} of {one.name} at step {one.step}"
+        return Diagnosis(reasons=(first, alone, *([hint] if hint else ())))
     if is_one:
         return _one_replica(case, births, acquitted)
     if lanes:
@@ -166,35 +170,17 @@ def _of_labels(case: Evidence, births: list[Birth], acquitted: str) -> Diagnosis
 
 
 def _one_replica(case: Evidence, births: list[Birth], acquitted: str) -> Diagnosis:
+    """Return what one replica's non-finite value says: it sees other data than the others, so that it accuses no machine."""
     one = births[0]
     seen = f"data-parallel replica {one.lane} alone of {case.num_lanes} went non-finite at step {one.step}, in {one.name}"
     if _is_at_the_end(one):
         return _of_labels(case, births, acquitted)
-    doubt = _doubt(case, births)
-    if doubt:
-        return Diagnosis(reasons=(seen, f"its part of the batch or its machine: {doubt}"))
-    upstream = one.upstream
-    assert upstream is not None
-    # Where it got into the weights, no more evidence will come.
-    if case.num_quiet < WELL_STEPS and (case.seen <= one.step or _was_skipped(case, one.step)):
-        return Diagnosis(reasons=(seen, f"its machine is suspected; {WELL_STEPS} steps that are well are waited for"))
-    ranks = sorted({birth.rank for birth in births if birth.rank is not None})
-    return Diagnosis(
-        verdict="hardware",
-        reasons=(
-            f"{seen}, rank {' or '.join(map(str, ranks))}: one element alone",
-            f"its data had passed {plural(upstream.num_blocks, 'block')} and {plural(upstream.num_measured, 'tensor')} like "
-            "the other replicas' before that",
-            f"the {case.num_compared} weights compared are bit-identical on all replicas, and nothing was amiss before",
-            "one replica, one rank, one moment; a kernel that reads what nobody wrote looks the same",
-        ),
-        ranks=tuple(ranks),
-        since=one.step,
-    )
+    hint = functions_words(one)
+    return Diagnosis(reasons=(seen, f"its data, its code or its machine: {_doubt(case, births)}", *([hint] if hint else ())))
 
 
 def _doubt(case: Evidence, births: list[Birth]) -> str:
-    """Return why one replica's non-finite value does not accuse its machine; empty: it does."""
+    """Return what is known of where one replica's value came from, and why that does not tell its cause."""
     one = births[0]
     upstream = one.upstream
     if one.phase is not Phase.FORWARD:
@@ -207,81 +193,50 @@ def _doubt(case: Evidence, births: list[Birth]) -> str:
         return "experts see few tokens, and some batches give them none"
     if upstream is None or not upstream.num_measured:
         return "what came before it in its replica was not measured"
-    if one.num_bad != 1:
-        what = f"{one.num_bad} elements" if one.num_bad else "a number of elements that is not known"
-        return f"{what} went bad at once; data fails by rows, a machine in one place"
-    if upstream.num_blocks < 1:
-        return "the data had not passed a whole block before it, so that the data may be to blame"
     if upstream.unlike:
         return f"{upstream.unlike}, so that it came from before"
-    if not case.num_compared:
-        return "no second copy of the weights is compared"
     if case.is_differing:
         return "the weights are not the same on all replicas"
-    if case.num_before < CALM_STEPS:
-        return f"the attempt was {plural(case.num_before, 'step')} old"
-    if case.trouble_step >= 0 and one.step - case.trouble_step <= CALM_STEPS:
-        return f"there was trouble at step {case.trouble_step} already"
-    if any(birth.lane not in (None, one.lane) for birth in case.births):
-        return "another replica went non-finite by itself later"
-    again = [birth.step for birth in case.births if birth.step != one.step and birth.name == one.name]
-    if again:
-        return f"it came again in the same place at step {again[0]}, which a machine has no reason to choose"
-    if one.place.rpartition(".")[2] == "head" and one.border:
-        return "what was seen of it was the output of a whole chunk, where labels may come in"
-    return ""
-
-
-def _was_skipped(case: Evidence, step: int) -> bool:
-    return any(note.step == step and note.is_skipped for note in case.notes)
+    passed = f"all {plural(upstream.num_measured, 'tensor')} before it were finite and like the other replicas'"
+    return f"{passed}, but its data are its own, and nothing was computed twice"
 
 
 def _recurring(case: Evidence, steps: list[int]) -> Diagnosis | None:
-    """Return what several births say; None: nothing beyond the first of them."""
+    """Return what births at several steps say; None: nothing beyond the first of them."""
     known = [one for one in case.births if one.lane is not None]
     lanes = sorted({one.lane for one in known if one.lane is not None})
     names = sorted({one.name for one in case.births})
-    if case.num_lanes <= 1:
-        if len(names) == 1:
-            return Diagnosis(
-                verdict="model",
-                reasons=(f"non-finite in {names[0]} at {len(steps)} steps ({listed(steps)}), each with other data",),
+    at = f"at {len(steps)} steps ({listed(steps)})"
+    is_often = len(steps) >= LASTING_STEPS
+    hints = list(dict.fromkeys(filter(None, map(functions_words, case.births))))[:2]
+    if all(_is_at_the_end(one) for one in case.births):
+        return Diagnosis(
+            reasons=(
+                f"{names[0]} was no number {at}, all before it finite, each time with other data",
+                "a loss that divides by the labels that count does so whenever none does: no single batch, and no machine",
             )
+        )
+    if case.num_lanes <= 1:
+        if len(names) == 1 and is_often:
+            return Diagnosis(verdict="model", reasons=(f"non-finite in {names[0]} {at}, each with other data",))
         return None
     if len(known) < len(case.births) or any(one.ep_size > 1 for one in known):
         return None
     if len(lanes) > 1:
+        if len(lanes) == case.num_lanes and not is_often:
+            return Diagnosis(reasons=(f"non-finite values were born {at} on all {case.num_lanes} replicas, each by itself",))
         return Diagnosis(
-            verdict="model",
+            verdict="model" if is_often else "unknown",
             reasons=(
-                f"non-finite values were born at {len(steps)} steps ({listed(steps)}) on {len(lanes)} of {case.num_lanes} "
-                f"data-parallel replicas, in {listed(names, 3)}: not one batch, not one machine",
+                f"non-finite values were born {at} on {len(lanes)} of {case.num_lanes} data-parallel replicas, in "
+                f"{listed(names, 3)}: not one batch, not one machine",
+                *hints,
             ),
-        )
-    ranks = sorted({one.rank for one in known if one.rank is not None})
-    chance = float(case.num_lanes) ** (1 - len(steps))
-    is_wide = not any(is_narrow(one.dtype) for one in known)
-    forward = all(one.phase is Phase.FORWARD for one in known)
-    is_calm = case.trouble_step < 0 or case.births[0].step - case.trouble_step > CALM_STEPS
-    unlike = any(one.upstream is None or one.upstream.unlike or one.num_bad != 1 for one in known)
-    if (
-        len(ranks) == 1 and chance < CHANCE and len(names) > 1 and is_wide and forward and is_calm and not unlike
-        and case.num_compared and not case.is_differing
-    ):  # fmt: skip
-        return Diagnosis(
-            verdict="hardware",
-            reasons=(
-                f"rank {ranks[0]} alone bore non-finite values at {len(steps)} steps ({listed(steps)}) in "
-                f"{listed(names, 3)}: by chance 1 in {round(1 / chance)}",
-                f"the {case.num_compared} weights compared are bit-identical on all replicas, and what came before each was "
-                "like the others'",
-            ),
-            ranks=tuple(ranks),
-            since=steps[0],
         )
     return Diagnosis(
         reasons=(
-            f"non-finite values were born at {len(steps)} steps ({listed(steps)}) on data-parallel replica {lanes[0]} of "
-            f"{case.num_lanes} alone: its part of the data, or its machine",
+            f"non-finite values were born {at} on data-parallel replica {lanes[0]} of {case.num_lanes} alone, in "
+            f"{listed(names, 3)}: no single batch; its part of the data, what it computes, or its machine",
+            *hints,
         )
     )

@@ -35,6 +35,33 @@ class Upstream(msgspec.Struct, frozen=True, kw_only=True):
     """The first of them that is not like the others', in words; empty: all are."""
 
 
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank measured of one tensor of the forward in a step."""
+
+    name: str
+    smallest: float
+    largest: float
+    num_zero: int
+    is_bad: bool
+    """Some of it is not finite."""
+
+
+class Maker(msgspec.Struct, frozen=True, kw_only=True):
+    """What made a tensor that is not finite; or, where minus infinities went in as a mask may have, what made those."""
+
+    name: str
+    """Of the tensor that was made."""
+    functions: tuple[str, ...] | None
+    """As `TensorInfo.functions`; None: its graph was not read."""
+    inputs: tuple[Reading, ...] = ()
+    """Tensors that it was made of, as far as they are measured."""
+    arguments: dict[str, Reading] = {}
+    """Name -> of the tensors that `functions` names."""
+    dtype: str = ""
+    is_inf: bool = False
+    """Infinities and no NaN."""
+
+
 class FirstBad(msgspec.Struct, frozen=True, kw_only=True):
     """The first non-finite values of one data-parallel replica's forward in a step, new or not."""
 
@@ -67,6 +94,8 @@ class Stray(msgspec.Struct, frozen=True, kw_only=True):
     num_before: int
     """Tensors of the forward that its replica had measured before it."""
     upstream: Upstream
+    functions: tuple[str, ...] | None = None
+    """As `TensorInfo.functions`."""
 
 
 class Apart(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +146,10 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Id of a non-finite anomaly -> what its replica had measured before it."""
     first_bad: tuple[FirstBad, ...] = ()
     """Of each replica whose forward was not finite."""
+    makers: dict[str, Maker] = {}
+    """`<rank>/<kind>/<name>` of a tensor of the forward -> what made it: of non-finite anomalies and what they name."""
+    num_gradients: int = 0
+    """Weight gradients that were measured and finite."""
     num_outputs: int = 0
     """Tensors of the forward that were measured."""
     strays: dict[str, Stray] = {}
