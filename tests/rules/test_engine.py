@@ -235,17 +235,39 @@ def test_a_nan_loss_is_critical_and_escalates(paper_run):
     assert anomaly.message == "loss is nan on rank 1"
 
 
-def test_a_loss_scaler_finding_its_scale_pages_nobody(paper_run):
-    run = paper_run(TENSORS)
+def test_a_loss_scaler_finding_its_scale_is_written_down_and_a_later_overflow_warns(paper_run):
+    run = paper_run([*TENSORS, ("all_reduce@train.py:41:in", "comm")])
 
     def overflow(_, rows):
-        rows["num_pos_inf"][1], rows["count"][1] = 5, 95
+        for at in (1, len(TENSORS)):
+            rows["num_pos_inf"][at], rows["count"][at] = 5, 95
 
-    view = run.view(0, change=overflow, is_skipped=True, scalars={"loss": 2.0, "loss_scale": 65536.0, "grad_norm": math.inf})
+    def skipped(step, **scalars):
+        said = {"loss": 2.0, "loss_scale": 65536.0, "grad_norm": math.inf} | scalars
+        return run.view(step, change=overflow, is_skipped=True, scalars=said)
 
-    found = Engine(load_pack()).judge(view)
+    def of(engine, view):
+        return {a.severity for a in engine.judge(view) if a.event == "onset"}
 
-    assert {a.severity for a in found} == {Severity.WARNING} and len(found) == 2
+    searching, taken, ill = Engine(load_pack()), Engine(load_pack()), Engine(load_pack())
+    for step in range(3):
+        assert of(searching, skipped(step)) <= {Severity.INFO}
+        taken.judge(run.view(step, scalars={"loss": 2.0, "loss_scale": 65536.0, "grad_norm": 1.0}))
+
+    assert of(taken, skipped(3)) == {Severity.WARNING}
+    assert Severity.CRITICAL in of(ill, skipped(0, loss=math.nan)), "a loss that is no number is no matter of the scale"
+
+
+def test_a_search_for_the_loss_scale_survives_a_snapshot(paper_run):
+    run = paper_run(TENSORS)
+    view = run.view(0, is_skipped=True, scalars={"loss": 2.0, "loss_scale": 65536.0, "grad_norm": math.inf})
+    engine, other = Engine(load_pack()), Engine(load_pack())
+    engine.judge(view)
+
+    other.restore(engine.snapshot())
+
+    again = run.view(1, is_skipped=True, scalars={"loss": math.inf, "loss_scale": 65536.0, "grad_norm": math.inf})
+    assert [a.severity for a in other.judge(again)] == [a.severity for a in engine.judge(again)]
 
 
 def test_a_rank_missing_from_a_step_is_no_excursion(paper_run, rng):

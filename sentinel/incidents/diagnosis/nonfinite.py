@@ -206,6 +206,8 @@ def _recurring(case: Evidence, steps: list[int]) -> Diagnosis | None:
     known = [one for one in case.births if one.lane is not None]
     lanes = sorted({one.lane for one in known if one.lane is not None})
     names = sorted({one.name for one in case.births})
+    # A border says its block, and module monitoring then which module of it.
+    names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
     at = f"at {len(steps)} steps ({listed(steps)})"
     is_often = len(steps) >= LASTING_STEPS
     hints = list(dict.fromkeys(filter(None, map(functions_words, case.births))))[:2]
