@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from sentinel.anomaly import Anomaly, Severity
-from sentinel.order.causal import is_nonfinite
-from sentinel.order.phase import Phase, phase_of
-from sentinel.rules.facts import is_loss_scaling
+from sentinel.rules.facts import GRADIENT_KINDS, is_loss_scaling
 
 if TYPE_CHECKING:
     from sentinel.ingest.merge import StepView
 
 SEARCH_STEPS = 40
 """Skipped steps in a row, from the first of an attempt on, that a search may take (chosen): 2**40 is more than any scale."""
-_BEFORE = frozenset({Phase.PARAM, Phase.FORWARD, Phase.LOSS})
+_BROUGHT = GRADIENT_KINDS | {"comm"}
+_OF_GRADIENTS = re.compile(r"grad(ient)?s?[._ -]?norm|total_norm|gnorm", re.IGNORECASE)
 
 
 def written_down_only(view: StepView, found: Sequence[Anomaly]) -> list[Anomaly]:
@@ -26,8 +26,8 @@ def written_down_only(view: StepView, found: Sequence[Anomaly]) -> list[Anomaly]
     Call it for the skipped steps before the first that was not. What is bad in the weights, the forward or the loss is no
     matter of the scale, and everything stays as grave as it was.
     """
-    bad = [one for one in found if one.event == "onset" and is_nonfinite(one) and one.severity is not Severity.INFO]
-    if not is_loss_scaling(view) or any(phase_of(one.kind, one.tag_name) in _BEFORE for one in bad):
+    bad = [one for one in found if one.event == "onset" and _is_nonfinite(one) and one.severity is not Severity.INFO]
+    if not is_loss_scaling(view) or not all(_is_of_gradients(one) for one in bad):
         return list(found)
     ids = {one.id for one in bad}
     note = "; the loss scale is still being found"
@@ -35,3 +35,11 @@ def written_down_only(view: StepView, found: Sequence[Anomaly]) -> list[Anomaly]
         msgspec.structs.replace(one, severity=Severity.INFO, message=one.message + note) if one.id in ids else one
         for one in found
     ]
+
+
+def _is_nonfinite(one: Anomaly) -> bool:
+    return bool(one.value_text) or one.statistic in ("nans", "infs")
+
+
+def _is_of_gradients(one: Anomaly) -> bool:
+    return one.kind in _BROUGHT or (one.kind == "scalar" and bool(_OF_GRADIENTS.search(one.tag_name)))

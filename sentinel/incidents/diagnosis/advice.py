@@ -33,7 +33,7 @@ def advice(case: Evidence, found: Diagnosis) -> str:
 
 def _of_unknown(case: Evidence) -> str:
     if case.births:
-        return f"{TO_DO}{_of_birth(case, case.births[0])}"
+        return f"{TO_DO}{_of_birth(case, min(case.births, key=lambda one: bool(one.border)))}"
     copies = [sign for sign in case.signs.values() if sign.statistic == "checksum"]
     if copies:
         kind, name = copies[0].kind, copies[0].name
