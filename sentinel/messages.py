@@ -83,7 +83,8 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
     """(name, numpy dtype string, byte offset) of each field of a row."""
     row_bytes: int
     environment: dict[str, str] = {}
-    """host, pid, torch, kernel, boundary, device: for people, never judged."""
+    """host, torch, kernel, boundary, device: for people, never judged. pid, pid_start, pid_space, boot: by these a daemon on
+    the same host finds the process again, and no other that got its number."""
     first_step: int = 0
     layer_offset: int | None = None
     name_map: dict[str, str] = {}
@@ -244,5 +245,15 @@ class Bye(msgspec.Struct, frozen=True, kw_only=True):
     """The last frame of a life that ended in order."""
 
     reason: str
-    """`detached`, `exit`, `exception`."""
+    """`detached`, `exit`, `exception`, `interrupted` (Ctrl-C)."""
     step: int
+    error: str = ""
+    """Type of the exception, with its module where it is no built-in: `torch.OutOfMemoryError`; empty: none is known."""
+    message: str = ""
+    """Its message, cut."""
+    code: int = 0
+    """What the trainer handed to `sys.exit` or `os._exit`; 0: in order, or nothing."""
+    is_memory: bool = False
+    """The exception says that memory ran out."""
+    is_lost_peer: bool = False
+    """The exception says that the connection to another rank was lost, or that others did not answer."""

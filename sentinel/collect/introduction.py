@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +18,7 @@ from sentinel.collect.topology import Topology
 from sentinel.messages import ChunkInfo, Descriptor
 from sentinel.monitor_config import ConfigSource, as_told
 from sentinel.place import Place, depth
+from sentinel.process import own_process
 from sentinel.record import ROW_DTYPE
 from sentinel.version import VERSION
 
@@ -105,8 +104,8 @@ class Introduction:
         config = self._source.config
         fields: Mapping[str, Any] = ROW_DTYPE.fields or {}
         environment = {
-            "host": socket.gethostname(), "pid": str(os.getpid()), "torch": str(torch.__version__),
-            "python": sys.version.split()[0], "kernel": kernel, "boundary": boundary,
+            **own_process().as_told(), "torch": str(torch.__version__), "python": sys.version.split()[0],
+            "kernel": kernel, "boundary": boundary,
         }  # fmt: skip
         return Descriptor(
             version=VERSION,

@@ -9,27 +9,57 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from sentinel.collect.exit_watch import EXITS
+from sentinel.messages import Bye
+
+AT_EXIT_S = 5.0
+"""Longest wait for the disk at the end of the process."""
+
 
 class Armed(Protocol):
     """Something with hooks on a model."""
 
     is_alive: bool
+    ended_steps: int
 
 
 class Ending:
-    """Calls `close` when the process ends, however that happens short of a signal."""
+    """Has a monitor say its last words when the process ends, or nobody catches what it raised, short of a signal."""
 
-    def __init__(self, owner: Armed, close: Callable[[], None]) -> None:
-        self._close = close
+    def __init__(
+        self, owner: Armed, close: Callable[[Bye, float], None], has_left: Callable[[float], bool], thread_id: int
+    ) -> None:
+        """close: ends the life with these words and waits so many seconds for the disk. has_left: waits on."""
+        self._owner = owner
+        self.leave = close
+        self.has_left = has_left
+        self.thread_id = thread_id
+        """The thread that trains."""
         _living.add(owner)
-        atexit.register(close)
+        atexit.register(self._at_exit)
         # A process made by multiprocessing's fork never runs atexit.
-        self._finalizer = multiprocessing.util.Finalize(None, close, exitpriority=100)
+        self._finalizer = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
+        EXITS.add(self)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is anything left to say."""
+        return self._owner.is_alive
+
+    @property
+    def ended_steps(self) -> int:
+        """Steps ended so far."""
+        return self._owner.ended_steps
 
     def cancel(self) -> None:
         """It was closed before."""
-        atexit.unregister(self._close)
+        atexit.unregister(self._at_exit)
         self._finalizer.cancel()
+        EXITS.discard(self)
+
+    def _at_exit(self) -> None:
+        if self.is_alive:
+            self.leave(EXITS.last_words(), AT_EXIT_S)
 
 
 _living: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,11 +17,12 @@ from sentinel.collect.clipping import ClipWatch
 from sentinel.collect.config_edits import ConfigEdits
 from sentinel.collect.current import Statistics, current_statistics
 from sentinel.collect.failures import describe_failure
+from sentinel.collect.farewell import farewell, raised_now
 from sentinel.collect.gradient_watch import GradientWatch
 from sentinel.collect.gradients import REFRESH_STEPS, Parameters
 from sentinel.collect.introduction import Introduction
 from sentinel.collect.kernels import choose_kernel
-from sentinel.collect.living import Ending
+from sentinel.collect.living import AT_EXIT_S, Ending
 from sentinel.collect.loss_scale import LossScale
 from sentinel.collect.memory import MemoryUse
 from sentinel.collect.moe_tracker import MoETracker
@@ -40,7 +41,7 @@ from sentinel.collect.tensors import TensorTable
 from sentinel.collect.topology import Topology
 from sentinel.collect.waiting import WaitClock
 from sentinel.command import ANY_ATTEMPT
-from sentinel.messages import Ack, Descriptor, Heartbeat
+from sentinel.messages import Ack, Bye, Descriptor, Heartbeat
 from sentinel.monitor_config import MODULE_KINDS, ConfigSource
 from sentinel.place import Place
 from sentinel.record import Flag, Kind
@@ -127,7 +128,7 @@ class Monitor:
         except BaseException:
             self._uninstall()  # A model that cannot be watched is left as it was.
             raise
-        self._ending = Ending(self, self._at_exit)
+        self._ending = Ending(self, self._close, self._handover.has_ended, threading.get_ident())
         log.info(
             "sentinel: run %s attempt %s rank %d: %d tensors, kernel %s, step boundary: %s",
             attempt.run, attempt.attempt, self.place.rank, len(self.parameters.all), self.recording.kernel.name,
@@ -319,7 +320,7 @@ class Monitor:
 
         reason: `detached`, or `exception` where an adapter sees its trainer raise.
         """
-        self._close(reason)
+        self._close(farewell(reason, raised_now() if reason == "exception" else None), AT_EXIT_S)
 
     # -- what hooks and watchers call (the Recorder of taps.py) ----------------------------------------------------
 
@@ -413,7 +414,7 @@ class Monitor:
             self._locate()
             self._introduction.tell_reading(self.chunks)
         self._running.begin()
-        self._activity = "train"
+        self._activity, self._ending.thread_id = "train", threading.get_ident()
         has_changed = self._planning.begin(self.current_step)
         self.parameters.begin_step()
         if self.plan.is_due:
@@ -478,14 +479,12 @@ class Monitor:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def _at_exit(self) -> None:
-        self._close("exception" if getattr(sys, "last_value", None) is not None else "exit")
-
-    def _close(self, reason: str) -> None:
+    def _close(self, said: Bye, timeout_s: float) -> None:
         if not self.is_alive:
             return
         try:
-            if self._running.is_begun:
+            # Another thread may end the process while a step runs: what that writes just now is not touched.
+            if self._running.is_begun and threading.get_ident() == self._ending.thread_id:
                 self._end_step(is_partial=not self.boundary.is_over)
         except Exception as error:
             self.guard("close", error)
@@ -497,6 +496,6 @@ class Monitor:
                 undo()
             except Exception as error:
                 self.guard("close", error)
-        if self._handover.close(reason, timeout_s=5.0, health=self.recording.take_health()):
+        if self._handover.close(said, timeout_s=timeout_s, health=self.recording.take_health()):
             self._memory.close()
         self._ending.cancel()

@@ -122,9 +122,9 @@ class Judge:
         return self._engine.stale_ranks
 
     def judge_tick(self, tick: Tick) -> Verdict:
-        """Return the verdict on one moment: who is stale, who no longer is, and what people did."""
+        """Return the verdict on one moment: who is stale or gone, that the run is over, what people did."""
         found = sorted(self._engine.judge_tick(tick), key=sort_key)
-        incidents = self._tracker.update(max(tick.step, 0), found, attempt=tick.attempt, time=tick.time)
+        incidents = self._tracker.update(max(tick.step, 0), found, attempt=tick.attempt, time=tick.time, ended=tick.ended)
         for act in tick.acts:
             incidents += self._tracker.act(act)
         return Verdict(anomalies=tuple(found), incidents=tuple(incidents))

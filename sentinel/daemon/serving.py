@@ -23,16 +23,17 @@ from sentinel.anomaly import Anomaly, Incident
 from sentinel.command import ANY_ATTEMPT
 from sentinel.control.acts import ActInbox
 from sentinel.control.edits import ConfigInUse
+from sentinel.daemon.command_note import read_note
 from sentinel.daemon.commanding import Commanding
 from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.gauges import RunGauges, standing_of
 from sentinel.daemon.judge import Judge, Verdict
 from sentinel.daemon.packs import RulePacks, decode_pack, encode_pack
 from sentinel.daemon.series import RecentSteps
+from sentinel.daemon.watching import RunWatch
 from sentinel.errors import SentinelError, StoreError
 from sentinel.ingest.decision import Tick, decode_decision, encode_decision
 from sentinel.ingest.follow import Life, Position, Record, RunFollower
-from sentinel.ingest.liveness import LivenessTracker
 from sentinel.ingest.merge import StepView
 from sentinel.ingest.steps import StepAssembler, snapshot_positions
 from sentinel.messages import Ack
@@ -52,8 +53,6 @@ STEPS_PER_COMMIT = 64
 """Most steps judged between two commits: while catching up, the first alert must not wait for the last step."""
 LIVE_S = 30.0
 """A life that was silent for so long is not waited for when a command goes out."""
-WATCH_S = 0.25
-"""Least seconds between two looks at who lives."""
 DESK_S = 0.05
 """The command folder is looked at so often when nothing else calls for it."""
 FORGET_S = 600.0
@@ -93,7 +92,7 @@ class ServedRun:
         self._routes = config.notify.routes()
         self._problems: dict[str, str] = {}
         self._blind: list[str] = []
-        self._desk_due = self._watch_due = self._acts_due = 0.0
+        self._desk_due = self._acts_due = 0.0
         self._acts = ActInbox(paths.run_dir, log.warning)
         self._replicas = ""
         self._lock = RunLock(paths.lock_directory, f"run {paths.run_dir}")
@@ -123,7 +122,10 @@ class ServedRun:
             has_moved = self._hear(self._follower.poll(), now)
             if self._assembler.attempt != attempt:
                 settled_step = -1
-            views = self._assembler.close(time.monotonic(), self._follower.behind, settled_step=settled_step)
+            views = self._assembler.close(
+                time.monotonic(), self._follower.behind, settled_step=settled_step,
+                before_attempt=lambda number: self._watching.before_attempt(number, time.time()),
+            )  # fmt: skip
             has_moved = self._judge(views) or has_moved
             self._watch()
             self._take_acts(now)
@@ -149,6 +151,7 @@ class ServedRun:
                 has_moved = self._hear(records, now)
                 if not self._judge(self._assembler.close(time.monotonic(), self._follower.behind)) and not has_moved:
                     self._judge(self._assembler.finish(time.monotonic()))
+                    self._judge(self._watching.finish(time.time()))
                     break
             if self._seq > self._snapshot_seq:
                 self._commit(Commit(judged=self._seq), with_snapshot=True)
@@ -259,7 +262,7 @@ class ServedRun:
                 self._court.restore(snapshot.judge)
                 self._follower.restore(snapshot_positions(snapshot.ingest))
                 self._assembler.restore(snapshot.ingest, self._follower.lives)
-                self._tracker.restore(self._follower.lives.values())
+                self._watching.tracker.restore(self._follower.lives.values())
             except (SentinelError, msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
                 # An older one, or the whole spool, gives the same state; it only takes longer.
                 log.warning("run %s: the snapshot after decision %d cannot be used: %s", self.name, seq, error)
@@ -280,7 +283,7 @@ class ServedRun:
             late_after_steps=self._config.judging.late_after_steps,
             late_after_s=self._config.judging.late_after_s,
         )
-        self._tracker = LivenessTracker()
+        self._watching = RunWatch(self._follower, self._assembler, lambda: read_note(self.paths))
 
     def _offer_pack(self) -> None:
         self.journal.keep_pack(self._packs.pack_hash, encode_pack(self._packs.pack))
@@ -319,21 +322,14 @@ class ServedRun:
             if isinstance(record.message, Ack):
                 self.commanding.acknowledge(record.life.rank, record.message, now)
         self._assembler.take(records, mono)
-        self._tracker.hear(records)
+        self._watching.tracker.hear(records)
         return True
 
     def _watch(self) -> None:
-        """Look who lives and moves; only what is new is decided, journalled and judged."""
-        begun, behind = time.monotonic(), self._follower.behind
-        # Where many ranks write there is always something new: caught up is who left nothing unread.
-        self._tracker.look(begun, behind, is_caught_up=not behind and not self._assembler.is_replaying)
-        if begun < self._watch_due or self._assembler.is_replaying:
-            return
-        ranks = self._tracker.facts(self._assembler.attempt, self._assembler.attempt_of)
-        if self._court.has_news(ranks, self._tracker.now):
-            self._judge([self._assembler.tick(ranks, self._tracker.now)])
-        # Thousands of ranks must not cost a core.
-        self._watch_due = time.monotonic() + max(WATCH_S, 20.0 * (time.monotonic() - begun))
+        """Look who lives, moves or is gone; only what is new is decided, journalled and judged."""
+        for tick in self._watching.look(time.monotonic(), time.time(), self._court.has_news):
+            self._judge([tick])
+        self._watching.rest(time.monotonic())
 
     def _take_acts(self, now: float) -> None:
         """Judge what people did about incidents, and let go of it once that is committed."""
@@ -345,8 +341,7 @@ class ServedRun:
             if why:
                 log.warning("run %s: %s by %s is not done: %s", self.name, act.act, act.who, why)
             else:
-                ranks = self._tracker.facts(self._assembler.attempt, self._assembler.attempt_of)
-                self._judge([self._assembler.tick(ranks, self._tracker.now, (act,))])
+                self._judge([self._assembler.tick(self._watching.facts(), self._watching.tracker.now, (act,))])
             self.journal.audit(now, act.who, act.act, {"incident": act.incident, "why": act.why, "refused": why})
             self._acts.take(path)
 
@@ -481,8 +476,8 @@ class ServedRun:
         metrics = self._gauges.metrics
         self._gauges.hear(self._follower, self._assembler)
         metrics.ranks = {**metrics.ranks, "live": num_live, "stale": len(self._court.stale_ranks)}
-        heard_at = self._tracker.heard_at()
-        metrics.quietest_heard_time = None if heard_at is None else now - (self._tracker.now - heard_at)
+        heard_at = self._watching.tracker.heard_at()
+        metrics.quietest_heard_time = None if heard_at is None else now - (self._watching.tracker.now - heard_at)
         metrics.commands = self.commanding.counts()
         metrics.config_edits = self.commanding.edits()
         metrics.is_monitoring = self.commanding.is_monitoring()

@@ -11,6 +11,7 @@ from sentinel.detect.dead import DeadTensor
 from sentinel.detect.detector import Explanation, Scores, SeriesDetector, State, grow, state_bytes
 from sentinel.detect.dotted import Detectors, shortcoming
 from sentinel.detect.drift import Drift, Plateau
+from sentinel.detect.ended import RunEnded
 from sentinel.detect.experts import DeadExpert, ExpertImbalance
 from sentinel.detect.group import GroupDetector
 from sentinel.detect.growth import ExplodingTensor, VanishingGradient
@@ -42,6 +43,7 @@ DETECTORS: dict[str, type[Any]] = {
         ReplicaDivergence,
         StaleRank,
         LostRows,
+        RunEnded,
         SlowRank,
         VanishingGradient,
         ExplodingTensor,
@@ -129,6 +131,7 @@ __all__ = [
     "PrecisionLoss",
     "RankSkew",
     "ReplicaDivergence",
+    "RunEnded",
     "SameBatch",
     "Saturation",
     "Scores",

@@ -18,6 +18,7 @@ Facts = dict[str, np.ndarray]
   or its activity changed last. is_live: bool, it was heard while it was watched, and not only from a recording.
 - step, call_id: where it stands. num_calls: calls of its last whole step, 0: not known. has_stepped: bool, it has ended a
   step. activity: `init`, `train`, `eval`, `checkpoint`. pp_stage. left: why it said bye, empty while it has not.
+- has_died: bool, it is gone otherwise than in order: another rule tells of that. May be left out: nobody is.
 - is_waiting: int, 1 inside a collective, 2 at the border of its pipeline stage, 0 elsewhere, -1 not known.
 """
 
@@ -118,7 +119,8 @@ class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def score_at(self, facts: Facts, now: float, state: State) -> Scores:
         """Score seconds / limit of the ranks to blame, 0.0 of all others."""
         silence, idle = now - facts["heard_at"], now - facts["moved_at"]
-        has_left = facts["left"] != ""
+        has_died = facts.get("has_died", np.zeros(len(idle), dtype=bool))
+        has_left = (facts["left"] != "") | has_died
         is_training = facts["activity"] == "train"
         may_be_silent_s = np.where(is_training, self.stale_after_s, self.quiet_after_s)
         is_silent = ~has_left & (silence >= may_be_silent_s) & bool((facts["is_live"] & ~has_left).any())
@@ -129,6 +131,8 @@ class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             slack = np.minimum(TOGETHER_S, 0.25 * may_be_silent_s)
             blamed, reason = ~has_left & (silence >= may_be_silent_s - slack), "silent"
             seconds, limit = silence, may_be_silent_s
+        elif has_died.any():
+            pass  # Who waits for a rank that is gone hangs, and leaves, because of it.
         elif is_stuck.any() and not _may_go_on(facts["step"], is_stuck, idle, np.where(has_left, 0.0, silence)):
             # A step that a rank left lies at most one behind that in which the others wait.
             first = facts["step"][is_stuck].min()

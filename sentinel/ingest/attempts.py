@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
+from sentinel.ingest.decision import Tick
 from sentinel.ingest.follow import Life
 from sentinel.ingest.parts import OpenStep, Part
 
@@ -127,6 +128,8 @@ class Attempts:
         """Lives that have a descriptor, and no step yet."""
         self.declared: dict[int, int] = {}
         """Attempt as the launcher counts -> the newest one here that lives of it are in."""
+        self.ended_until: dict[int, float] = {}
+        """Attempt -> time of the newest record when it was decided that it is over; what is heard later lives."""
         self._stints: dict[tuple[bytes, int], Stint] = {}
         self._newest_of: dict[bytes, int] = {}
         self._decided: dict[tuple[bytes, int], int] = {}
@@ -159,6 +162,23 @@ class Attempts:
     def attempt_of(self, life: bytes) -> int | None:
         """Return the attempt of a life's newest stint; None: it has none yet."""
         return self._newest_of.get(life)
+
+    def note_end(self, tick: Tick) -> None:
+        """Remember that an attempt is over, where a tick says so."""
+        if tick.ended is not None:
+            self.ended_until[tick.attempt] = tick.time
+
+    def group_of(self, life: Life) -> int:
+        """Return the attempt that a life's end counts for: that of its newest steps; without any, the one that it belongs to
+        by its launcher or its rank, which may be one that has no number yet.
+        """
+        found = self._newest_of.get(life.id)
+        if found is None and life.attempt is not None:
+            found = self.declared.get(life.attempt, life.attempt if self.newest < 0 else self.newest + 1)
+        elif found is None:
+            newest = self.by_number.get(self.newest)
+            found = self.newest + 1 if newest is None or life.rank in newest.stints else self.newest
+        return found
 
     def place_as_decided(self, life: bytes, generation: int, number: int) -> None:
         """Have a stint that is yet to be heard belong to the attempt that a decision says."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sentinel.anomaly import IncidentAct
+from sentinel.run_end import RankEnd, RunEnd
 
 
 class RankPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,10 +90,16 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     has_stepped: bool = True
     left: str = ""
     """Why it said bye; empty: it has not."""
+    is_stopped: bool = False
+    """The table of processes says that it lives, and is stopped: by SIGSTOP, Ctrl-Z, or a debugger."""
+    end: RankEnd | None = None
+    """That it is gone, and how; None: it is not, or nobody knows."""
+    ended_at: float = 0.0
+    """Seconds on the clock of `Tick.now`: when that became known."""
 
 
 class Tick(msgspec.Struct, frozen=True, kw_only=True):
-    """A moment at which a rank became stale, or was no longer, or a person acted. Journalled before it is judged, whole."""
+    """A moment at which a rank became stale or was gone, or no longer is, a run ended, or a person acted."""
 
     seq: int
     run: str
@@ -102,12 +109,14 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     now: float
     """Seconds that the daemon has watched since it began."""
     ranks: tuple[RankFacts, ...]
-    """Of the newest attempt, in rising order of rank."""
+    """Of the attempt, in rising order of rank."""
     time: float = 0.0
     """Seconds since the epoch by the newest record heard."""
     pack_hash: str = ""
     acts: tuple[IncidentAct, ...] = ()
     """What people did about incidents."""
+    ended: RunEnd | None = None
+    """The attempt is over with this tick; None: it is not."""
 
 
 STEP, TICK = "step", "tick"

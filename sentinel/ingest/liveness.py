@@ -113,6 +113,18 @@ class LivenessTracker:
             if rank < world_size and (not starting or one.heard_at >= min(starting))
         )
 
+    def groups(self, group_of: Callable[[Life], int]) -> dict[int, tuple[RankFacts, ...]]:
+        """Return what is known of the newest life of each rank, by attempt, attempts and ranks rising.
+
+        group_of: the attempt that a life's end counts for.
+        """
+        found: dict[int, dict[int, _Standing]] = {}
+        for one in sorted(self._standings.values(), key=lambda one: one.order):
+            found.setdefault(group_of(one.life), {})[one.life.rank] = one
+        return {
+            number: tuple(_facts(one) for _, one in sorted(ranks.items())) for number, ranks in sorted(found.items())
+        }
+
     def heard_at(self) -> float | None:
         """Return when the rank that was heard least recently was heard, on the clock of `now`; None: nobody lives."""
         return min((one.heard_at for one in self._standings.values() if one.is_live and one.life.bye is None), default=None)

@@ -14,17 +14,15 @@ from sentinel.ingest.follow import Life, Position, Record
 from sentinel.ingest.merge import Layout, LayoutCache, RankStep, StepView
 from sentinel.ingest.parts import OpenStep, Part, earlier
 from sentinel.ingest.run_losses import RunLosses
+from sentinel.ingest.waiting_health import WaitingHealth
 from sentinel.messages import Bye, Descriptor, EndStep, Health
+from sentinel.run_end import RunEnd
 from sentinel.wire.frame import FrameType
 
 LATE_AFTER_STEPS = 2
 LATE_AFTER_S = 30.0
 MAX_OPEN_STEPS = 64
 """Steps of one attempt that may be open at once; past it the oldest closes with what there is (chosen)."""
-MAX_HEALTH = 256
-"""Health records of a life that a closed step shows; more are dropped."""
-MAX_WAITING_HEALTH = 16 * MAX_HEALTH
-"""Health records of a life that wait for the end of their steps; more are counted and dropped."""
 
 _ROWS = int(FrameType.ROWS)
 
@@ -41,6 +39,7 @@ class _State(msgspec.Struct):
     blindness: dict[str, int] = {}
     num_late_rows: dict[int, int] = {}
     losses: RunLosses = msgspec.field(default_factory=RunLosses)
+    ended_until: dict[int, float] = {}
 
 
 class StepAssembler:
@@ -71,10 +70,11 @@ class StepAssembler:
         self._late_after_s = late_after_s
         self._max_open_steps = max_open_steps
         self._seq = 0
-        self._attempts = Attempts()
+        self.attempts = Attempts()
+        """Which attempt each life belongs to, and which attempts are over."""
         self._ended: dict[bytes, Ended] = {}
         self._lives: dict[bytes, Life] = {}
-        self._health: dict[bytes, list[tuple[int, Health, tuple[int, int]]]] = {}
+        self._health = WaitingHealth()
         self._heard: dict[bytes, tuple[int, tuple[int, int]]] = {}
         """Life -> (seq, place behind) of its last frame taken."""
         self._blindness: dict[str, int] = {}
@@ -88,18 +88,18 @@ class StepAssembler:
     @property
     def num_open_steps(self) -> int:
         """Steps that wait for somebody."""
-        return sum(len(attempt.open) for attempt in self._attempts.by_number.values())
+        return sum(len(attempt.open) for attempt in self.attempts.by_number.values())
 
     @property
     def newest_step(self) -> int:
         """The newest step anybody spoke of in the newest attempt; -1: none yet."""
-        newest = self._attempts.by_number.get(self._attempts.newest)
+        newest = self.attempts.by_number.get(self.attempts.newest)
         return newest.newest_step if newest is not None else -1
 
     @property
     def attempt(self) -> int:
         """The newest attempt; -1: none yet."""
-        return self._attempts.newest
+        return self.attempts.newest
 
     @property
     def num_late_rows_total(self) -> int:
@@ -123,22 +123,19 @@ class StepAssembler:
         if header.type == _ROWS or isinstance(record.message, EndStep):
             self._take_step(record, now)
         elif isinstance(record.message, Descriptor):
-            self._attempts.arrive(life)
+            self.attempts.arrive(life)
         elif isinstance(record.message, Health):
             self._take_health(life, seq, record)
         elif isinstance(record.message, Bye):
             life.has_left = True
-            self._attempts.newcomers.pop(life.id, None)
+            self.attempts.newcomers.pop(life.id, None)
 
     def _take_health(self, life: Life, seq: int, record: Record) -> None:
         assert isinstance(record.message, Health)
         if seq <= self._ended_of(life).health_seq:
             return
-        waiting = self._health.setdefault(life.id, [])
-        if len(waiting) >= MAX_WAITING_HEALTH:
+        if not self._health.add(life.id, seq, record.message, record.begin):
             self._blind("lost_health", 1)
-            return
-        waiting.append((seq, record.message, record.begin))
 
     def _ended_of(self, life: Life) -> Ended:
         found = self._ended.get(life.id)
@@ -155,8 +152,8 @@ class StepAssembler:
             return
         ended = self._ended_of(life)
         generation = ended.hear(step, seq, is_end=isinstance(record.message, EndStep))
-        stint = self._attempts.place(life, generation, step)
-        attempt = self._attempts.by_number[stint.attempt]
+        stint = self.attempts.place(life, generation, step)
+        attempt = self.attempts.by_number[stint.attempt]
         descriptor = record.descriptor or life.descriptor
         if descriptor is not None and attempt.stints.get(stint.life.rank) is stint:
             attempt.state.world_size = descriptor.place.world_size
@@ -183,7 +180,12 @@ class StepAssembler:
     # -- out --------------------------------------------------------------------------------------------------------
 
     def close(
-        self, now: float, behind: Collection[bytes] = (), *, settled_step: int | None = None
+        self,
+        now: float,
+        behind: Collection[bytes] = (),
+        *,
+        settled_step: int | None = None,
+        before_attempt: Callable[[int], Iterable[Tick]] | None = None,
     ) -> Iterator[StepView | Tick]:
         """Yield the steps that can be closed, in order; each decision is journalled before its view is handed out.
 
@@ -192,6 +194,7 @@ class StepAssembler:
         `behind`: lives of which more is on disk than was taken in (`RunFollower.behind`); they are not called late.
         `settled_step`: `newest_step` before the last poll. Ranks are read one after the other, so what one rank wrote
         while another had just been read makes nobody late; None: all were read at one instant.
+        `before_attempt`: asked for what is to be decided before the first step of an attempt that follows another.
         Between two views, `snapshot` is the state after the one that was handed out last.
         """
         yield from self._replay(behind)
@@ -201,6 +204,8 @@ class StepAssembler:
             found = self._next(now, behind, settled_step)
             if found is None:
                 return
+            if before_attempt is not None and found[0].state.closed_step < 0 and found[0].number > 0:
+                yield from before_attempt(found[0].number)
             yield self._decide(*found)
 
     def finish(self, now: float) -> Iterator[StepView | Tick]:
@@ -208,7 +213,7 @@ class StepAssembler:
         yield from self.close(now)
         while self._replays:
             yield self._replayed()
-        for _, attempt in sorted(self._attempts.by_number.items()):
+        for _, attempt in sorted(self.attempts.by_number.items()):
             while attempt.open:
                 yield self._decide(attempt, attempt.oldest_open, "finished")
 
@@ -217,28 +222,29 @@ class StepAssembler:
         """Whether decisions wait to be made again: until then there are no new ones."""
         return bool(self._replays)
 
-    def attempt_of(self, life: bytes) -> int | None:
-        """Return the attempt that a life's newest steps belong to; None: it has none yet."""
-        return self._attempts.attempt_of(life)
+    def tick(
+        self, ranks: tuple[RankFacts, ...], now: float, acts: tuple[IncidentAct, ...] = (), *,
+        attempt: int | None = None, ended: RunEnd | None = None,
+    ) -> Tick:  # fmt: skip
+        """Decide that this is a moment to judge who lives: journalled like the decision on a step. now: seconds watched.
 
-    def tick(self, ranks: tuple[RankFacts, ...], now: float, acts: tuple[IncidentAct, ...] = ()) -> Tick:
-        """Decide that this is a moment to judge who lives, and what people did: journalled like the decision on a step.
-
-        now: seconds watched.
+        attempt: that of these ranks; None: the newest. ended: it is over. acts: what people did about incidents.
         """
         assert not self._replays
-        attempt = self._attempts.by_number.get(self._attempts.newest)
+        number = max(self.attempts.newest, 0) if attempt is None else attempt
+        known = self.attempts.by_number.get(number)
         self._seq += 1
         tick = Tick(
-            seq=self._seq, run=self.run, attempt=max(self._attempts.newest, 0), now=now, ranks=ranks,
-            step=attempt.state.closed_step if attempt is not None else -1,
-            time=max((one.time for one in ranks), default=0.0), pack_hash=self.pack_hash, acts=acts,
+            seq=self._seq, run=self.run, attempt=number, now=now, ranks=ranks, ended=ended, acts=acts,
+            step=known.state.closed_step if known is not None else -1,
+            time=max((one.time for one in ranks), default=0.0), pack_hash=self.pack_hash,
         )  # fmt: skip
+        self.attempts.note_end(tick)
         self._on_decision(tick)
         return tick
 
     def _next(self, now: float, behind: Collection[bytes], settled_step: int | None) -> tuple[Attempt, int, str] | None:
-        attempts = [attempt for _, attempt in sorted(self._attempts.by_number.items()) if attempt.open]
+        attempts = [attempt for _, attempt in sorted(self.attempts.by_number.items()) if attempt.open]
         found: tuple[Attempt, int, str] | None = None
         for attempt in attempts:
             step = attempt.oldest_open
@@ -260,7 +266,7 @@ class StepAssembler:
         self, attempt: Attempt, step: int, now: float, behind: Collection[bytes], settled_step: int | None
     ) -> str:
         """Return why a step is closed now; empty: it is not."""
-        waiting = attempt.waited_for(step, self._attempts.returning())
+        waiting = attempt.waited_for(step, self.attempts.returning())
         if not waiting:
             return "complete"
         if behind and any(life.rank in waiting and life.id in behind for life in self._lives.values()):
@@ -273,7 +279,7 @@ class StepAssembler:
         return "crowded" if len(attempt.open) > self._max_open_steps else ""
 
     def _decide(self, attempt: Attempt, step: int, why: str) -> StepView:
-        chosen = self._attempts.chosen(attempt, step)
+        chosen = self.attempts.chosen(attempt, step)
         ranks = tuple(part.decided(rank) for rank, part in chosen.items())
         self._seq += 1
         decision = Decision(
@@ -289,12 +295,12 @@ class StepAssembler:
 
     def _is_next_heard(self, attempt: Attempt, step: int) -> bool:
         later = [one for one in attempt.open if one > step]
-        return bool(later) and not attempt.waited_for(min(later), self._attempts.returning())
+        return bool(later) and not attempt.waited_for(min(later), self.attempts.returning())
 
     def _missing(self, attempt: Attempt, chosen: Mapping[int, Part]) -> dict[int, str]:
         """Return why ranks are not whole in a step, ranks rising."""
         missing = {rank: "unfinished" for rank, part in chosen.items() if not part.is_whole}
-        returning = self._attempts.returning()
+        returning = self.attempts.returning()
         for rank in {*range(attempt.state.world_size), *attempt.stints}.difference(chosen):
             if rank in attempt.stints:
                 missing[rank] = "ended" if attempt.stints[rank].life.has_left else "late"
@@ -304,9 +310,9 @@ class StepAssembler:
 
     def _described(self, attempt: Attempt, chosen: Mapping[int, Part]) -> tuple[Described, ...]:
         """Return what the table does not say yet of ranks that are not in a step, ranks rising."""
-        if not self._attempts.newcomers and len(chosen) == len(attempt.stints):
+        if not self.attempts.newcomers and len(chosen) == len(attempt.stints):
             return ()
-        absent = {life.rank: life for life in self._attempts.newcomers.values() if life.rank not in chosen}
+        absent = {life.rank: life for life in self.attempts.newcomers.values() if life.rank not in chosen}
         absent |= {rank: stint.life for rank, stint in attempt.stints.items() if rank not in chosen}
         return tuple(
             Described(rank=rank, life=life.id, layout_id=life.layout_id)
@@ -316,9 +322,9 @@ class StepAssembler:
 
     def _view(self, decision: Decision) -> StepView:
         """Make the view that a decision describes, and close the step."""
-        attempt = self._attempts.by_number.get(decision.attempt)
+        attempt = self.attempts.by_number.get(decision.attempt)
         if attempt is None:
-            attempt = self._attempts.by_number[decision.attempt] = Attempt(AttemptState(decision.attempt))
+            attempt = self.attempts.by_number[decision.attempt] = Attempt(AttemptState(decision.attempt))
         opened = attempt.open.pop(decision.step, None)
         attempt.state.closed_step = max(attempt.state.closed_step, decision.step)
         attempt.newest_step = max(attempt.newest_step, decision.step)
@@ -353,11 +359,7 @@ class StepAssembler:
             return None
         end_step = part.end_step if one.is_ended else None
         ended = self._ended_of(life)
-        health: tuple[Health, ...] = ()
-        if waiting := self._health.pop(life.id, None):
-            health = tuple(message for seq, message, _ in waiting if seq <= one.last_seq)[:MAX_HEALTH]
-            if left := [item for item in waiting if item[0] > one.last_seq]:
-                self._health[life.id] = left
+        health = self._health.take(life.id, one.last_seq)
         ended.health_seq = max(ended.health_seq, one.last_seq)
         return RankStep(
             rank=one.rank,
@@ -418,7 +420,7 @@ class StepAssembler:
         for decision in decisions:
             self._replays.append(decision)
             for one in decision.ranks if isinstance(decision, Decision) else ():
-                self._attempts.place_as_decided(one.life, one.generation, decision.attempt)
+                self.attempts.place_as_decided(one.life, one.generation, decision.attempt)
 
     def _replay(self, behind: Collection[bytes]) -> Iterator[StepView | Tick]:
         while self._replays and (not behind or self._is_replayable(self._replays[0])):
@@ -428,6 +430,7 @@ class StepAssembler:
         decision = self._replays.popleft()
         self._seq = max(self._seq, decision.seq)
         if isinstance(decision, Tick):
+            self.attempts.note_end(decision)
             return decision
         self._tell(decision)
         return self._view(decision)
@@ -435,7 +438,7 @@ class StepAssembler:
     def _is_replayable(self, decision: Decision | Tick) -> bool:
         if isinstance(decision, Tick):
             return True
-        attempt = self._attempts.by_number.get(decision.attempt)
+        attempt = self.attempts.by_number.get(decision.attempt)
         opened = attempt.open.get(decision.step) if attempt is not None else None
         if opened is None:
             return not decision.ranks
@@ -450,14 +453,12 @@ class StepAssembler:
     def positions(self) -> dict[str, Position]:
         """Return, per spool folder, up to where nothing is needed any more: to acknowledge, and to go on from."""
         needed: dict[bytes, tuple[int, tuple[int, int]]] = {}
-        for attempt in self._attempts.by_number.values():
+        for attempt in self.attempts.by_number.values():
             for opened in attempt.open.values():
                 for part in opened.parts.values():
                     needed[part.life.id] = earlier(part.first, needed.get(part.life.id, part.first))
-        for life_id, waiting in self._health.items():
-            if waiting:
-                first = (min(seq for seq, _, _ in waiting), min(begin for _, _, begin in waiting))
-                needed[life_id] = earlier(first, needed.get(life_id, first))
+        for life_id, first in self._health.oldest():
+            needed[life_id] = earlier(first, needed.get(life_id, first))
         found = {}
         for life_id, (seq, behind) in self._heard.items():
             life = self._lives[life_id]
@@ -473,15 +474,16 @@ class StepAssembler:
         """Return the state after the last view; `restore` and the decisions behind it make the same views again."""
         state = _State(
             seq=self._seq,
-            attempts=self._attempts.states(),
-            declared=self._attempts.declared,
-            stints=self._attempts.stints(),
+            attempts=self.attempts.states(),
+            declared=self.attempts.declared,
+            stints=self.attempts.stints(),
             ended=self._ended,
             positions=self.positions(),
             heard={life: seq for life, (seq, _) in self._heard.items()},
             blindness=self._blindness,
             num_late_rows=self.num_late_rows,
             losses=self.losses,
+            ended_until=self.attempts.ended_until,
         )
         return msgspec.msgpack.encode(state)
 
@@ -495,7 +497,8 @@ class StepAssembler:
         self._counted = {one.number: one.closed_step for one in state.attempts}
         self._counted_seq = state.heard
         self._lives = dict(lives)
-        self._attempts.restore(state.attempts, state.stints, state.declared, lives)
+        self.attempts.restore(state.attempts, state.stints, state.declared, lives)
+        self.attempts.ended_until = state.ended_until
         for position in state.positions.values():
             self._heard[position.life] = (position.seq, (position.file_index, position.offset))
 

@@ -95,7 +95,10 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def change_of(previous: Incident | None, current: Incident, route: RouteConfig) -> str | None:
     """Return what `route` should be told about `current`, or None. previous: the revision before; None: the first."""
     was_heard = previous is not None and previous.state not in CLOSED_STATES and route.hears(previous)
-    if current.state in CLOSED_STATES:
+    if previous is None and current.state == "ended":
+        # The end of the run is what it tells of: it opens and is over in one revision.
+        change = "opened" if route.hears(current) else None
+    elif current.state in CLOSED_STATES:
         change = current.state if was_heard else None
     elif not route.hears(current):
         change = None
@@ -142,13 +145,18 @@ def alerts_for(
                 change=change,
                 # Members may be thousands, and no message names them all.
                 incident=msgspec.structs.replace(current, members=current.members[:50]),
-                is_page=current.paged and not was_paged and current.state not in CLOSED_STATES,
+                is_page=current.paged and not was_paged and (change == "opened" or current.state not in CLOSED_STATES),
                 was_severity=previous.severity if was_heard and previous is not None else None,
                 was_paged=was_paged,
                 created=now,
             )
         )
     return alerts
+
+
+def tells_of_an_end(incident: Incident) -> bool:
+    """Return whether an incident is over because it is the end of the run that it tells of: that is no resolution."""
+    return incident.state == "ended" and "RunEnded" in incident.detectors
 
 
 def standing(incidents: Iterable[Incident], sink: str, route: RouteConfig, now: float) -> list[Alert]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from sentinel import native
 from sentinel.anomaly import Anomaly
-from sentinel.detect import GroupDetector, LivenessDetector, SeriesDetector, known_detectors, state_bytes
+from sentinel.detect import GroupDetector, LivenessDetector, RunEnded, SeriesDetector, known_detectors, state_bytes
 from sentinel.detect.dotted import why_not
 from sentinel.detect.forms import Form
 from sentinel.detect.lost_rows import LostRows
@@ -18,6 +18,7 @@ from sentinel.errors import RuleError
 from sentinel.record import STATISTICS
 from sentinel.rules.aggregate_watch import AggregateWatch, Merged
 from sentinel.rules.building import build_detector
+from sentinel.rules.end_watch import EndWatch
 from sentinel.rules.guard import Guarded
 from sentinel.rules.liveness_watch import LivenessWatch
 from sentinel.rules.loss_watch import LossWatch
@@ -149,7 +150,10 @@ class Engine:
 
     def has_news(self, ranks: Sequence[RankFacts], now: float) -> bool:
         """Return whether any rule would say something of the ranks at `now`: then, and only then, a tick is due."""
-        return any(isinstance(watch, LivenessWatch) and watch.has_news(ranks, now) for watch in self._watches)
+        if any(isinstance(watch, LivenessWatch) and watch.has_news(ranks, now) for watch in self._watches):
+            return True
+        accused = self._accused
+        return any(isinstance(watch, EndWatch) and watch.has_news(ranks, now, accused) for watch in self._watches)
 
     @property
     def stale_ranks(self) -> frozenset[int]:
@@ -158,7 +162,14 @@ class Engine:
 
     def judge_tick(self, tick: Tick) -> list[Anomaly]:
         """Return the anomalies of one moment: onsets and ends of what depends on time."""
-        return [one for watch in self._watches if isinstance(watch, LivenessWatch) for one in watch.judge(tick)]
+        accused = self._accused
+        found = [one for watch in self._watches if isinstance(watch, LivenessWatch) for one in watch.judge(tick)]
+        return found + [one for watch in self._watches if isinstance(watch, EndWatch) for one in watch.judge(tick, accused)]
+
+    @property
+    def _accused(self) -> frozenset[int]:
+        watches = (watch for watch in self._watches if isinstance(watch, LivenessWatch))
+        return frozenset(rank for watch in watches for rank in watch.accused_ranks)
 
     def reload(self, pack: Pack) -> None:
         """Judge by `pack` from the next step on. Rules whose detector, args and statistic stay keep their state."""
@@ -250,7 +261,7 @@ class Engine:
                 plan.learn.append(watch.learn)
             elif isinstance(watch, ReplicaWatch | RankWatch | SkewWatch | AggregateWatch | LossWatch):
                 plan.whole.append(watch.judge)
-            elif not isinstance(watch, ScalarWatch):
+            elif not isinstance(watch, ScalarWatch | EndWatch):
                 raise AssertionError(f"{type(watch).__name__} of rule {watch.rule.name} is judged nowhere")
         if forms:
             plan.programme = Programme([watch for watch, _ in forms], [its for _, its in forms])
@@ -277,9 +288,13 @@ def _scalars_of(watches: Sequence[Watch]) -> ScalarStep:
     return ScalarStep([watch for watch in watches if isinstance(watch, ScalarWatch)])
 
 
-def _watches_of(rule: Rule, detector: SeriesDetector | GroupDetector | LivenessDetector | LostRows) -> list[Watch]:
+def _watches_of(
+    rule: Rule, detector: SeriesDetector | GroupDetector | LivenessDetector | RunEnded | LostRows
+) -> list[Watch]:
     """Return the watches of one rule: rows for detectors without a past, series for the others, scalars; groups."""
     watches: list[Watch] = []
+    if isinstance(detector, RunEnded):
+        return [EndWatch(rule, detector)]
     if isinstance(detector, GroupDetector):
         if detector.over == "peers":
             named = rule.statistics(tuple(detector.statistics))

@@ -13,6 +13,7 @@ from sentinel.detect import LivenessDetector, Scores
 from sentinel.rules import wording
 from sentinel.rules.schema import Rule
 from sentinel.rules.watch import Watch
+from sentinel.run_end import GOODBYE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,6 +85,12 @@ class LivenessWatch(Watch):
         """Who is blamed just now."""
         return tuple(one.rank for one in self._open)
 
+    @property
+    def accused_ranks(self) -> tuple[int, ...]:
+        """Who is blamed just now so that somebody was called."""
+        is_grave = any(one.severity is Severity.CRITICAL for one in self.episodes.onset.values())
+        return self.blamed_ranks if is_grave else ()
+
     # -- what it says ------------------------------------------------------------------------------------------------
 
     def has_news(self, ranks: Sequence[RankFacts], now: float) -> bool:
@@ -96,6 +103,8 @@ class LivenessWatch(Watch):
     def judge(self, tick: Tick) -> list[Anomaly]:
         """Return the records of one tick: an end, an onset, or an onset that goes beyond what was said."""
         found: list[Anomaly] = []
+        if tick.ended is not None:
+            return self._close(tick, "the run is over") if self._open else []
         why = self._why_over(tick.ranks, tick.now) if self._open else ""
         if why:
             found += self._close(tick, why)
@@ -236,7 +245,9 @@ def _columns(ranks: Sequence[RankFacts]) -> dict[str, np.ndarray]:
         "heard_at", "moved_at", "is_live", "step", "call_id", "num_calls", "activity", "has_stepped", "is_waiting",
         "pp_stage", "left",
     )  # fmt: skip
-    return {name: np.array([getattr(one, name) for one in ranks]) for name in names}
+    columns = {name: np.array([getattr(one, name) for one in ranks]) for name in names}
+    columns["has_died"] = np.array([one.end is not None and one.end.how != GOODBYE for one in ranks], dtype=bool)
+    return columns
 
 
 def _named(onset: Anomaly) -> str:

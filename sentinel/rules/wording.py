@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sentinel.anomaly import Anomaly
+from sentinel.run_end import EXCEPTION, OUT_OF_MEMORY, SILENCE, RankEnd, RunEnd, end_words
 
 if TYPE_CHECKING:
     from sentinel.ingest.decision import RankFacts
@@ -168,7 +169,12 @@ def stale(
     who, many = ranks([one.rank for one in facts]), len(facts) > 1
     if reason == "silent":
         text = f"{who} {'are' if many else 'is'} silent: nothing was heard for {seconds:.0f} s"
-        text += "; gone, stopped, or its records cannot be written"
+        stopped = [one.rank for one in facts if one.is_stopped]
+        if stopped:
+            whose = f"the process of {ranks(stopped)}" if many else "its process"
+            text += f"; {whose} is stopped: continue it (kill -CONT), or end it"
+        else:
+            text += "; gone, stopped, or its records cannot be written"
     elif reason == "left":
         why = ", ".join(dict.fromkeys(one.left for one in facts))
         text = f"{who} left ({why}) and the others have waited {seconds:.0f} s"
@@ -194,6 +200,62 @@ def slow(
         return f"{text}, which wait {number(waits_s)} s for it"
     text += f", {number(ratio)} times the {number(usual_s)} s of its {count(len(peers), 'peer')}"
     return f"{text}; {ranks(peers)} {'waits' if len(peers) == 1 else 'wait'} {number(waits_s)} s for it"
+
+
+def ended(rank: int | None, end: RunEnd | RankEnd, all_ranks: Sequence[RankFacts]) -> str:
+    """Return the message of an end: who went first and how, what became of the others, and what to do."""
+    at = f" at step {end.step}" if end.step >= 0 else ""
+    others = [one for one in all_ranks if one.rank != rank]
+    if rank is not None:
+        text = f"rank {rank} {end_words(end)}{at}" + (", first of all ranks" if others else "")
+        after = [one.rank for one in others if one.end is not None]
+        here = [one.rank for one in others if one.end is None]
+        if after:
+            text += f"; {ranks(after)} went after it"
+        if here:
+            text += f"; {ranks(here)} {'is' if len(here) == 1 else 'are'} still there"
+    else:
+        gone = [one.rank for one in others if one.end is not None]
+        text = f"{ranks(gone)} {end_words(end)}{at}"
+        if len(gone) > 1 and not end.is_asked:
+            text += "; nothing tells which of them went first"
+    if isinstance(end, RunEnd) and end.found_late_s >= 60.0:
+        text += f"; found {seconds_words(end.found_late_s)} later"
+    is_restarted = isinstance(end, RunEnd) and end.is_restarted
+    return f"{text}; a newer attempt has begun since" if is_restarted else f"{text}; {_what_to_do(end)}"
+
+
+def run_ended_briefly(end: RunEnd | RankEnd) -> str:
+    """Return how it ended and who went first: `rank 1 was killed: SIGKILL`."""
+    rank = end.rank if isinstance(end, RunEnd) else None
+    return end_words(end) if rank is None else f"rank {rank} {end_words(end)}"
+
+
+def seconds_words(seconds: float) -> str:
+    """Return a duration as people say it: `40 s`, `5 min`, `3 h`, `2 d`."""
+    for size, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {name}"
+    return f"{seconds:.0f} s"
+
+
+def _what_to_do(end: RunEnd | RankEnd) -> str:
+    if end.how == OUT_OF_MEMORY and end.detail.startswith("process"):
+        return "give the host more memory, or hold less in it (loader workers, pinned buffers, copies of checkpoints)"
+    if end.how == OUT_OF_MEMORY:
+        return "lower the micro-batch or the sequence length, recompute or shard more, then go on from the last checkpoint"
+    if end.how == EXCEPTION:
+        return "read its traceback in the trainer's log, then go on from the last checkpoint"
+    if end.how == SILENCE:
+        return "look whether its host is up and writes to the run's directory"
+    if end.is_asked or end.detail == "SIGTERM":
+        return "see who sent it (scheduler, launcher, a person), then go on from the last checkpoint"
+    if end.detail in ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"):
+        return "it crashed in native code: look at the last lines of its log and its core dump"
+    return (
+        "look for the out-of-memory killer (dmesg), the scheduler's limits and the last lines of its log, "
+        "then go on from the last checkpoint"
+    )
 
 
 def where_stands(one: RankFacts, is_named: bool) -> str:

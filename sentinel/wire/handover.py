@@ -30,6 +30,7 @@ from sentinel.wire.clock import Clock, SystemClock
 from sentinel.wire.control import ControlFolder
 from sentinel.wire.frame import FRAME_TYPES, NO_ATTEMPT, NO_STEP, FrameType, Message, encode_message, run_id_of
 from sentinel.wire.losses import Losses
+from sentinel.wire.pulse import PulseWriter
 from sentinel.wire.spool import FILE_BYTES, SPOOL_BYTES, SpoolWriter, life_folder
 from sentinel.wire.step_batch import StepBatch
 
@@ -87,6 +88,7 @@ class Handover:
             life_folder(directory, rank, life), life, rank, run_id_of(run), NO_ATTEMPT if attempt is None else attempt,
             max_bytes=max_bytes, file_bytes=file_bytes, clock=self._clock,
         )  # fmt: skip
+        self._pulse = PulseWriter(self.spool.directory)
         self._control = ControlFolder(Path(directory) / "control", on_refused or _log_refused)
         self._position = position
         self._on_command = on_command
@@ -234,18 +236,28 @@ class Handover:
         return self.post(ack)
 
     def close(
-        self, reason: str = "detached", *, timeout_s: float = 5.0, health: Sequence[Health] = (), step: int | None = None
+        self, said: Bye | str = "detached", *, timeout_s: float = 5.0, health: Sequence[Health] = (), step: int | None = None
     ) -> bool:
-        """Write what is queued, then BYE, waiting at most timeout_s; False when the disk did not take it in time."""
+        """Write what is queued, then BYE, waiting at most timeout_s; False when the disk did not take it in time.
+
+        said: the last words, or their reason alone; their step is filled in.
+        """
         if not self._is_alive:
             return True
         for one in health:
             self.post(one)
-        self._bye = Bye(reason=reason, step=self._last_step if step is None else step)
+        step = self._last_step if step is None else step
+        self._bye = Bye(reason=said, step=step) if isinstance(said, str) else msgspec.structs.replace(said, step=step)
         self._is_alive = False
         self._ring()
         if self._thread is None:
             self._finish()
+            return True
+        return self.has_ended(timeout_s)
+
+    def has_ended(self, timeout_s: float) -> bool:
+        """Wait at most timeout_s for the writer to have written everything behind `close`; False: it took longer."""
+        if self._thread is None:
             return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -269,10 +281,12 @@ class Handover:
         self._queue.clear()
         self._thread = None
         self.spool.disarm()
+        self._pulse.close()
 
     def turn(self) -> None:
         """Do one round of the writer's work: what is queued, a heartbeat, the control folder; each when it is due."""
         self._drain()
+        self._pulse.beat(self._clock.wall_ns())
         now = self._clock.mono_ns()
         if now >= self._next_heartbeat_ns:
             self._next_heartbeat_ns = now + self._heartbeat_ns
@@ -303,6 +317,7 @@ class Handover:
         if self._bye is not None:
             self._guarded("bye", lambda: self._write(self._bye))
         self.spool.close()
+        self._pulse.close()
 
     def _drain(self) -> None:
         while self._queue:

@@ -113,7 +113,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Wa
     return make
 
 
-def test_a_healthy_run_writes_no_tick(watched: Callable[..., Watched]) -> None:
+def test_a_healthy_run_writes_one_tick_when_it_is_over(watched: Callable[..., Watched]) -> None:
     run = watched()
     for _ in range(10):
         run.train(4)
@@ -121,11 +121,12 @@ def test_a_healthy_run_writes_no_tick(watched: Callable[..., Watched]) -> None:
     run.at = dict.fromkeys(range(4), (0, 0, "eval"))
     run.wait(130)
     run.train(5)
+    assert run.num_ticks() == 0
     run.source.end()
     run.wait(130)
 
     assert run.found == []
-    assert run.num_ticks() == 0
+    assert run.num_ticks() == 1, "that every rank left in order"
 
 
 def test_who_dies_while_there_is_always_something_to_read_is_named(watched: Callable[..., Watched]) -> None:
@@ -203,12 +204,12 @@ def test_a_rank_that_raised_is_named_and_not_those_it_left(watched: Callable[...
     run.wait(100)
 
     (onset,) = run.found
-    assert (onset.rank, onset.step) == (3, 20)
-    assert onset.message.startswith("rank 3 left (exception) and the others have waited 30 s")
-    assert onset.message.endswith("ranks 0, 1, 2 wait")
+    assert (onset.rule, onset.rank, onset.step) == ("run-ended", 3, 19)
+    assert onset.message.startswith("rank 3 raised an exception at step 19, first of all ranks")
+    assert "ranks 0, 1, 2 are still there" in onset.message
 
 
-def test_what_others_do_in_a_hang_is_no_news_until_they_fall_silent(watched: Callable[..., Watched]) -> None:
+def test_what_others_do_in_a_hang_is_no_news_and_ends_with_the_run(watched: Callable[..., Watched]) -> None:
     run = watched()
     run.train(20)
     run.at = {1: (12, 0, "train")}
@@ -222,8 +223,10 @@ def test_what_others_do_in_a_hang_is_no_news_until_they_fall_silent(watched: Cal
     run.silent |= {1, 3}
     run.wait(60)
 
-    assert sorted((one.event, one.ranks) for one in run.found) == [("end", (1,)), ("onset", (1,)), ("onset", (1, 3))]
+    assert [(one.event, one.ranks) for one in run.found] == [("onset", (1,)), ("end", (1,))]
+    assert run.found[1].message == "rank 1: the run is over"
     assert len({one.id for one in run.incidents}) == 1
+    assert run.incidents[-1].state == "ended"
 
 
 @pytest.mark.parametrize("activity", ["eval", "checkpoint", "init"])
@@ -278,7 +281,9 @@ def test_a_dead_run_that_is_only_read_accuses_nobody(watched: Callable[..., Watc
     run.silent = {0, 1, 2, 3}
     run.wait(150)
 
-    assert run.found == []
+    (onset,) = run.found
+    assert (onset.rule, onset.rank, onset.step) == ("run-ended", None, 20), "found later, once: it said no goodbye"
+    assert run.num_ticks() == 1
 
 
 @pytest.mark.parametrize(("owner", "name"), [(Journal, "record"), (Journal, "commit")], ids=["record", "commit"])
@@ -336,7 +341,9 @@ def test_a_new_attempt_leaves_the_old_ranks_alone(watched: Callable[..., Watched
     run.train(20)
     run.wait(10)
 
-    assert run.found == []
+    (onset,) = run.found
+    assert (onset.rule, onset.attempt, onset.severity) == ("run-ended", 0, Severity.WARNING), "it goes on by itself"
+    assert onset.message.endswith("a newer attempt has begun since")
 
 
 def test_clocks_that_disagree_or_jump_do_not_matter(watched: Callable[..., Watched]) -> None:

@@ -31,7 +31,7 @@ class Tracked:
         list(self.assembler.close(self.mono))
         self.tracker.look(self.mono, behind, is_caught_up=not records)
         self.tracker.hear(records)
-        return {one.rank: one for one in self.tracker.facts(self.assembler.attempt, self.assembler.attempt_of)}
+        return {one.rank: one for one in self.tracker.facts(self.assembler.attempt, self.assembler.attempts.attempt_of)}
 
     def pass_time(self, seconds: float, **options: Collection[bytes]) -> dict[int, RankFacts]:
         for _ in range(round(seconds / 0.5) - 1):

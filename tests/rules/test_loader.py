@@ -42,7 +42,8 @@ def test_the_default_pack_is_sound():
     assert by_name["loss-spike"].severity is Severity.CRITICAL
     assert {"notify", "escalate"} <= set(by_name["loss-spike"].actions)
     critical = [rule.name for rule in rules.rules if rule.severity is Severity.CRITICAL]
-    assert critical == ["non-finite", "loss-spike", "nan-storm", "replica-divergence", "stale-rank", "rows-lost"]
+    critical_rules = ["non-finite", "loss-spike", "nan-storm", "replica-divergence", "stale-rank", "rows-lost", "run-ended"]
+    assert critical == critical_rules
 
 
 def test_every_builtin_pack_is_clean():

@@ -14,12 +14,15 @@ import msgspec
 
 from sentinel.anomaly import Incident, Severity
 from sentinel.errors import ConfigError
-from sentinel.report.alert import Alert, RouteConfig, facts, headline
+from sentinel.report.alert import Alert, RouteConfig, facts, headline, tells_of_an_end
 from sentinel.report.sinks.delivery import Delivery, Poster, check_url
 from sentinel.report.sinks.secret import read_secret
 
 ENDS_AFTER_INTERVALS = 4
 """An alert not sent again for this many intervals resolves itself (FIELD_NOTES.md section 4: 3 to 4)."""
+END_STANDS_S = 3600.0
+"""The alert about how a run ended is sent once and resolves itself after so long (chosen): resolved at once, an Alertmanager
+that waits for its group would tell nobody; nothing keeps it alive."""
 RESERVED_LABELS = frozenset({"alertname", "run", "incident", "severity", "page"})
 
 
@@ -138,7 +141,8 @@ class AlertmanagerSink:
             # Without this annotation an alert that resolves was not told about for long: the daemon is silent.
             annotations["resolution"] = incident.state if alert.is_closed else "relabelled"
         starts = min(incident.time, now) if incident.time > 0 else now
-        ends = now if is_over else now + ENDS_AFTER_INTERVALS * self._resend_interval_s
+        stands_s = END_STANDS_S if alert.is_closed else ENDS_AFTER_INTERVALS * self._resend_interval_s
+        ends = now if is_over else now + stands_s
         link = self._external_url.rstrip("/")
         return {
             "labels": {
@@ -164,7 +168,7 @@ class AlertmanagerSink:
             told.add(identity(standing.incident))
         if alert.was_severity is not None:
             told.add((incident.run, incident.id, alert.was_severity, alert.was_paged))
-        if alert.is_closed:
+        if alert.is_closed and not tells_of_an_end(incident):
             told.add(current)
             return [self.alert(alert, who, now, is_over=True) for who in sorted(told, key=repr)]
         old = [self.alert(alert, who, now, is_over=True) for who in sorted(told - {current}, key=repr)]

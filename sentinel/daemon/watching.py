@@ -1,0 +1,139 @@
+"""RunWatch: looks who lives, who moves and who is gone, and decides the moments at which that is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from sentinel.daemon.command_note import CommandNote
+from sentinel.ingest.decision import RankFacts, Tick
+from sentinel.ingest.ends import REPLACED_S, SETTLE_S, Ends, run_end
+from sentinel.ingest.follow import Life, RunFollower
+from sentinel.ingest.liveness import LivenessTracker
+from sentinel.ingest.processes import ProcessTable
+from sentinel.ingest.steps import StepAssembler
+from sentinel.run_end import SILENCE, RankEnd
+from sentinel.wire.pulse import read_pulse
+
+WATCH_S = 0.25
+"""Least seconds between two looks at who lives."""
+READ_S = 0.2
+"""Seconds after the last rank was found gone in which what it wrote at its end is read."""
+
+
+class RunWatch:
+    """Who lives, of one run. Decides through the assembler, so that every tick is journalled before it is judged."""
+
+    def __init__(
+        self,
+        follower: RunFollower,
+        assembler: StepAssembler,
+        note: Callable[[], CommandNote],
+        processes: ProcessTable | None = None,
+    ) -> None:
+        """note: what is known of the command that the daemon runs beside; an empty one where it runs beside none."""
+        self.tracker = LivenessTracker()
+        self._follower, self._assembler, self._note = follower, assembler, note
+        self._ends = Ends(processes or ProcessTable(), self._pulse_ns)
+        self._due = 0.0
+        self._looked: float | None = None
+        """When the look began that is not over."""
+
+    def look(self, mono: float, wall: float, has_news: Callable[[Sequence[RankFacts], float], bool]) -> Iterator[Tick]:
+        """Yield the ticks that are due; each is to be judged before the next is asked for.
+
+        mono: monotonic seconds; wall: seconds since the epoch. has_news: whether rules would say anything of these facts.
+        """
+        behind, is_replaying = self._follower.behind, self._assembler.is_replaying
+        # Where many ranks write there is always something new: caught up is who left nothing unread.
+        self.tracker.look(mono, behind, is_caught_up=not behind and not is_replaying)
+        if is_replaying:
+            return
+        now = self.tracker.now
+        self._ends.look(self._follower.lives.values(), now)
+        if mono < self._due:
+            return
+        self._looked = mono
+        groups = self._groups()
+        newest = max(groups, default=0)
+        for number, ranks in groups.items():
+            if not any(one.life in behind for one in ranks) and _is_settled(ranks, now):
+                ranks = self._ends.silenced(ranks, self._follower.lives, now)
+                yield from self._ended(number, ranks, now, wall, is_restarted=number < newest)
+        ranks = self.facts()
+        if has_news(ranks, now):
+            yield self._assembler.tick(ranks, now)
+
+    def facts(self) -> tuple[RankFacts, ...]:
+        """Return what is known of the ranks of the newest attempt."""
+        attempts, now = self._assembler.attempts, self.tracker.now
+        ranks = self._told(self.tracker.facts(attempts.newest, attempts.attempt_of), now)
+        if self._is_over(max(attempts.newest, 0), ranks):
+            ranks = self._ends.silenced(ranks, self._follower.lives, now)
+        return ranks
+
+    def rest(self, mono: float) -> None:
+        """Say when a look is over: the next comes after twenty times as long: many ranks must not cost a core."""
+        if self._looked is not None:
+            self._due = mono + max(WATCH_S, 20.0 * (mono - self._looked))
+        self._looked = None
+
+    def before_attempt(self, number: int, wall: float) -> Iterator[Tick]:
+        """Yield the ends of the attempts before this one, which begins: who was silent by then is gone."""
+        now = self.tracker.now
+        groups = self._groups()
+        newest = max((one.time for ranks in groups.values() for one in ranks), default=0.0)
+        for former, ranks in groups.items():
+            if former < number:
+                ranks = tuple(_replaced(one, newest, number) for one in ranks)
+                yield from self._ended(former, ranks, now, wall, is_restarted=True)
+
+    def finish(self, wall: float) -> Iterator[Tick]:
+        """Yield the ends of what is over, now that the command is."""
+        now, note, lives = self.tracker.now, self._note(), self._follower.lives
+        self._ends.look(lives.values(), now, is_forced=True)
+        for number, ranks in self._groups().items():
+            if note.code is not None and note.covers(max(one.time for one in ranks)):
+                ranks = tuple(self._ends.by_code(one, lives[one.life], note.pid, note.code) for one in ranks)
+            yield from self._ended(number, ranks, now, wall)
+
+    def _ended(
+        self, number: int, ranks: tuple[RankFacts, ...], now: float, wall: float, *, is_restarted: bool = False
+    ) -> Iterator[Tick]:
+        ended = run_end(ranks, wall, is_restarted=is_restarted)
+        if ended is not None:
+            yield self._assembler.tick(ranks, now, attempt=number, ended=ended)
+
+    def _groups(self) -> dict[int, tuple[RankFacts, ...]]:
+        """Return the ranks of each attempt that is not known to be over, with what is known of their ends."""
+        groups = self.tracker.groups(self._assembler.attempts.group_of)
+        return {
+            number: self._told(ranks, self.tracker.now)
+            for number, ranks in groups.items()
+            if not self._is_over(number, ranks)
+        }
+
+    def _is_over(self, number: int, ranks: Sequence[RankFacts]) -> bool:
+        """Return whether it was decided that an attempt is over, and nothing was heard of it since."""
+        newest = max((one.time for one in ranks), default=0.0)
+        return newest <= self._assembler.attempts.ended_until.get(number, -1.0)
+
+    def _told(self, ranks: tuple[RankFacts, ...], now: float) -> tuple[RankFacts, ...]:
+        return self._ends.told(ranks, self._follower.lives, now, self._note().asked_by)
+
+    def _pulse_ns(self, life: Life) -> int:
+        return read_pulse(self._follower.spool_dir / life.folder)
+
+
+def _is_settled(ranks: Sequence[RankFacts], now: float) -> bool:
+    """Tell whether the first end is so old that those which follow from it are known; also where there is none."""
+    ends = [one.ended_at for one in ranks if one.end is not None]
+    return not ends or (now - min(ends) >= SETTLE_S and now - max(ends) >= READ_S)
+
+
+def _replaced(one: RankFacts, newest: float, number: int) -> RankFacts:
+    if one.end is not None or newest - one.time < REPLACED_S:
+        return one
+    end = RankEnd(how=SILENCE, detail=f"nothing more was heard before attempt {number} began", time=one.time, step=one.step)
+    return msgspec.structs.replace(one, end=end)

@@ -1,0 +1,261 @@
+"""Ends: how each rank of an attempt went, by its last words, by the table of processes, or by its silence; and the run.
+
+What is known comes late and in any order: a rank that is killed says nothing, those that were connected to it raise, and the
+launcher ends the others a moment later. So nothing is decided before the first end is `SETTLE_S` old, and the first to go is
+found by cause before it is found by time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from sentinel.ingest.decision import RankFacts
+from sentinel.ingest.follow import Life
+from sentinel.ingest.processes import GONE, LIVES, STOPPED, ProcessTable, status_words
+from sentinel.messages import Bye
+from sentinel.process import ProcessId
+from sentinel.run_end import (
+    EXCEPTION,
+    FOLLOWS,
+    GOODBYE,
+    OUT_OF_MEMORY,
+    OWN,
+    SIGNAL,
+    SILENCE,
+    UNEXPLAINED,
+    RankEnd,
+    RunEnd,
+    first_to_go,
+)
+
+LOOK_S = 0.05
+"""Least seconds between two looks at the processes: a launcher asks for its dead ten times a second, and then nobody else
+can know how they died."""
+SETTLE_S = 2.0
+"""Seconds from the first end until it is said which rank was first (chosen): what the others say comes within one."""
+SILENT_S, QUIET_S = 30.0, 120.0
+"""Seconds without a frame after which a rank that trains, or does something else, is gone where no process tells."""
+TOGETHER_S = 2.5
+"""Ranks that fall silent within so many seconds fell silent together: heartbeats are a second apart."""
+REPLACED_S = 5.0
+"""A life is over when a newer attempt trains and it was silent for so long before."""
+
+_ASKED = {"SIGINT"}
+_CRASHES = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS"}
+
+
+@dataclasses.dataclass(slots=True)
+class _Found:
+    """What the table of processes told of one life."""
+
+    at: float
+    """Seconds watched when it was found gone, or when it left."""
+    status: int | None = None
+    is_gone: bool = False
+    is_memory: bool = False
+    """The kernel killed for want of memory between the last look that saw it alive and this one."""
+    time: float = 0.0
+
+
+class Ends:
+    """What is known of how lives ended. Journalled as RankFacts and RunEnd: a replay needs none of this."""
+
+    def __init__(self, processes: ProcessTable, pulse_ns: Callable[[Life], int]) -> None:
+        """pulse_ns: when a life said last that it lives; 0: not known."""
+        self._processes = processes
+        self._pulse_ns = pulse_ns
+        self._found: dict[bytes, _Found] = {}
+        self._stopped: set[bytes] = set()
+        self._due = -1.0
+        self._memory_kills: int | None = None
+        self._process: dict[bytes, ProcessId] = {}
+
+    def look(self, lives: Iterable[Life], now: float, *, is_forced: bool = False) -> None:
+        """Look at the processes of lives that are not over, and note who has left. now: seconds watched.
+
+        is_forced: however short a time ago the last look was.
+        """
+        if now < self._due and not is_forced:
+            return
+        self._due = now + LOOK_S
+        kills = self._processes.memory_kills()
+        has_killed = kills is not None and self._memory_kills is not None and kills > self._memory_kills
+        self._memory_kills = kills
+        for life in lives:
+            found = self._found.get(life.id)
+            if found is not None and (found.is_gone or now - found.at > SETTLE_S):
+                continue
+            seen = self._processes.look(self._process_of(life))
+            (self._stopped.add if seen.state == STOPPED else self._stopped.discard)(life.id)
+            if found is None and (life.has_left or seen.state == GONE):
+                found = self._found[life.id] = _Found(now)
+            if found is not None and seen.state == GONE:
+                found.is_gone, found.status = True, seen.status if seen.status is not None else found.status
+                found.is_memory = has_killed and not life.has_left
+                found.time = max(self._pulse_ns(life), life.last_wall_ns) / 1e9
+
+    def told(
+        self, ranks: Sequence[RankFacts], lives: Mapping[bytes, Life], now: float, asked_by: Callable[[float], str]
+    ) -> tuple[RankFacts, ...]:
+        """Return the facts with what is known of each rank's end.
+
+        asked_by: name of the signal that was sent to the whole command on purpose before a time, seconds since the epoch;
+        empty: none was.
+        """
+        told = []
+        for one in ranks:
+            life, found = lives.get(one.life), self._found.get(one.life)
+            end = None if life is None else self._end_of(life, one, found, now, asked_by)
+            at = found.at if found is not None else now if end is not None else 0.0
+            is_stopped = one.life in self._stopped
+            if end is not None or is_stopped:
+                one = msgspec.structs.replace(one, end=end, ended_at=at, is_stopped=is_stopped)
+            told.append(one)
+        return tuple(told)
+
+    def by_code(self, one: RankFacts, life: Life, pid: int, code: int) -> RankFacts:
+        """Return what the exit code of a command that is over tells of one of its ranks, which may be the command itself."""
+        end = one.end
+        is_open = end is None or (end.how == SIGNAL and end.cause == UNEXPLAINED and not end.detail.startswith("SIG"))
+        process = self._process_of(life)
+        if process.pid == pid and self._processes.sees(process) and (is_open or (end is not None and end.detail == "exit")):
+            time = end.time if end is not None else max(self._pulse_ns(life), life.last_wall_ns) / 1e9
+            reason = end.detail if end is not None and end.how == GOODBYE else ""
+            end = _end_by_code(code, reason, time, one.step if end is None else end.step)
+        elif end is None and not self.is_here(life):
+            how, words = (GOODBYE, "") if code == 0 else (SIGNAL, "without a word, and ")
+            end = RankEnd(how=how, detail=f"{words}the command ended with exit code {code}", time=one.time, step=one.step)
+        return msgspec.structs.replace(one, end=end)
+
+    def is_here(self, life: Life) -> bool:
+        """Return whether the table would tell of a life's process: then its silence says nothing."""
+        return self._processes.look(self._process_of(life)).state in (LIVES, STOPPED)
+
+    def _process_of(self, life: Life) -> ProcessId:
+        found = self._process.get(life.id)
+        if found is None:
+            if life.descriptor is None:
+                return ProcessId()
+            found = self._process[life.id] = ProcessId.told_by(life.descriptor.environment)
+        return found
+
+    def _end_of(
+        self, life: Life, one: RankFacts, found: _Found | None, now: float, asked_by: Callable[[float], str]
+    ) -> RankEnd | None:
+        if life.has_left and life.bye is not None:
+            return _end_by_words(life.bye, life.last_wall_ns / 1e9, found.status if found is not None else None)
+        if found is not None and found.is_gone:
+            return self._end_by_table(life, one, found, asked_by(found.time))
+        return None
+
+    def silenced(self, ranks: tuple[RankFacts, ...], lives: Mapping[bytes, Life], now: float) -> tuple[RankFacts, ...]:
+        """Return the facts with the end by silence of those that nothing else tells of, where that leaves nobody; else as
+        they are: while others live, a rank that is silent may be stopped.
+        """
+        silent = []
+        for one in ranks:
+            life = lives.get(one.life)
+            if one.end is None and life is not None and not self.is_here(life):
+                limit = SILENT_S if one.activity == "train" else QUIET_S
+                silent.append((now - one.heard_at, limit))
+        num_open = sum(one.end is None for one in ranks)
+        is_over = len(silent) == num_open and all(silence >= limit - TOGETHER_S for silence, limit in silent)
+        if not is_over or not any(silence >= limit for silence, limit in silent):
+            return ranks
+        told = []
+        for one in ranks:
+            if one.end is None:
+                time = max(self._pulse_ns(lives[one.life]) / 1e9, one.time)
+                words = f"nothing was heard for {now - one.heard_at:.0f} s"
+                end = RankEnd(how=SILENCE, detail=words, time=time, step=one.step)
+                one = msgspec.structs.replace(one, end=end, ended_at=now)
+            told.append(one)
+        return tuple(told)
+
+    def _end_by_table(self, life: Life, one: RankFacts, found: _Found, asked: str) -> RankEnd:
+        process = self._process_of(life)
+        where = f"process {process.pid} on {process.host}"
+        name, code = status_words(found.status) if found.status is not None else (asked, 0)
+        if found.is_memory and name in ("", "SIGKILL"):
+            detail = f"{where} was killed at the moment at which the kernel killed for want of memory"
+            return RankEnd(how=OUT_OF_MEMORY, detail=detail, time=found.time, step=one.step, cause=OWN)
+        if found.status is None and not asked:
+            detail = f"without a word ({where}): killed by a signal, or crashed"
+            return RankEnd(how=SIGNAL, detail=detail, time=found.time, step=one.step)
+        if name:
+            return _end_by_signal(name, found.time, one.step, is_asked=name == asked)
+        return _end_by_code(code, "", found.time, one.step)
+
+
+def _end_by_words(bye: Bye, time: float, status: int | None) -> RankEnd:
+    if bye.reason == "interrupted":
+        return _end_by_signal("SIGINT", time, bye.step)
+    if bye.reason == "exception":
+        text = f"{bye.error}: {bye.message}" if bye.message else bye.error
+        how = OUT_OF_MEMORY if bye.is_memory else EXCEPTION
+        cause = FOLLOWS if bye.is_lost_peer and not bye.is_memory else OWN
+        return RankEnd(how=how, detail=text, time=time, step=bye.step, cause=cause)
+    # A crash while Python takes itself down, behind a goodbye, takes nothing from a run that ended well.
+    code = bye.code or (status_words(status)[1] if status is not None else 0)
+    return _end_by_code(code, bye.reason, time, bye.step)
+
+
+def _end_by_code(code: int, reason: str, time: float, step: int) -> RankEnd:
+    if code == 0:
+        return RankEnd(how=GOODBYE, detail=reason or "exit code 0", time=time, step=step)
+    if code > 128:
+        try:
+            return _end_by_signal(signal.Signals(code - 128).name, time, step)
+        except ValueError:
+            pass
+    return RankEnd(how=EXCEPTION, detail=f"exit code {code}", time=time, step=step, cause=OWN)
+
+
+def _end_by_signal(name: str, time: float, step: int, *, is_asked: bool = False) -> RankEnd:
+    cause = FOLLOWS if name == "SIGTERM" else OWN if name in _CRASHES else UNEXPLAINED
+    return RankEnd(how=SIGNAL, detail=name, time=time, step=step, cause=cause, is_asked=is_asked or name in _ASKED)
+
+
+def run_end(ranks: Sequence[RankFacts], wall: float, *, is_restarted: bool = False) -> RunEnd | None:
+    """Return how the run of these ranks ended; None: somebody lives, or may live.
+
+    wall: seconds since the epoch, now. is_restarted: a newer attempt has begun.
+    """
+    by_rank = {one.rank: one.end for one in ranks if one.end is not None}
+    if not by_rank or len(by_rank) < len(ranks):
+        return None
+    ends = list(by_rank.values())
+    last = max(end.time for end in ends)
+    late_s = 0.0 if any(one.is_live for one in ranks) else max(0.0, wall - last)
+    bad = [end for end in ends if end.how != GOODBYE]
+    if not bad:
+        details = sorted({end.detail for end in ends if end.detail})
+        step = max(end.step for end in ends)
+        return RunEnd(
+            how=GOODBYE, step=step, detail=", ".join(details), time=last, found_late_s=late_s,
+            is_restarted=is_restarted,
+        )  # fmt: skip
+    first, end = first_to_go(by_rank)
+    if end is not None:
+        return RunEnd(
+            how=end.how, rank=first, step=end.step, detail=end.detail, time=end.time, found_late_s=late_s,
+            is_asked=end.is_asked, is_restarted=is_restarted,
+        )  # fmt: skip
+    earliest = min(bad, key=lambda end: end.time)
+    is_asked = any(end.is_asked for end in bad)
+    hows = {(end.how, end.detail) for end in bad if end.is_asked or not is_asked}
+    how, detail = earliest.how, earliest.detail
+    if len(hows) == 1:
+        how, detail = next(iter(hows))
+    elif is_asked:
+        how, detail = sorted(hows)[0]
+    else:
+        detail = f"{len(bad)} ranks went within {max(last - earliest.time, 0.0):.2g} s of one another"
+    return RunEnd(
+        how=how, step=earliest.step, detail=detail, time=earliest.time, found_late_s=late_s,
+        is_asked=is_asked or all(end.detail == "SIGTERM" for end in bad), is_restarted=is_restarted,
+    )  # fmt: skip
