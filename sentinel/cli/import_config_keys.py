@@ -29,7 +29,7 @@ JUDGED = ("norm", "min", "max", "mean", "zeros", "nans")
 TURBULENT = ("norm", "mean")
 """Statistics of which msProbe records turbulence; of the others it finds it and drops it."""
 RULES = ("AnomalyTurbulence", "AnomalyNan")
-_INDEXED = re.compile(r"(?:tuple|list)\[\d+\](?::(\d+))?|tensor")
+_INDEXED = re.compile(r"(?:tuple|list)\[(?P<size>\d+)\](?::(?P<at>\d+))?|tensor")
 
 
 class Probe(msgspec.Struct):
@@ -184,9 +184,13 @@ def _switch(*kinds: str) -> Callable[[_Asked, Mapped, str, Any], None]:
     return take
 
 
-def _unneeded(why: str, kind: type | tuple[type, ...], words: str) -> Callable[[_Asked, Mapped, str, Any], None]:
+def _unneeded(
+    why: str, kind: type | tuple[type, ...], words: str, least: int | None = None
+) -> Callable[[_Asked, Mapped, str, Any], None]:
     def take(asked: _Asked, found: Mapped, key: str, value: Any) -> None:
         asked.source.typed(key, value, kind, words)
+        if least is not None and value is not None and value < least:
+            raise asked.source.error(key, f"expected at least {least}, got {value}")
         found.note(key, why)
 
     return take
@@ -216,7 +220,9 @@ def _take_targets(asked: _Asked, found: Mapped, key: str, value: Any) -> None:
             match = _INDEXED.fullmatch(word) if isinstance(word, str) else None
             if match is None:
                 raise asked.source.error(f"{path}.{slot}", f'expected tensor, or tuple[2]:0, got {json.dumps(word)[:60]}')
-            elements.add(match[1])
+            if match["at"] is not None and int(match["at"]) >= int(match["size"]):
+                raise asked.source.error(f"{path}.{slot}", f'expected an element below {match["size"]}, got "{word}"')
+            elements.add(match["at"])
         numbers = sorted(int(one) for one in elements - {None})
         if not numbers:
             asked.targets.append(f"re:{front}{re.escape(bare)}")
@@ -436,8 +442,8 @@ _KEYS: dict[str, Callable[[_Asked, Mapped, str, Any], None]] = {
     "dynamic_on": _take_dynamic,
     "alert": _take_alert,
     "format": _unneeded("a run is recorded once; `sentinel export --format` writes each form of it", str, "a text"),
-    "ndigits": _unneeded("all digits are kept", (int, type(None)), "a whole number"),
-    "step_count_per_record": _unneeded("`sentinel export --steps-per-file` says it", int, "a whole number"),
+    "ndigits": _unneeded("all digits are kept", (int, type(None)), "a whole number", 0),
+    "step_count_per_record": _unneeded("`sentinel export --steps-per-file` says it", int, "a whole number", 1),
     "squash_name": _unneeded("`sentinel export --squash-names` does it; names in a run are whole", bool, "true or false"),
     "append_output": _unneeded("a resumed run joins the former one by its name (`run`)", list, "a list of two times"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import shutil
 from concurrent.futures import ProcessPoolExecutor
@@ -175,22 +176,40 @@ def _ranks(
     return found
 
 
+LIKE_TIME = re.compile(r"[A-Z][a-z]{2}\d{1,2}_\d{1,2}-\d{1,2}-\d{1,2}", re.ASCII)
+"""A folder's name that says a time; others begin with words of the user's."""
 REPEATS = 1000
 """Most times that a folder may tell of one step."""
 
 
 def _began_ns(folder: RankFolder, year: int | None) -> int:
     """Return when a folder was begun: as its name says, at UTC+8, in the year of its newest file unless told."""
-    from sentinel.report.msprobe_format import TIME, TIME_OFFSET_S
+    from sentinel.report.msprobe_format import TIME_OFFSET_S
     from sentinel.report.msprobe_reading import csv_files
 
     newest = max((path.stat().st_mtime for *_, path in csv_files(Path(folder.path))), default=0.0)
     of_files = datetime.fromtimestamp(newest, UTC) + timedelta(seconds=TIME_OFFSET_S)
-    try:
-        began = datetime.strptime(f"{year or of_files.year} {folder.time}", f"%Y {TIME}").replace(tzinfo=UTC)
-    except ValueError:
-        began = of_files.replace(microsecond=0)
+    began = of_files.replace(microsecond=0)
+    if LIKE_TIME.fullmatch(folder.time):
+        # A 29 February is of the last leap year, unless the year was told.
+        years = [year] if year is not None else range(of_files.year, of_files.year - 8, -1)
+        found = next((moment for one in years if (moment := _moment(one, folder.time)) is not None), None)
+        if found is None:
+            of_year = f" of the year {year}" if year is not None else ""
+            what = f"expected the time of its first step{of_year}, like Nov21_13-56-02, got {folder.time}"
+            raise ConfigError(f"{folder.path}: {what}: there is no such moment; rename the folder")
+        began = found
     return (int(began.timestamp()) - TIME_OFFSET_S) * 10**9
+
+
+def _moment(year: int, time: str) -> datetime | None:
+    """Return what a folder's name says, as if it were UTC; None: that year has no such moment."""
+    from sentinel.report.msprobe_format import TIME
+
+    try:
+        return datetime.strptime(f"{year} {time}", f"%Y {TIME}").replace(tzinfo=UTC)
+    except ValueError:
+        return None
 
 
 def _read_rank(run_dir: Path, who: ImportedRank, folder: str, is_resumed: bool) -> Result:

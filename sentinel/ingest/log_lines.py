@@ -86,7 +86,7 @@ def read_lines(rows: Rows, lines: Iterable[tuple[int, str]]) -> None:
     num_again = 0
     held: dict[str, float] = {}
     """What evaluations said since the last row."""
-    for _, line in itertools.chain(first, lines):
+    for at, line in itertools.chain(first, lines):
         if any(key in line for key in SUMMARY_KEYS):
             continue
         found = dialect.told(line)
@@ -109,7 +109,7 @@ def read_lines(rows: Rows, lines: Iterable[tuple[int, str]]) -> None:
             continue
         is_more = rows.num_rows > 0 and step is not None and step == row_step and not any(map(rows.has, measured))
         if not is_more:
-            rows.add()
+            rows.add(at)
             row_line = line
             row_step = step if told is not None or step != row_step else None
             first_step = row_step if first_step is None else first_step

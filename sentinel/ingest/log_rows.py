@@ -16,6 +16,8 @@ from sentinel.ingest.log_columns import best_columns, channels, is_aside, named_
 
 MISSING = frozenset({"", "none", "null", "na", "n/a", "-", "--", "<na>", "nil", "undefined"})
 """Cells that say there is no number. `nan` is not one of them: it is what the trainer logged."""
+NO_NORM = -1
+"""What DeepSpeed's optimizers return as the norm of a step that overflowed."""
 _MSVC = {"1.#qnan": "nan", "-1.#qnan": "nan", "1.#ind": "nan", "-1.#ind": "nan", "-nan(ind)": "nan", "nan(ind)": "nan",
          "1.#inf": "inf", "-1.#inf": "-inf", "1.#snan": "nan"}  # fmt: skip
 CANONICAL = ("loss", "grad_norm", "lr")
@@ -79,9 +81,11 @@ class Rows:
         self._rows: dict[str, array[int]] = {}
         self._values: dict[str, array[float]] = {}
         self._garbage: dict[str, tuple[int, str]] = {}
+        self._lines = array("q")
 
-    def add(self) -> int:
-        """Begin a row; return its number."""
+    def add(self, line: int = 0) -> int:
+        """Begin a row; return its number. line: where it is in the file, counted from 1; 0: in no line of its own."""
+        self._lines.append(line)
         self.num_rows += 1
         return self.num_rows - 1
 
@@ -134,6 +138,8 @@ class Rows:
         columns, present = {}, {}
         for name, channel in sorted(mapped.items(), key=lambda one: _order(one[1])):
             columns[channel], present[channel] = self._column(name)
+            if channel.rpartition("/")[2] == "grad_norm":
+                self._refuse_negative(name, columns[channel], present[channel])
         main = self._main_rows(present)
         steps, source = self._steps(main)
         attempts = self._attempts(steps, main, source)
@@ -167,6 +173,22 @@ class Rows:
             line, text = self._garbage[name]
             where = f"{self.path}:{line}" if line else self.path
             raise LogError(f'{where}: column "{name}": expected a number, nan, inf or nothing, got "{text}"')
+
+    def _refuse_negative(self, name: str, values: npt.NDArray[np.float64], present: npt.NDArray[np.bool_]) -> None:
+        """Take what stands for no norm for none, in place; LogError for a norm below zero."""
+        no_norm = values == NO_NORM
+        if no_norm.any():
+            values[no_norm], present[no_norm] = np.nan, False
+            num = int(no_norm.sum())
+            self.notes.append(f'"{name}" is {NO_NORM} in {num} rows, which is how DeepSpeed says that it formed no norm')
+        wrong = np.flatnonzero(values < 0)
+        if len(wrong):
+            row = int(wrong[0])
+            where = f"{self.path}:{self._lines[row]}" if self._lines[row] else f"{self.path}: row {row}"
+            raise LogError(
+                f'{where}: column "{name}": expected a norm, which is 0 or more, got {values[row]:g}; if it is another '
+                "quantity, name columns with --column CHANNEL=NAME"
+            )
 
     def _column(self, name: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
         rows = np.frombuffer(self._rows[name], np.int64) if self._rows[name] else np.zeros(0, np.int64)

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from sentinel.csv_text import unguarded
 from sentinel.errors import LogError
 from sentinel.ingest.log_columns import channels, named_role
 from sentinel.ingest.log_labels import Points, RowLabels, label_of, labelled, long_columns
@@ -135,9 +136,9 @@ def read_csv(
                     f"is the delimiter {delimiter!r}?"
                 )
         if long is not None and not _is_number(cells[names.index(long[0])]):
-            points.add_text(dict(zip(names, cells, strict=False)), long)
+            points.add_text(dict(zip(names, map(unguarded, cells), strict=False)), long)
             continue
-        rows.add()
+        rows.add(line)
         prefix = labels.prefix((names[at], cells[at]) for at in told if at < len(cells)) if told else ""
         for name, cell in zip(names, cells, strict=False):
             if cell:
@@ -380,7 +381,7 @@ class _Records:
         long = self._long.get(keys)
         if long is not None and isinstance(record[long[0]], str) and self._points.add_text(record, long):
             return
-        rows.add()
+        rows.add(line)
         if any(key in record for key in SUMMARY_KEYS):
             return
         prefix = self._labels.prefix((key, record[key]) for key in keys if label_of(key))

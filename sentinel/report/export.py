@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from sentinel.csv_text import guarded
+
 FORMATS = ("csv", "jsonl")
 
 
@@ -16,7 +18,8 @@ class TableText:
     """Turns the rows of a table into the lines of a format.
 
     Numbers have all their digits (1e-07 stays 1e-07). What is undefined is null in JSON and an empty field in CSV; an
-    infinity, which JSON cannot say, is null there and `inf` or `-inf` in CSV. Truth is `true` or `false`.
+    infinity, which JSON cannot say, is null there and `inf` or `-inf` in CSV. Truth is `true` or `false`. Names in CSV that
+    spreadsheets would take for formulas are guarded.
     """
 
     def __init__(self, form: str, columns: Sequence[str]) -> None:
@@ -42,7 +45,7 @@ class TableText:
             return "".join(map(self.row, rows))
         # What is not a number is not equal to itself; only truth is of type bool.
         self._csv.writerows(
-            [_csv_text(value) if value != value or type(value) is bool else value for value in row] for row in rows
+            [_csv_text(value) if value != value or type(value) in _WORDS else value for value in row] for row in rows
         )
         return self._taken()
 
@@ -57,7 +60,12 @@ class TableText:
         return text
 
 
+_WORDS = (bool, str)
+
+
 def _csv_text(value: object) -> object:
+    if isinstance(value, str):
+        return guarded(value)
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float) and math.isnan(value):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from sentinel.csv_text import guarded
 from sentinel.messages import TensorInfo
 from sentinel.report.msprobe_format import (
     FEATURE_FILES,
@@ -107,7 +108,7 @@ def feature_line(
     own = [values.get(column, math.nan) ** (1 / feature.power) for column, feature in features.columns.items()]
     micro = [str(max(micro_step, 0))] if features.has_micro_steps else []
     lead = [*HEAD, *([MICRO_STEP] if features.has_micro_steps else []), *features.columns]
-    return ",".join(lead) + "\n", ",".join([str(vpp_stage), _quoted(name), str(step), *micro, *map(repr, own)]) + "\n"
+    return ",".join(lead) + "\n", ",".join([str(vpp_stage), _name(name), str(step), *micro, *map(repr, own)]) + "\n"
 
 
 def _module(name: str) -> str:
@@ -147,7 +148,7 @@ def line(
 ) -> str:
     """Return one line; `shape` as `shape_text` has it."""
     micro = "" if micro_step is None else f"{micro_step},"
-    return f"{vpp_stage},{_quoted(name)},{step},{micro}{','.join(map(repr, values))},{shape},torch.{dtype}\n"
+    return f"{vpp_stage},{_name(name)},{step},{micro}{','.join(map(repr, values))},{shape},torch.{dtype}\n"
 
 
 def share_values(ops: Sequence[str], share: float) -> list[float | int]:
@@ -162,6 +163,10 @@ def shape_text(shape: Sequence[int], num_elements: int) -> str:
     for one in shape:
         size *= one
     return _quoted(str(list(shape) if size == num_elements else [num_elements]))
+
+
+def _name(name: str) -> str:
+    return _quoted(guarded(name))
 
 
 def _quoted(text: str) -> str:

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from sentinel.csv_text import unguarded
 from sentinel.errors import ConfigError
 from sentinel.moments import UNKNOWN_COUNT, Moments
 from sentinel.record import STATS_DTYPE
@@ -33,6 +34,7 @@ from sentinel.report.msprobe_format import (
     TENSOR_FILES,
     slot_of,
 )
+from sentinel.report.msprobe_limits import refuse_impossible
 
 MAX_NUMBER = 2**40
 """No trainer counts so many steps, micro-batches or chunks (chosen)."""
@@ -202,15 +204,15 @@ def _lines(
         columns = dict(zip(header[lead:], fields[lead:], strict=True))
         values = tuple(_number(where, op, columns[op]) for op in ops)
         shape, dtype = _shape(where, columns.get("shape", "[]")), columns.get("dtype", "")
+        refuse_impossible(where, dict(zip(ops, values, strict=True)), None if file in FEATURE_FILES else shape)
         if shape is None or (not dtype.startswith("torch.") and dtype):
             if shape is None and dtype == _NOT_A_TENSOR and all(math.isnan(value) for value in values):
                 unread.num_no_tensor += 1
                 continue
             got = f'"{columns.get("shape", "")[:60]}" and "{dtype[:40]}"'
             raise ConfigError(f"{where}: expected a shape and a dtype like [4, 64] and torch.float32, got {got}")
-        found = Observation(
-            file, "", fields[1], vpp_stage, step, micro_step, shape, dtype.removeprefix("torch."), values, ops, where
-        )
+        name, dtype = unguarded(fields[1]), dtype.removeprefix("torch.")
+        found = Observation(file, "", name, vpp_stage, step, micro_step, shape, dtype, values, ops, where)
         for one in _placed(found):
             if one.step >= 0:
                 yield one

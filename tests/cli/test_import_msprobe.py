@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sentinel.cli.main import run_cli
+from sentinel.csv_text import guarded, unguarded
 from sentinel.moments import Moments
 from sentinel.report.msprobe_reading import Observation, stats_of
 
@@ -224,6 +225,75 @@ def test_a_line_that_makes_no_sense_is_named(
 
     assert what in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing half done is left"
+
+
+IMPOSSIBLE = {
+    "nans below zero": ("1,2,1.5,2.7,-3,0", "nans: expected 0 or more, got -3"),
+    "more NaNs than elements": ("nan,nan,nan,nan,5,0", "nans: expected a whole number of at most 3 elements, got 5"),
+    "half a NaN": ("nan,nan,nan,nan,0.5,0", "nans: expected a whole number"),
+    "a norm below zero": ("1,2,1.5,-5,0,0", "norm: expected 0 or more, got -5"),
+    "a norm of minus infinity": ("1,2,1.5,-inf,0,0", "norm: expected 0 or more, got -inf"),
+    "a share above one": ("1,2,1.5,2.7,0,1.5", "zeros: expected a number in [0, 1], got 1.5"),
+    "a min above the max": ("3,2,2.5,4.7,0,0", "min: expected at most the max of 2, got 3"),
+    "a mean above the max": ("1,2,7,12.7,0,0", "mean: expected one between min and max, 1 and 2, got 7"),
+    "a norm below the largest element": ("1,20,7,3,0,0", "norm: expected at least 20, the size of the largest element"),
+    "a norm that no elements have": ("1,2,1.5,500,0,0", "norm: expected at most 2 times the root of 3 elements, got 500"),
+}
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_what_no_tensor_can_have_is_named(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values, what = IMPOSSIBLE[case]
+    write(tmp_path / "out" / FOLDER.format(0), "grad_reduced_0-0.csv", f"0,w,0,{values},[3],torch.float32")
+
+    assert run_cli(["import", "msprobe", str(tmp_path / "out"), "-o", str(tmp_path / "run")]) == 2
+
+    assert f"grad_reduced_0-0.csv:2: {what}" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "values",
+    ["nan,nan,nan,nan,3,0", "-inf,inf,nan,inf,0,0", "0.1,0.1,0.100001,0.173205,0,0", "0.0,0.0,0.0,0.0,0,1.0",
+     "1.0,1.0,1.0039,1.7266,0,0", "0.0,0.000001,0.0,0.0,0,1.0"],
+)  # fmt: skip
+def test_rounded_and_non_finite_statistics_are_possible(
+    values: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "out" / FOLDER.format(0), "grad_reduced_0-0.csv", f"0,w,0,{values},[3],torch.bfloat16")
+
+    assert run_cli(["import", "msprobe", str(tmp_path / "out"), "-o", str(tmp_path / "run")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("time", "arguments", "code"),
+    [
+        ("Feb31_00-00-00", [], 2), ("Feb29_00-00-00", [], 0), ("Feb29_00-00-00", ["--year", "2025"], 2),
+        ("Nov21_25-00-00", [], 2), ("Foo21_13-56-02", [], 2), ("my-run", [], 0), ("Dec31_23-59-59", [], 0),
+    ],
+)  # fmt: skip
+def test_a_folder_of_a_day_that_never_was_is_refused(
+    time: str, arguments: list[str], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "out" / f"{time}-rank0-d3a1c196", "grad_reduced_0-0.csv", line("w", 0, [1.0]))
+
+    assert run_cli(["import", "msprobe", str(tmp_path / "out"), "-o", str(tmp_path / "run"), *arguments]) == code
+    assert ("there is no such moment" in capsys.readouterr().err) == (code == 2)
+
+
+def test_names_like_formulas_go_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["=SUM(A1)", "+x", "-y", "@z", "'=already"]
+    write(tmp_path / "out" / FOLDER.format(0), "grad_reduced_0-0.csv", *(line(guarded(name), 0, [1.0]) for name in names))
+
+    assert run_cli(["import", "msprobe", str(tmp_path / "out"), "-o", str(tmp_path / "run")]) == 0
+
+    assert sorted(one["name"] for one in rows(capsys, tmp_path / "run")) == sorted(names)
+    assert run_cli(["export", str(tmp_path / "run")]) == 0
+    told = [one["name"] for one in csv.DictReader(capsys.readouterr().out.splitlines())]
+    assert not any(name.startswith(("=", "+", "-", "@")) for name in told) and sorted(map(unguarded, told)) == sorted(names)
+    assert run_cli(["export", str(tmp_path / "run"), "--format", "msprobe-csv", "-o", str(tmp_path / "back")]) == 0
+    (back,) = (tmp_path / "back").glob("*/grad_reduced_0-0.csv")
+    assert [one["name"] for one in csv.DictReader(back.read_text().splitlines())] == [guarded(name) for name in names]
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,3 +109,35 @@ def test_a_comma_that_may_be_either_is_refused(tmp_path: Path) -> None:
         read('step,loss\n1,"3,125"\n2,"3,250"\n', tmp_path)
     np.testing.assert_array_equal(of(read('step,loss\n1,"3,125"\n2,"3,2"\n', tmp_path), "loss"), [3.125, 3.2])
     np.testing.assert_array_equal(of(read('step,loss\n1,"3,125.5"\n2,"1,000,000"\n', tmp_path), "loss"), [3125.5, 1e6])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("a.csv", "step,loss,grad_norm\n1,3.0,1.5\n2,2.5,-5\n", 3),
+        ("a.jsonl", '{"step": 1, "loss": 3.0, "grad_norm": 1.5}\n\n{"step": 2, "loss": 2.5, "grad_norm": -5.0}\n', 3),
+        ("a.log", "step 1 loss 3.0 grad_norm 1.5\nsaved\nstep 2 loss 2.5 grad_norm -5.0\n", 3),
+    ],
+)
+def test_a_norm_below_zero_is_an_error_with_its_line(name: str, text: str, line: int, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+
+    with pytest.raises(LogError, match=rf'{name}:{line}: column "grad_norm": expected a norm, which is 0 or more, got -5'):
+        read_log(tmp_path / name)
+
+
+def test_deepspeeds_word_for_no_norm_is_none_and_said(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("step,loss,grad_norm\n1,3.0,1.5\n2,2.5,-1\n3,2.0,1.0\n")
+
+    log = read_log(tmp_path / "a.csv")
+
+    assert log.present["grad_norm"].tolist() == [True, False, True] and np.isnan(log.columns["grad_norm"][1])
+    assert any('"grad_norm" is -1 in 1 rows' in note for note in log.notes)
+
+
+def test_tags_like_formulas_are_read_as_they_were(tmp_path: Path) -> None:
+    told = ("loss", 3.0), ("'-val_loss", 1.0)
+    rows = "".join(f"{step},{tag},{value - step}\n" for step in range(4) for tag, value in told)
+    (tmp_path / "a.csv").write_text("step,tag,value\n" + rows)
+
+    assert "-val_loss" in read_log(tmp_path / "a.csv").sources.values()
