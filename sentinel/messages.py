@@ -5,6 +5,7 @@ Fields are only ever added, last, with a default, so that an older reader still 
 
 from __future__ import annotations
 
+import fnmatch
 from typing import Any
 
 import msgspec
@@ -168,6 +169,18 @@ class EndStep(msgspec.Struct, frozen=True, kw_only=True):
     lost_to: str = ""
     """Why rows were dropped, joined by commas: `writer` (it was late and the hand-over full), `cap` (spool.max_bytes),
     `disk` (it took no frames), `error` (the rows could not be read)."""
+
+
+LOSS_NAMES = (
+    "loss", "Loss", "LOSS", "loss/*", "*[/. _-]loss", "*[/. _-]Loss", "*_loss_step", "*_loss_epoch", "*_loss/*", "train_nll",
+    "*/nll", "*cross_entropy*",
+)  # fmt: skip
+"""Names of scalars in which the default rules look for a loss (rules/default.yaml, loss-spike)."""
+
+
+def is_loss(name: str) -> bool:
+    """Return whether the default rules take a scalar of this name for a loss."""
+    return any(fnmatch.fnmatchcase(name, glob) for glob in LOSS_NAMES)
 
 
 class Vector(msgspec.Struct, frozen=True, kw_only=True):

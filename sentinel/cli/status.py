@@ -13,6 +13,7 @@ import msgspec
 from sentinel.anomaly import Incident, Severity
 from sentinel.cli.main import CLEAN, FOUND, say
 from sentinel.cli.places import find_run, runs_directory
+from sentinel.daemon.notes import Notes, note_lines
 from sentinel.errors import SentinelError
 from sentinel.ingest.run_losses import RunLosses
 from sentinel.store.journal import Journal
@@ -52,6 +53,8 @@ def status(where: str | None, as_json: bool) -> int:
             click.echo(f"  replicas: {state['replicas']}")
         if state["losses"]:
             click.echo(f"  lost: {state['losses']}")
+        for line in note_lines(msgspec.convert(state["notes"], Notes)) if state["notes"] else ():
+            click.echo(f"  {printable(line)}")
         if state["config"] and state["config"]["problem"]:
             click.echo(f"  config: the newest edit is not in force: {printable(state['config']['problem'])}")
         for one in open_incidents:
@@ -78,6 +81,7 @@ def run_status(run_dir: Path) -> dict[str, Any]:
         "replicas": None,
         "config": None,
         "losses": "",
+        "notes": None,
         "num_rows_lost": 0,
         "is_complete": True,
         "incidents": [],
@@ -91,6 +95,7 @@ def run_status(run_dir: Path) -> dict[str, Any]:
         state["replicas"] = journal.recall("replicas")
         losses = recorded_losses(journal)
         state["losses"], state["num_rows_lost"], state["is_complete"] = losses.words, losses.num_rows, losses.is_complete
+        state["notes"] = json.loads(journal.recall("notes") or "null")
         state["config"] = json.loads(journal.recall("config") or "null")
         for _, _, body in journal.decisions(after=journal.judged - 1, until=journal.judged):
             newest = msgspec.msgpack.decode(body, type=_Where)

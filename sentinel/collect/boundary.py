@@ -221,6 +221,17 @@ class Boundary:
         """Whether the next training forward begins a new step."""
         return self._finished is not None or (self._is_over and not self.is_explicit)
 
+    def is_turn_of_idle(self, module: nn.Module) -> bool:
+        """Whether the training forward of this module is the turn of an optimizer that others no longer waited for."""
+        idle = [one for one in self.watched if one.is_idle and not one.has_stepped]
+        if not idle:
+            return False
+        mine = {id(p) for p in module.parameters()}
+        return all(
+            any(id(p) in mine for one in group for p in one.params()) is is_idle
+            for group, is_idle in ((idle, True), ([one for one in self.watched if one not in idle], False))
+        )
+
     @property
     def was_skipped(self) -> bool:
         """Whether no optimizer stepped since the step began, although there is one; or what the trainer said."""

@@ -93,6 +93,11 @@ class Introduction:
             len(names), " and ".join(names) if len(names) == 2 else ", ".join(names), len(names),
         )  # fmt: skip
 
+    @property
+    def is_speaker(self) -> bool:
+        """Whether trainers would log the loss on this rank: on rank 0, or on the last one where a pipeline ends there."""
+        return self.place.rank == (0 if self.place.pp_size == 1 else self.place.world_size - 1)
+
     def note_stage(self, stage: Any) -> None:
         """A pipeline stage was seen: it knows where it stands."""
         self.topology.note_stage(stage)

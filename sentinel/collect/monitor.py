@@ -39,6 +39,7 @@ from sentinel.collect.structure import read_structure, unwrap
 from sentinel.collect.taps import Chunk
 from sentinel.collect.tensors import TensorTable
 from sentinel.collect.topology import Topology
+from sentinel.collect.understanding import Understanding
 from sentinel.collect.waiting import WaitClock
 from sentinel.command import ANY_ATTEMPT
 from sentinel.messages import Ack, Bye, Descriptor, Heartbeat
@@ -109,6 +110,9 @@ class Monitor:
         )  # fmt: skip
         self._pipeline_watch = PipelineWatch(self._introduction.note_stage, self._gradients.rewritten)
         self._loss_scale = LossScale(self._gradients.rewritten, self.guard)
+        self._understanding = Understanding(
+            self.boundary, self.recording.tell, is_speaker=lambda: self._introduction.is_speaker
+        )
         self._memory = MemoryUse(device)
         self._running = RunningStep(
             self.recording, self._scalars, self._loss_scale, self._waits, self._memory, self._introduction.gradient_divisor
@@ -328,7 +332,7 @@ class Monitor:
         """A training forward begins: end the step that is over, begin the new one."""
         if self.boundary.is_dirty and self.parameters.are_thrown_away():
             self.boundary.thrown_away()
-        if self.boundary.is_over:
+        if self.boundary.is_over and not self.boundary.is_turn_of_idle(chunk.root):
             self._end_step()
         if not self._running.is_begun:
             self._begin_step()
@@ -436,6 +440,10 @@ class Monitor:
         if is_skipped is None:
             is_skipped = self.boundary.was_skipped and any(chunk.num_forwards for chunk in self.chunks)
             was_skipped = self.boundary.found_inf
+        if not is_partial:
+            self._understanding.step_ends(
+                logged=self._scalars.names, is_skipped=is_skipped is True, is_scaled=self._loss_scale.value is not None
+            )
         self._running.due["wgrad"] = len(self.parameters.read)
         descriptor = self._descriptor() if self._table.is_news else None
         self._table.is_told()

@@ -35,6 +35,11 @@ class Scalars:
     def __bool__(self) -> bool:
         return bool(self._values)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of what is noted of the running step, by whomever."""
+        return frozenset((*self._values, *self._defaults))
+
     def note(self, name: str, value: Any) -> None:
         """Take a number, or a tensor of one element, which is copied and not synchronised; None is nothing.
 

@@ -28,6 +28,7 @@ from sentinel.daemon.commanding import Commanding
 from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.gauges import RunGauges, standing_of
 from sentinel.daemon.judge import Judge, Verdict
+from sentinel.daemon.notes import Notes, note_lines
 from sentinel.daemon.packs import RulePacks, decode_pack, encode_pack
 from sentinel.daemon.series import RecentSteps
 from sentinel.daemon.watching import RunWatch
@@ -211,6 +212,7 @@ class ServedRun:
             "replicas": self._gauges.replica_words,
             **self.commanding.describe(),
             "problems": self.problems(),
+            "notes": note_lines(self._notes),
         }
 
     def recent_scalars(self, name: str | None) -> list[tuple[str, list[tuple[int, int, float]]]]:
@@ -222,6 +224,7 @@ class ServedRun:
     def _open(self) -> None:
         self.commanding = Commanding(self.paths, self._config.control, self.journal)
         self._gauges = RunGauges(self.name, [rule.name for rule in self._packs.pack.rules])
+        self._notes = Notes.recalled(self.journal)
         self._told = {
             incident.id: incident
             for incident in map(_INCIDENT.decode, self.journal.newest_incidents(10_000))
@@ -366,6 +369,7 @@ class ServedRun:
                 verdict = self._court.judge(view.decision, view)
                 self._gauges.take_step(view, verdict.anomalies, is_new=is_new)
                 self.recent.add(view)
+                self._notes.take(view)
             if is_new:
                 if commit is None:
                     commit, first = Commit(judged=decision.seq), decision.seq
@@ -383,6 +387,7 @@ class ServedRun:
             self._note_replicas()
             self._note_blindness()
             self._note_losses()
+            self._notes.write(self.journal)
             self._gauges.take_norms(view)
         self._gauges.take_incidents(self._court.open_incidents)
         self._gauges.metrics.judging_s += time.monotonic() - begun
