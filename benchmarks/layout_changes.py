@@ -188,7 +188,7 @@ def record(folder: Path, case: str, num_steps: int) -> dict[str, float]:
 def count(folder: Path) -> dict[str, float]:
     """Return frames and bytes of the recording's spool."""
     from sentinel.wire.frame import FrameType
-    from sentinel.wire.spool import SpoolReader
+    from sentinel.wire.spool_reader import SpoolReader
 
     reader = SpoolReader(next((folder / "r" / "spool").iterdir()))
     described = changes = described_bytes = late_bytes = all_bytes = step = late = 0

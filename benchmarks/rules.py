@@ -39,7 +39,8 @@ from sentinel.rules.loader import load_pack
 from sentinel.rules.scalar_step import ScalarStep
 from sentinel.version import VERSION
 from sentinel.wire.frame import FRAME_TYPES, FrameType, Header, encode_frame, encode_message, row_fields, run_id_of
-from sentinel.wire.spool import SpoolReader, life_folder
+from sentinel.wire.spool import life_folder
+from sentinel.wire.spool_reader import SpoolReader
 
 KINDS = ("param", "wgrad", "activation", "dgrad")
 WARMUP_STEPS = 60

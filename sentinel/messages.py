@@ -224,6 +224,9 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """Of `steps_dropped`: the rows of these steps."""
     lost_to: str = ""
     """Of `steps_dropped`: why, as in `EndStep.lost_to`."""
+    runs: tuple[tuple[int, int, int, int], ...] = ()
+    """Of `steps_dropped`: (first step, last step, steps, rows) of stretches of steps that each had as many rows: a reader
+    that heard some of them before they were dropped leaves these out."""
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,8 @@ from sentinel.command import ANY_ATTEMPT
 from sentinel.errors import WireError
 from sentinel.messages import Bye, EndStep, Heartbeat
 from sentinel.wire.frame import NO_ATTEMPT, decode_message
-from sentinel.wire.spool import SpoolReader, file_name, list_files
+from sentinel.wire.spool_files import file_name, list_files
+from sentinel.wire.spool_reader import SpoolReader
 
 TAIL_BYTES = 4 * 2**20
 """Read from the end of a spool to learn where its rank stands (chosen: heartbeats come every second)."""

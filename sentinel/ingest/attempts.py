@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
-from sentinel.ingest.decision import Tick
+from sentinel.ingest.decision import Decision, Tick
 from sentinel.ingest.follow import Life
 from sentinel.ingest.parts import OpenStep, Part
 
@@ -86,6 +86,15 @@ class Attempt:
         """Whether every rank that ever spoke has said bye."""
         return bool(self.stints) and all(stint.life.has_left for stint in self.stints.values())
 
+    def heard_of(self, life: Life) -> tuple[int, dict[int, int | None]]:
+        """Return the newest closed step that a life's rank is in, and of the open ones the rows that came, None: all."""
+        heard: dict[int, int | None] = {}
+        for step, opened in self.open.items():
+            for part in opened.parts.values():
+                if part.life.id == life.id:
+                    heard[step] = None if part.end is not None else part.num_rows
+        return self.state.spoken.get(life.rank, -1), heard
+
     def waited_for(self, step: int, returning: Collection[int] = ()) -> list[int]:
         """Return the ranks that have not spoken for an open step, and may.
 
@@ -106,6 +115,11 @@ class Attempt:
             elif not stint.life.has_left:
                 waited.append(rank)
         return waited
+
+    def is_heard_after(self, step: int, returning: Collection[int] = ()) -> bool:
+        """Whether the next open step behind one waits for nobody."""
+        later = [one for one in self.open if one > step]
+        return bool(later) and not self.waited_for(min(later), returning)
 
     def has_spoken(self, rank: int, step: int) -> bool:
         """Whether a rank had its part in this step or a later one before all went on: then the run went back."""
@@ -179,6 +193,18 @@ class Attempts:
             newest = self.by_number.get(self.newest)
             found = self.newest + 1 if newest is None or life.rank in newest.stints else self.newest
         return found
+
+    def heard_of(self, life: Life, replays: Iterable[Decision | Tick]) -> tuple[int, dict[int, int | None]]:
+        """Return the newest step that was judged with a life, and what is known of steps above it (`run_losses.unheard`).
+
+        replays: decisions that are still to be made again: what they took was judged.
+        """
+        attempt = self.by_number.get(self._newest_of.get(life.id, -1))
+        spoken, heard = (-1, {}) if attempt is None else attempt.heard_of(life)
+        for one in replays:
+            if isinstance(one, Decision) and any(part.life == life.id for part in one.ranks):
+                heard[one.step] = None
+        return spoken, heard
 
     def place_as_decided(self, life: bytes, generation: int, number: int) -> None:
         """Have a stint that is yet to be heard belong to the attempt that a decision says."""

@@ -15,8 +15,20 @@ from sentinel.errors import WireError
 from sentinel.ingest.looking_back import look_back
 from sentinel.messages import Bye, Descriptor, EndStep, Heartbeat, LayoutChange
 from sentinel.version import VERSION
-from sentinel.wire.frame import NO_ATTEMPT, PROTOCOL, Frame, FrameType, Message, decode_message, row_dtype
-from sentinel.wire.spool import SpoolReader, file_name, parse_life_folder
+from sentinel.wire.frame import (
+    DESCRIPTIONS,
+    HEADER_BYTES,
+    NO_ATTEMPT,
+    PROTOCOL,
+    Frame,
+    FrameType,
+    Message,
+    decode_message,
+    row_dtype,
+)
+from sentinel.wire.spool import parse_life_folder
+from sentinel.wire.spool_files import file_name
+from sentinel.wire.spool_reader import SpoolReader
 
 log = logging.getLogger("sentinel.ingest")
 
@@ -218,7 +230,7 @@ class RunFollower:
         """Read one window of one spool; returns the bytes of its frames."""
         reader = self._readers[folder]
         window = max(MIN_WINDOW_BYTES, min(WINDOW_BYTES, POLL_BYTES // len(self._readers)))
-        begin = reader.position
+        begin = reader.place
         frames = reader.poll(final=final, max_bytes=window)
         (self._behind.discard if reader.is_caught_up else self._behind.add)(folder)
         if reader.foreign:
@@ -231,11 +243,12 @@ class RunFollower:
             )
         num_bytes = 1
         for frame in frames:
-            if frame.file_index != begin[0]:
+            if frame.file_index != begin[0] or not frame.offset_after:
                 begin = (frame.file_index, 0)
             record = self._hear(folder, frame, begin)
-            num_bytes += frame.offset_after - begin[1]
-            self.num_bytes += frame.offset_after - begin[1]
+            frame_bytes = HEADER_BYTES + memoryview(frame.payload).nbytes
+            num_bytes += frame_bytes
+            self.num_bytes += frame_bytes
             begin = (frame.file_index, frame.offset_after)
             if record is not None:
                 self._waiting.append(record)
@@ -267,7 +280,9 @@ class RunFollower:
             self.lives[at.life] = life
             self._last_life[folder] = at.life
             self._wall_ns[folder] = 0
-            self._readers[folder] = SpoolReader(self.spool_dir / folder, file_index=at.file_index, offset=at.offset)
+            self._readers[folder] = SpoolReader(
+                self.spool_dir / folder, file_index=at.file_index, offset=at.offset, seq=at.seq
+            )
             # The head of the file has one too, should the other file be gone.
             for place in dict.fromkeys((at.described_at, (at.file_index, 0))):
                 described = look_back(self.spool_dir / folder, at.life, place, life.layouts)
@@ -300,6 +315,10 @@ class RunFollower:
             attempt = None if header.attempt == NO_ATTEMPT else header.attempt
             life = self.lives[header.life] = Life(header.life, header.rank, folder, attempt)
         self._last_life[folder] = header.life
+        if header.seq <= life.max_seq and header.type in DESCRIPTIONS and header.layout_id not in life.layouts:
+            # A thinned file is read from its beginning after a restart: its rows point into what it described before.
+            self._describe_again(life, frame, begin)
+            return None
         if not self._is_new(life, header.seq):
             return None
         life.num_frames += 1
@@ -330,6 +349,16 @@ class RunFollower:
         elif isinstance(message, Bye):
             life.bye = message
         return Record(life, frame, begin, message, life.layouts.get(header.layout_id), life.last_wall_ns)
+
+    def _describe_again(self, life: Life, frame: Frame, begin: tuple[int, int]) -> None:
+        try:
+            message = decode_message(frame)
+        except WireError:
+            return
+        if isinstance(message, LayoutChange):
+            message = self._changed(life, frame, message)
+        if isinstance(message, Descriptor):
+            self._describe(life, frame.header.layout_id, message, begin)
 
     def _changed(self, life: Life, frame: Frame, change: LayoutChange) -> Descriptor | None:
         """Return the descriptor that a change makes; None where it is not known of what."""

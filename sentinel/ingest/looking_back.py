@@ -7,9 +7,9 @@ from pathlib import Path
 
 from sentinel.errors import WireError
 from sentinel.messages import Descriptor, LayoutChange
-from sentinel.wire.frame import decode_message
+from sentinel.wire.frame import DESCRIPTIONS, decode_message
 from sentinel.wire.layouts import MAX_CHANGES
-from sentinel.wire.spool import SpoolReader
+from sentinel.wire.spool_reader import SpoolReader
 
 WINDOW_BYTES = 128 * 2**10
 
@@ -26,6 +26,8 @@ def look_back(
     found: int | None = None
     while len(changes) <= MAX_CHANGES:
         frames = SpoolReader(folder, file_index=file_index, offset=offset).poll(final=True, max_bytes=WINDOW_BYTES)
+        # What was thinned may begin with what it lost.
+        frames = [frame for frame in frames if offset or frame.header.type in DESCRIPTIONS]
         if not frames or frames[0].file_index != file_index or frames[0].header.life != life:
             return None
         number = frames[0].header.layout_id

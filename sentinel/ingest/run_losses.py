@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -49,3 +49,31 @@ class RunLosses(msgspec.Struct):
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         gone = f", {self.num_steps_gone:,} steps whole" if self.num_steps_gone else ""
         return f"{self.num_rows:,} rows of {steps}{gone} were lost before they were judged"
+
+
+def unheard(told: Health, heard_until: int, heard: Mapping[int, int | None]) -> Health | None:
+    """Return a `steps_dropped` record without the steps that were heard before they were dropped; None: all were.
+
+    heard_until: the newest step that was judged with this rank. heard: steps above it that are known: rows of them that
+    came, None for those that came whole.
+    """
+    first_step, num_steps, num_rows = -1, 0, 0
+    for first, last, steps, rows in told.runs or ((told.first_step, told.step, told.count, told.num_rows),):
+        if last <= heard_until:
+            continue
+        begin, left = max(first, heard_until + 1), steps
+        if begin > first:
+            left = max(steps - (begin - first), 1)
+        each = rows / max(steps, 1)
+        left_rows = rows if left == steps else round(each * left)
+        for step, came in heard.items():
+            if begin <= step <= last:
+                left -= came is None
+                left_rows -= round(each) if came is None else came
+        if left > 0:
+            first_step = begin if first_step < 0 else min(first_step, begin)
+            num_steps += left
+            num_rows += max(left_rows, 0)
+    if not num_steps:
+        return None
+    return msgspec.structs.replace(told, first_step=first_step, count=num_steps, num_rows=num_rows, runs=())

@@ -13,7 +13,7 @@ from sentinel.ingest.decision import Decision, Described, RankFacts, RankPart, T
 from sentinel.ingest.follow import Life, Position, Record
 from sentinel.ingest.merge import Layout, LayoutCache, RankStep, StepView
 from sentinel.ingest.parts import OpenStep, Part, earlier
-from sentinel.ingest.run_losses import RunLosses
+from sentinel.ingest.run_losses import RunLosses, unheard
 from sentinel.ingest.waiting_health import WaitingHealth
 from sentinel.messages import Bye, Descriptor, EndStep, Health
 from sentinel.run_end import RunEnd
@@ -134,7 +134,10 @@ class StepAssembler:
         assert isinstance(record.message, Health)
         if seq <= self._ended_of(life).health_seq:
             return
-        if not self._health.add(life.id, seq, record.message, record.begin):
+        message: Health | None = record.message
+        if record.message.code == "steps_dropped":
+            message = unheard(record.message, *self.attempts.heard_of(life, self._replays))
+        if message is not None and not self._health.add(life.id, seq, message, record.begin):
             self._blind("lost_health", 1)
 
     def _ended_of(self, life: Life) -> Ended:
@@ -287,15 +290,11 @@ class StepAssembler:
             missing=self._missing(attempt, chosen), described=self._described(attempt, chosen),
             time=max([part.last_wall_ns for part in chosen.values()], default=0) / 1e9, pack_hash=self.pack_hash,
             blindness={what: count for what, count in sorted(self._blindness.items()) if count > 0},
-            is_catching_up=any(one.num_lost for one in ranks) and self._is_next_heard(attempt, step),
+            is_catching_up=any(one.num_lost for one in ranks) and attempt.is_heard_after(step, self.attempts.returning()),
         )  # fmt: skip
         self._tell(decision)
         self._on_decision(decision)
         return self._view(decision)
-
-    def _is_next_heard(self, attempt: Attempt, step: int) -> bool:
-        later = [one for one in attempt.open if one > step]
-        return bool(later) and not attempt.waited_for(min(later), self.attempts.returning())
 
     def _missing(self, attempt: Attempt, chosen: Mapping[int, Part]) -> dict[int, str]:
         """Return why ranks are not whole in a step, ranks rising."""

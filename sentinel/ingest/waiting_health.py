@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from sentinel.messages import Health
 
 MAX_HEALTH = 256
-"""Health records of a life that a closed step shows; more are dropped."""
+"""Health records of a life that a closed step shows; more are dropped, but none that counts lost steps."""
 MAX_WAITING_HEALTH = 16 * MAX_HEALTH
 """Health records of a life that wait for the end of their steps; more are counted and dropped."""
 
@@ -21,19 +21,20 @@ class WaitingHealth:
     def add(self, life: bytes, seq: int, health: Health, begin: tuple[int, int]) -> bool:
         """Keep a record, and where its frame begins; False: there is no room, it is lost."""
         waiting = self._waiting.setdefault(life, [])
-        if len(waiting) >= MAX_WAITING_HEALTH:
+        if len(waiting) >= MAX_WAITING_HEALTH and health.code != "steps_dropped":
             return False
         waiting.append((seq, health, begin))
         return True
 
     def take(self, life: bytes, last_seq: int) -> tuple[Health, ...]:
-        """Return the records of a life up to a frame's number, MAX_HEALTH at most, and let go of all of them."""
+        """Return the records of a life up to a frame's number, MAX_HEALTH at most beside lost steps; and let go of them."""
         waiting = self._waiting.pop(life, None)
         if not waiting:
             return ()
         if left := [item for item in waiting if item[0] > last_seq]:
             self._waiting[life] = left
-        return tuple(message for seq, message, _ in waiting if seq <= last_seq)[:MAX_HEALTH]
+        found = [message for seq, message, _ in waiting if seq <= last_seq]
+        return tuple(one for at, one in enumerate(found) if at < MAX_HEALTH or one.code == "steps_dropped")
 
     def oldest(self) -> Iterator[tuple[bytes, tuple[int, tuple[int, int]]]]:
         """Yield, per life, the number and the place of the first frame that is still needed."""

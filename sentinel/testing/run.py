@@ -31,7 +31,8 @@ from sentinel.wire.frame import (
     run_id_of,
     scan,
 )
-from sentinel.wire.spool import FILE_BYTES, SPOOL_BYTES, SpoolWriter, file_name, life_folder
+from sentinel.wire.spool import FILE_BYTES, SPOOL_BYTES, SpoolWriter, life_folder
+from sentinel.wire.spool_files import file_name
 
 
 class _Rank:

@@ -72,6 +72,9 @@ class FrameType(enum.IntEnum):
     CHANGE = 9
 
 
+DESCRIPTIONS = frozenset({int(FrameType.DESCRIPTOR), int(FrameType.CHANGE)})
+"""Types of the frames that say what rows point into."""
+
 Message: TypeAlias = Descriptor | LayoutChange | EndStep | Health | Ack | Heartbeat | Vectors | Bye
 
 _MESSAGE_TYPES: dict[int, type[Message]] = {
@@ -122,7 +125,8 @@ class Frame(msgspec.Struct, frozen=True):
     header: Header
     payload: Buffer
     offset_after: int
-    """Where the next frame begins: in the scanned buffer, or in the file for frames of a SpoolReader."""
+    """Where the next frame begins: in the scanned buffer, or in the file for frames of a SpoolReader; 0 in a file that was
+    thinned, which is read from its beginning after a restart."""
     file_index: int = 0
 
 

@@ -338,7 +338,8 @@ class Handover:
                 self._guarded("note", lambda note=item: self._write(note))  # type: ignore[misc]
 
     def _write_step(self, batch: StepBatch) -> None:
-        self._losses.merge(batch.refused)
+        if batch.refused is not None:
+            self._losses.merge(batch.refused)
         if batch.descriptor is not None:
             self._write(batch.descriptor)
         self._tell_losses(batch)

@@ -2,36 +2,63 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from sentinel.messages import Health
 from sentinel.wire.frame import NO_STEP
 
+MAX_RUNS = 4096
+"""Most stretches of steps that are told apart (chosen); past it neighbours become one, of so many rows in all."""
 
-@dataclasses.dataclass(slots=True)
+Run = tuple[int, int, int, int]
+"""(first step, last step, steps, rows of all of them)"""
+
+
 class Losses:
-    """A sum over steps; false while it is empty."""
+    """A sum over steps, in the order in which they were lost; false while it is empty."""
 
-    first_step: int = NO_STEP
-    last_step: int = NO_STEP
-    num_steps: int = 0
-    num_rows: int = 0
+    def __init__(self, *runs: Run) -> None:
+        self._runs: list[Run] = list(runs)
 
     def __bool__(self) -> bool:
-        return self.num_steps > 0
+        return bool(self._runs)
 
-    def add(self, step: int, num_rows: int, num_steps: int = 1) -> None:
-        """Add a step, or so many steps up to this one."""
-        self.first_step = step if not self.num_steps else min(self.first_step, step)
-        self.last_step = max(self.last_step, step)
-        self.num_steps += num_steps
-        self.num_rows += num_rows
+    @property
+    def first_step(self) -> int:
+        """The lowest of the steps; NO_STEP: there is none."""
+        return min((first for first, _, _, _ in self._runs), default=NO_STEP)
 
-    def merge(self, other: Losses | None) -> None:
+    @property
+    def last_step(self) -> int:
+        """The highest of the steps; NO_STEP: there is none."""
+        return max((last for _, last, _, _ in self._runs), default=NO_STEP)
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps."""
+        return sum(steps for _, _, steps, _ in self._runs)
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows."""
+        return sum(rows for _, _, _, rows in self._runs)
+
+    def add(self, step: int, num_rows: int) -> None:
+        """Add a step."""
+        self._append((step, step, 1, num_rows))
+
+    def merge(self, other: Losses) -> None:
         """Add what another sum holds."""
-        if other:
-            self.add(other.first_step, other.num_rows, other.num_steps)
-            self.last_step = max(self.last_step, other.last_step)
+        for run in other._runs:
+            self._append(run)
+
+    def _append(self, run: Run) -> None:
+        first, last, steps, rows = self._runs[-1] if self._runs else (0, 0, 0, 0)
+        # Stretches of steps that each lost as many are one; a reader that knows some of them knows what the others lost.
+        if steps and run[0] == last + 1 and rows * run[2] == run[3] * steps:
+            self._runs[-1] = (first, run[1], steps + run[2], rows + run[3])
+            return
+        self._runs.append(run)
+        if len(self._runs) > MAX_RUNS:
+            self._runs = [_joined(self._runs[at : at + 2]) for at in range(0, len(self._runs), 2)]
 
     def as_health(self, rank: int, code: str, lost_to: str) -> Health:
         """Return the record that tells it. code: `rows_dropped` (the ends of the steps count them), or `steps_dropped`.
@@ -48,4 +75,10 @@ class Losses:
             first_step=self.first_step,
             num_rows=self.num_rows,
             lost_to=lost_to,
+            runs=tuple(self._runs),
         )
+
+
+def _joined(runs: list[Run]) -> Run:
+    firsts, lasts, steps, rows = zip(*runs, strict=True)
+    return min(firsts), max(lasts), sum(steps), sum(rows)

@@ -1,6 +1,7 @@
 """The spool of one life: append-only files in one folder, one writer, any number of readers.
 
 <run>/spool/r<rank:05d>-<life, 8 hex digits>/<index:06d>.spool      written here, cut at a size, bounded in total
+                                             <last>.<first>-<n>.spool   what is kept of files at the cap (`thinning`)
                                              ack                    written by the daemon: "<file index> <offset>\n"
 """
 
@@ -8,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import re
-import stat
 from pathlib import Path
 
 import numpy as np
@@ -23,16 +24,17 @@ from sentinel.wire.frame import (
     NO_ATTEMPT,
     NO_STEP,
     Buffer,
-    Corrupt,
-    Foreign,
-    Frame,
     FrameType,
     Header,
     encode_frame,
     encode_message,
-    scan,
 )
 from sentinel.wire.layouts import Layouts
+from sentinel.wire.losses import Losses
+from sentinel.wire.spool_files import file_name
+from sentinel.wire.thinning import LEFT_OUT, SpoolFile, Thinned, next_to_thin, thin
+
+log = logging.getLogger("sentinel")
 
 SPOOL_BYTES = 4 * 2**30
 """Most bytes of spool a life keeps, unless said otherwise."""
@@ -40,10 +42,7 @@ FILE_BYTES = 64 * 2**20
 """Size at which a spool file is cut, unless said otherwise."""
 ROWS_BYTES = 4 * 2**20
 """Most bytes of rows in one frame; more are split."""
-READ_BYTES = 16 * 2**20
-"""Most bytes of one file that one poll takes in, unless a single frame is longer."""
 
-_FILE_NAME = re.compile(r"(\d{6,})\.spool")
 _FOLDER_NAME = re.compile(r"r(\d{5,})-([0-9a-f]{8})")
 _NEXT_CHECK_FRAMES = 256
 
@@ -57,20 +56,6 @@ def parse_life_folder(name: str) -> tuple[int, str] | None:
     """Return (rank, first 8 hex digits of the life) of a spool folder's name; None when it is none."""
     match = _FOLDER_NAME.fullmatch(name)
     return (int(match[1]), match[2]) if match else None
-
-
-def file_name(index: int) -> str:
-    """Return the name of the spool file with this index, 0-based."""
-    return f"{index:06d}.spool"
-
-
-def list_files(folder: Path) -> list[int]:
-    """Return the indices of the spool files in a folder, ascending; empty when there is no folder."""
-    try:
-        names = os.listdir(folder)  # noqa: PTH208 -- names alone; Path objects cost ten times as much per poll
-    except OSError:
-        return []
-    return sorted(int(match[1]) for match in map(_FILE_NAME.fullmatch, names) if match)
 
 
 def read_ack(folder: Path) -> tuple[int, int]:
@@ -118,18 +103,23 @@ class SpoolWriter:
         """Frames that the disk did not take, since the beginning."""
         self.num_lost_rows = 0
         """Rows in those frames, since the beginning."""
-        self.num_deleted_files = 0
-        """Files deleted before the daemon had committed them, since the beginning."""
+        self.cut = Losses()
+        """Steps that lost rows at the cap before the daemon had committed them, since the beginning."""
+        self.gone = Losses()
+        """Steps that were lost whole, likewise."""
         self._clock = clock or SystemClock()
         self._seq = 0
         self._fd = -1
         self._index = -1
         self._offset = 0
-        self._old: list[tuple[int, int]] = []
-        """Closed files, oldest first: (index, bytes)."""
+        self._old: list[SpoolFile] = []
+        """Closed files, oldest first."""
+        self._is_in_step = False
+        """Rows were written behind the last end of a step."""
         self._layouts = Layouts()
         self._untold_failures = 0
-        self._untold_deleted = 0
+        self._untold_thinned = 0
+        self._logged_level = 0
         self._untold_unlinked = False
         self._last_error = ""
         self._step = NO_STEP
@@ -153,7 +143,7 @@ class SpoolWriter:
         if step != NO_STEP:
             self._step = step
         is_written = self._append(frame_type, payload, step, row_count)
-        if is_written and (self._untold_failures or self._untold_deleted or self._untold_unlinked):
+        if is_written and (self._untold_failures or self._untold_thinned or self._untold_unlinked):
             self._say_losses()
         return is_written
 
@@ -206,7 +196,7 @@ class SpoolWriter:
             except (OSError, WireError) as failure:
                 error = failure
                 # Our own committed files are the one thing here that may make room.
-                if not (isinstance(failure, OSError) and failure.errno == errno.ENOSPC and self._drop_oldest(True)):
+                if not (isinstance(failure, OSError) and failure.errno == errno.ENOSPC and self._drop_committed()):
                     break
         self._seq += 1
         self.num_failed_frames += 1
@@ -218,13 +208,13 @@ class SpoolWriter:
     def _make_file(self, payload_bytes: int) -> bool:
         """Open a new file where there is none, or where this one is full; True when it is new. OSError."""
         wanted = payload_bytes + 128
-        if self._fd >= 0 and self._offset and self._offset + wanted > self.file_bytes:
+        # Never within a step: what is thinned tells each step's losses in its end.
+        if self._fd >= 0 and self._offset and self._offset + wanted > self.file_bytes and not self._is_in_step:
             self._cut()
         if self._fd >= 0:
             return self._offset == 0
         make_directory(self.directory)
-        while self._old and self._kept_bytes() + self.file_bytes > self.max_bytes:
-            self._drop_oldest(False)
+        self._make_room()
         index = self._index + 1
         try:
             self._fd = create_file(self.directory / file_name(index), os.O_WRONLY | os.O_APPEND | os.O_EXCL)
@@ -260,6 +250,8 @@ class SpoolWriter:
             raise
         self._seq += 1
         self._offset += wanted
+        if frame_type in (FrameType.ROWS, FrameType.END_STEP):
+            self._is_in_step = frame_type == FrameType.ROWS
 
     def _undo(self) -> None:
         """Cut a torn frame off; a file that cannot be cut is left as it is, its reader resyncs."""
@@ -270,7 +262,7 @@ class SpoolWriter:
 
     def _cut(self) -> None:
         if self._fd >= 0 and self._offset:
-            self._old.append((self._index, self._offset))
+            self._old.append(SpoolFile(first=self._index, last=self._index, num_bytes=self._offset))
         elif self._fd >= 0:
             # Leave no gap in the numbers: a reader goes from one file to the next.
             with contextlib.suppress(OSError):
@@ -294,24 +286,56 @@ class SpoolWriter:
             self._close_file()
             self._untold_unlinked = True
 
-    def _kept_bytes(self) -> int:
-        return sum(size for _, size in self._old)
+    def _make_room(self) -> None:
+        """Have room for one more file below the cap: what was committed goes first, then what is worth least."""
+        while self._old and sum(one.num_bytes for one in self._old) + self.file_bytes > self.max_bytes:
+            if not self._drop_committed() and not self._thin():
+                return
 
-    def _drop_oldest(self, committed_only: bool) -> bool:
-        """Delete the oldest closed file; True when there was one (that is committed, if only such may go)."""
-        if not self._old:
+    def _drop_committed(self) -> bool:
+        """Delete the oldest closed file if the daemon has committed all of it; True when it did."""
+        if not self._old or self._old[0].last >= read_ack(self.directory)[0]:
             return False
-        index, _ = self._old[0]
-        is_committed = index < read_ack(self.directory)[0]
-        if committed_only and not is_committed:
-            return False
-        with contextlib.suppress(OSError):
-            (self.directory / file_name(index)).unlink()
-        self._old.pop(0)
-        if not is_committed:
-            self.num_deleted_files += 1
-            self._untold_deleted += 1
+        self._delete(self._old.pop(0))
         return True
+
+    def _thin(self) -> bool:
+        """Keep less of the oldest among the files of which most is kept; False: nothing more can be left out."""
+        found = next_to_thin(self._old, self.file_bytes)
+        if found is None:
+            return False
+        at, num_files = found
+        former = self._old[at : at + num_files]
+        try:
+            thinned = thin(self.directory, former)
+        except OSError as error:
+            self._last_error = str(error)
+            return False
+        self._old[at : at + num_files] = [thinned.file]
+        # The newest first: a reader that finds the oldest goes through what is whole before it comes to what is not.
+        for one in reversed(former):
+            self._delete(one)
+        self.cut.merge(thinned.cut)
+        self.gone.merge(thinned.gone)
+        self._untold_thinned += num_files
+        self._log_loss(thinned)
+        return True
+
+    def _log_loss(self, thinned: Thinned) -> None:
+        """Say in the trainer's own log, once for each level, what goes now: where there is no daemon nobody else says it."""
+        losses = thinned.cut or thinned.gone
+        if losses and thinned.file.level > self._logged_level:
+            self._logged_level = thinned.file.level
+            log.warning(
+                "sentinel: rank %d: the spool has reached spool.max_bytes (%d) and no daemon has judged it: %s go "
+                "from now on, those of steps %d to %d first; run `sentinel serve %s`, or raise spool.max_bytes",
+                self.rank, self.max_bytes, LEFT_OUT[thinned.file.level], losses.first_step, losses.last_step,
+                self.directory.parent.parent,
+            )  # fmt: skip
+
+    def _delete(self, one: SpoolFile) -> None:
+        with contextlib.suppress(OSError):
+            (self.directory / one.name).unlink()
 
     def _say_losses(self) -> None:
         """Now that the disk takes frames again, say what it did not take."""
@@ -321,151 +345,18 @@ class SpoolWriter:
             if not self._say(Health(code="disk_full", message=text, count=count, step=self._step)):
                 return
             self._untold_failures = 0
-        if self._untold_deleted:
-            count = self._untold_deleted
+        if self._untold_thinned:
+            count = self._untold_thinned
             text = (
-                f"rank {self.rank}: spool.max_bytes {self.max_bytes} is used up: {count} files deleted before they were "
-                f"judged; is the daemon running?"
+                f"rank {self.rank}: spool.max_bytes {self.max_bytes} is used up: {count} files were thinned before they "
+                f"were judged; is the daemon running?"
             )
             if not self._say(Health(code="spool_full", message=text, count=count, step=self._step)):
                 return
-            self._untold_deleted = 0
+            self._untold_thinned = 0
         if self._untold_unlinked:
             text = f"rank {self.rank}: somebody deleted the spool file that was being written; going on in a new one"
             self._untold_unlinked = not self._say(Health(code="spool_deleted", message=text, step=self._step))
 
     def _say(self, health: Health) -> bool:
         return self._append(FrameType.HEALTH, encode_message(health), self._step, 0)
-
-
-class SpoolReader:
-    """Reads the frames of one life's folder from a position on, whole and checked; never raises for what it reads.
-
-    A torn tail is waited for while its writer may live, and cut when a newer file exists or the end is said. A region
-    that is no frame is skipped up to the next valid one, and counted.
-    """
-
-    def __init__(self, directory: Path, *, file_index: int = 0, offset: int = 0) -> None:
-        self.directory = Path(directory)
-        self._folder = str(self.directory)
-        self._wanted = 0
-        """Bytes of the frame that the last window ended within."""
-        self.file_index = file_index
-        self.offset = offset
-        self.num_corrupt = 0
-        """Regions that were skipped, since the beginning."""
-        self.num_corrupt_bytes = 0
-        self.num_torn = 0
-        """Tails that were cut."""
-        self.num_missing_files = 0
-        """Files deleted before they were read."""
-        self.foreign: dict[int, int] = {}
-        """Protocol version -> frames of it that were skipped."""
-        self.is_caught_up = True
-        """Whether the last poll saw the end of the newest file."""
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """(file index, byte offset) behind the last frame handed out."""
-        return self.file_index, self.offset
-
-    def poll(self, *, final: bool = False, max_bytes: int = READ_BYTES) -> list[Frame]:
-        """Return the next frames, in order; empty when there is nothing new. `final`: the writer is gone for good.
-
-        At most about `max_bytes` are read; ask again until it is empty.
-        """
-        frames: list[Frame] = []
-        self.is_caught_up = True
-        while not frames:
-            # Looked for before reading: a writer begins a new file only when it has done with the last.
-            has_newer = self._has_newer()
-            data = self._read(max_bytes)
-            if data is None:
-                later = [index for index in list_files(self.directory) if index > self.file_index]
-                if not later:
-                    break
-                self.num_missing_files += later[0] - self.file_index
-                self.file_index, self.offset = later[0], 0
-                continue
-            is_whole = len(data) < max_bytes
-            self.is_caught_up = is_whole and not has_newer
-            is_over = is_whole and (has_newer or final)
-            if data:
-                consumed = self._parse(data, frames, is_over=is_over, is_whole=is_whole)
-                if consumed == 0 and not frames and not is_whole:
-                    max_bytes = max(2 * max_bytes, self._wanted)  # one frame longer than the window
-                    continue
-            if is_over and has_newer and not frames:
-                self.file_index, self.offset = self.file_index + 1, 0
-                continue
-            break
-        return frames
-
-    def _has_newer(self) -> bool:
-        return os.path.exists(f"{self._folder}/{file_name(self.file_index + 1)}")  # noqa: PTH110 -- each poll
-
-    def _read(self, max_bytes: int) -> bytes | None:
-        """Return what lies behind the offset, at most max_bytes; None when there is no such file."""
-        # Opened each time: that is what makes a network file system look again.
-        # A pipe or a link has no business here: neither wait for its other end nor follow it.
-        try:
-            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(f"{self._folder}/{file_name(self.file_index)}", flags)
-        except OSError:
-            return None
-        try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                return None
-            wanted = min(max_bytes, max(0, status.st_size - self.offset))
-            return os.pread(fd, wanted, self.offset) if wanted else b""
-        except OSError:
-            return b""
-        finally:
-            os.close(fd)
-
-    def _parse(self, data: bytes, frames: list[Frame], *, is_over: bool, is_whole: bool) -> int:
-        """Take the frames out of `data`, which begins at the offset; returns the bytes that are done with."""
-        base, at, bad_from = self.offset, 0, -1
-        done = self._wanted = 0
-        while at < len(data):
-            found = scan(data, at, base, self.file_index)
-            if isinstance(found, (Frame, Foreign)):
-                if bad_from >= 0:
-                    self._count_corrupt(at - bad_from)
-                    bad_from = -1
-                if isinstance(found, Frame):
-                    at = found.offset_after - base
-                    frames.append(found)
-                else:
-                    self.foreign[found.protocol] = self.foreign.get(found.protocol, 0) + 1
-                    at = found.next_offset
-                done = at
-            elif isinstance(found, Corrupt):
-                bad_from = at if bad_from < 0 else bad_from
-                at = found.next_offset
-            elif is_over:
-                # The rest of a torn frame never comes, but frames may have been written behind it.
-                bad_from = at if bad_from < 0 else bad_from
-                at = _next_magic(data, at)
-            else:
-                self._wanted = at + found.num_bytes
-                break
-        if is_over and done < len(data):
-            self.num_torn += 1
-            self.num_corrupt_bytes += len(data) - done
-            done = len(data)
-        elif bad_from == 0 and not is_whole:  # a window that begins with rubbish and holds no frame: go past it
-            self._count_corrupt(at)
-            done = at
-        self.offset = base + done
-        return done
-
-    def _count_corrupt(self, num_bytes: int) -> None:
-        self.num_corrupt += 1
-        self.num_corrupt_bytes += num_bytes
-
-
-def _next_magic(data: bytes, at: int) -> int:
-    found = data.find(b"SNTL", at + 1)
-    return found if found >= 0 else len(data)

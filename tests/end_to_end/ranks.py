@@ -20,7 +20,7 @@ from sentinel.anomaly import Anomaly, Incident
 from sentinel.messages import Ack, Descriptor, EndStep, Health, LayoutChange
 from sentinel.record import ROW_DTYPE
 from sentinel.wire.frame import FrameType, decode_message
-from sentinel.wire.spool import SpoolReader
+from sentinel.wire.spool_reader import SpoolReader
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gpt"

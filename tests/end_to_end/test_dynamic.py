@@ -25,7 +25,7 @@ from sentinel.command import ChangeConfig
 from sentinel.messages import Descriptor, LayoutChange
 from sentinel.record import ROW_DTYPE
 from sentinel.wire.frame import FrameType, decode_message
-from sentinel.wire.spool import SpoolReader
+from sentinel.wire.spool_reader import SpoolReader
 
 from .. import forked
 from .ranks import ROOT, Spoken

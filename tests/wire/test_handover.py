@@ -17,7 +17,7 @@ from sentinel.wire import handover as wire_handover
 from sentinel.wire import spool
 from sentinel.wire.frame import Frame, FrameType, Message, decode_message
 from sentinel.wire.handover import MAX_NOTES, Handover
-from sentinel.wire.spool import SpoolReader
+from sentinel.wire.spool_reader import SpoolReader
 from sentinel.wire.step_batch import StepBatch
 
 LIFE = bytes(range(16))

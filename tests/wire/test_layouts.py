@@ -20,7 +20,9 @@ from sentinel.record import ROW_DTYPE
 from sentinel.testing import FakeClock
 from sentinel.wire import layouts
 from sentinel.wire.frame import FrameType, encode_message, row_fields, run_id_of
-from sentinel.wire.spool import SpoolReader, SpoolWriter, file_name, life_folder, list_files
+from sentinel.wire.spool import SpoolWriter, life_folder
+from sentinel.wire.spool_files import file_name, list_files
+from sentinel.wire.spool_reader import SpoolReader
 
 from .test_spool import Disk
 

@@ -20,7 +20,7 @@ from sentinel.collect.probes.collectives import METHODS, calls
 from sentinel.messages import Descriptor, Health, LayoutChange, TensorInfo, Vectors
 from sentinel.record import NONE_ID, ROW_DTYPE
 from sentinel.wire.frame import FrameType, decode_message
-from sentinel.wire.spool import SpoolReader
+from sentinel.wire.spool_reader import SpoolReader
 
 from ...layouts.builds import ddp, fsdp2, pipeline, tp
 from ...layouts.layout import Trainer, heard, train

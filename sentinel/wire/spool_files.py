@@ -1,0 +1,64 @@
+"""The files of one life's spool folder: whole ones, and what is kept of several once the cap was reached.
+
+<index:06d>.spool                           whole, as it was written
+<last:06d>.<first:06d>-<generation>.spool   what is kept of the files first to last; the newest generation counts
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import msgspec
+
+_WHOLE = re.compile(r"(\d{6,})\.spool")
+_KEPT = re.compile(r"(\d{6,})\.(\d{6,})-(\d+)\.spool")
+
+
+class KeptFile(msgspec.Struct, frozen=True, order=True):
+    """What is kept of the files `first` to `last`."""
+
+    first: int
+    last: int
+    generation: int
+
+    @property
+    def name(self) -> str:
+        """Its file's name."""
+        return f"{self.last:06d}.{self.first:06d}-{self.generation}.spool"
+
+
+def file_name(index: int) -> str:
+    """Return the name of the whole spool file with this index, 0-based."""
+    return f"{index:06d}.spool"
+
+
+def list_files(folder: Path) -> list[int]:
+    """Return the indices of the whole spool files in a folder, ascending; empty when there is no folder."""
+    return sorted(int(match[1]) for match in map(_WHOLE.fullmatch, _names(folder)) if match)
+
+
+def list_kept(folder: Path) -> list[KeptFile]:
+    """Return the files of which only a part is kept, by what they cover, the newest generation of each last."""
+    found = [match for match in map(_KEPT.fullmatch, _names(folder)) if match]
+    return sorted(KeptFile(int(match[2]), int(match[1]), int(match[3])) for match in found)
+
+
+def covering(folder: Path, index: int) -> KeptFile | None:
+    """Return the newest file that holds what is kept of the file of this index; None: there is none."""
+    found = [one for one in list_kept(folder) if one.first <= index <= one.last]
+    return max(found, key=lambda one: one.generation, default=None)
+
+
+def next_place(folder: Path, after: int) -> int | None:
+    """Return the lowest index above `after` of which anything is there; None: nothing is."""
+    kept = [max(one.first, after + 1) for one in list_kept(folder) if one.last > after]
+    return min([*kept, *(index for index in list_files(folder) if index > after)], default=None)
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)  # noqa: PTH208 -- names alone; Path objects cost ten times as much per poll
+    except OSError:
+        return []
