@@ -50,7 +50,8 @@ def demo(directory: str | None, keep: bool, as_json: bool) -> int:
     """Train a small GPT on the text of Python's standard library, plant two faults, and find them.
 
     The trainer, the daemon and the receiver of alerts are processes of their own; all that passes between trainer and
-    daemon is the run's directory. Exit 0 only when everything planted was found, by module, rank and micro-batch.
+    daemon is the run's directory. Exit 0 only when everything planted was found, by module, rank and micro-batch, and
+    nothing that is not true was told.
     """
     began = time.monotonic()
     plan = Plan()
@@ -155,6 +156,7 @@ class Stage:
         outcome = judge(
             self.plan, read_anomalies(self.run_dir), read_incidents(self.run_dir), told,
             num_judged=int(sum(num_judged)), num_dropped=int(sum(num_dropped)),
+            texts=[message.text for message in self.receiver.messages if message.to == "Slack"],
         )  # fmt: skip
         steps = [step for step in (outcome.black_box_step, outcome.escalated_step) if step is not None]
         return Scene(

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from sentinel.anomaly import Anomaly, Incident, Severity
+from sentinel.cli.demo_falsehoods import falsehoods
 from sentinel.order.causal import is_nonfinite
 from sentinel.order.causes import leading_causes
 from sentinel.order.origin import Origin, origin
@@ -62,7 +63,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def holds(self) -> bool:
-        """Everything that was planted was found."""
+        """Everything that was planted was found, and nothing false was told."""
         return all(claim.holds for claim in self.claims)
 
 
@@ -74,14 +75,17 @@ def judge(
     *,
     num_judged: int,
     num_dropped: int,
+    texts: Sequence[str] = (),
 ) -> Outcome:
     """Return what was found. incidents: all revisions, as written; told: incidents that receivers heard of.
 
     num_judged: steps; num_dropped: rows. Silence counts for something only where everything was looked at.
+    texts: messages as people read them.
     """
     onsets = [one for one in anomalies if one.event == "onset"]
+    incidents, told = list(incidents), list(told)
     newest = {one.id: one for one in incidents}
-    told = list(told)
+    false = falsehoods(plan, anomalies, [*incidents, *told], texts)
     early = [one for one in told if one.opened_step < plan.batch_step]
     spikes = [one for one in onsets if one.detector == "LossSpike"]
     first_step, escalated_step = _occurrences(plan, onsets)
@@ -130,6 +134,11 @@ def judge(
             holds=incident is not None
             and any(one.id == incident.id and one.severity is Severity.CRITICAL for one in told),
             found=f"{len({one.id for one in told})} incidents told",
+        ),
+        Claim(
+            text="nothing else was told, and nothing that is not true",
+            holds=not false,
+            found="; ".join(false) or f"{len(told)} messages about {len({one.id for one in told})} incidents, all true",
         ),
     )
     return Outcome(

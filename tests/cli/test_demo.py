@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from sentinel.anomaly import Anomaly, Incident, Severity
+from sentinel.cli.demo_falsehoods import falsehoods
 from sentinel.cli.demo_plan import Outcome, Plan, judge
 from sentinel.cli.demo_receiver import Message, Receiver
 from sentinel.cli.demo_story import Scene, story
@@ -46,7 +47,7 @@ INNER = anomaly(PLAN.nan_steps[1], PLAN.module)
 
 
 def outcome(anomalies: list[Anomaly], module: str = PLAN.module, early: bool = False, **counts: int) -> Outcome:
-    incidents = [incident(SPIKE), incident(BORDER, module=module)]
+    incidents = [incident(SPIKE), incident(BORDER, module=module, segment=PLAN.segment)]
     told = [*incidents, *([incident(anomaly(3, "x"))] if early else [])]
     return judge(PLAN, anomalies, incidents, told, **{"num_judged": PLAN.num_steps, "num_dropped": 0, **counts})
 
@@ -78,6 +79,43 @@ def test_what_was_planted_and_found_satisfies_it() -> None:
 )
 def test_anything_less_does_not(found: Outcome) -> None:
     assert not found.holds
+
+
+NAN = incident(BORDER, module=PLAN.module, segment=PLAN.segment)
+BATCH = incident(SPIKE, verdict="batch", skip_steps=(PLAN.batch_step,))
+
+
+@pytest.mark.parametrize(
+    ("words", "false"),
+    [
+        ("", NAN),
+        ("", BATCH),
+        ("", incident(anomaly(100, "step", detector="SlowRank", kind="health"))),
+        ("", incident(anomaly(100, "x", severity=Severity.INFO))),
+        ("nothing was planted at step 250", incident(anomaly(250, "loss", kind="scalar", rank=3))),
+        ("nothing was planted at step 161", incident(anomaly(161, "grad_norm", kind="scalar"))),
+        ("names rank 3", incident(anomaly(PLAN.nan_steps[0], PLAN.segment, rank=3), segment=PLAN.segment)),
+        ("names blocks.0", incident(BORDER, segment="blocks.0")),
+        ("names blocks.1.mlp.fc2", msgspec.structs.replace(NAN, module="blocks.1.mlp.fc2")),
+        ("suspects hardware", msgspec.structs.replace(NAN, verdict="hardware")),
+        ("suspects batch", msgspec.structs.replace(NAN, verdict="batch", skip_steps=(230,))),
+        ("suspects model", msgspec.structs.replace(BATCH, verdict="model", skip_steps=())),
+        ("would skip steps", msgspec.structs.replace(BATCH, skip_steps=(159, 160))),
+    ],
+)
+def test_nothing_false_passes(words: str, false: Incident) -> None:
+    roots = [SPIKE, BORDER, INNER, anomaly(PLAN.nan_steps[0], PLAN.segment, rank=3)]
+
+    found = falsehoods(PLAN, roots, [NAN, BATCH, false])
+
+    assert ("".join(found) == "") is (words == "")
+    assert words in "".join(found)
+
+
+def test_a_message_about_no_incident_is_false() -> None:
+    texts = [f"CRITICAL: {NAN.title}, run x", "CRITICAL: somebody else's, run x"]
+
+    assert falsehoods(PLAN, [BORDER], [NAN], texts) == ['a message about no incident: "CRITICAL: somebody else\'s, run x"']
 
 
 def test_story_and_report_are_told_of_anything() -> None:

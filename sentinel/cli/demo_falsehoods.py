@@ -1,0 +1,58 @@
+"""What of all that was told in a demo is not true: every incident, every message, held against what was planted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from sentinel.anomaly import Anomaly, Incident, Severity
+
+if TYPE_CHECKING:
+    from sentinel.cli.demo_plan import Plan
+
+OF_TIME = frozenset({"SlowRank"})
+"""Detectors of ranks that others waited for: on a busy machine they truly did."""
+
+
+def falsehoods(
+    plan: Plan, anomalies: Sequence[Anomaly], revisions: Iterable[Incident], texts: Iterable[str] = ()
+) -> list[str]:
+    """Return what is not true, each thing once, in words; empty: nothing.
+
+    revisions: of all incidents, as written and as told. texts: messages as people read them; each is to be about one of the
+    incidents.
+    """
+    roots = {one.id: one for one in anomalies}
+    found: dict[str, None] = {}
+    titles = set()
+    for one in revisions:
+        titles.add(one.title)
+        why = _why_false(plan, roots, one) if one.severity is not Severity.INFO else ""
+        if why:
+            found[f'"{one.title}": {why}'] = None
+    for text in texts:
+        if not any(title in text for title in titles):
+            found[f'a message about no incident: "{text[:80]}"'] = None
+    return list(found)
+
+
+def _why_false(plan: Plan, roots: Mapping[str, Anomaly], one: Incident) -> str:
+    """Return what is not true of a revision that is told; empty: all of it is."""
+    if one.detectors and OF_TIME.issuperset(one.detectors):
+        return ""
+    if one.opened_step == plan.batch_step:
+        if one.verdict not in ("unknown", "batch"):
+            return f"suspects {one.verdict}, and a batch was planted"
+        if not set(one.skip_steps) <= {plan.batch_step} or one.skip_ranks:
+            return f"would skip steps {one.skip_steps} of ranks {one.skip_ranks or 'all'}, and one batch of all was planted"
+        return ""
+    if one.opened_step != plan.nan_steps[0]:
+        return f"nothing was planted at step {one.opened_step}; it follows from what was"
+    root = roots.get(one.root or "")
+    if root is not None and (root.rank, root.micro_step) != (plan.rank, plan.micro_step):
+        return f"names rank {root.rank}, micro-batch {root.micro_step}"
+    if one.segment != plan.segment or one.module not in ("", plan.module):
+        return f"names {one.module or one.segment}"
+    if one.verdict not in ("unknown", "program") or one.skip_steps:
+        return f"suspects {one.verdict}, and a module's output was overwritten: no batch, no model, no machine"
+    return ""
