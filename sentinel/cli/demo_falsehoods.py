@@ -36,9 +36,14 @@ def falsehoods(
     return list(found)
 
 
+def is_of_time(one: Incident) -> bool:
+    """Tell whether an incident is about ranks that others waited for."""
+    return bool(one.detectors) and OF_TIME.issuperset(one.detectors)
+
+
 def _why_false(plan: Plan, roots: Mapping[str, Anomaly], one: Incident) -> str:
     """Return what is not true of a revision that is told; empty: all of it is."""
-    if one.detectors and OF_TIME.issuperset(one.detectors):
+    if is_of_time(one):
         return ""
     if one.opened_step == plan.batch_step:
         if one.verdict not in ("unknown", "batch"):

@@ -81,8 +81,8 @@ def story(scene: Scene) -> Iterator[str]:
     yield ""
     for claim in outcome.claims:
         yield f"{'FOUND ' if claim.holds else 'MISSED'}  {claim.text}: {claim.found}"
-    told = "everything planted was found, and nothing false was told"
-    yield f"{told if outcome.holds else 'NOT ' + told}; {scene.seconds:.0f} s"
+    words = "everything planted was found, and nothing false was told"
+    yield f"{'' if outcome.holds else 'NOT '}{words}; {scene.seconds:.0f} s"
 
 
 def _table(anomalies: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -237,6 +237,15 @@ def has_bad_episode(one: OpenIncident) -> bool:
     return is_nonfinite(one.root) and one.root.id in one.episodes
 
 
+def as_seen(incident: Incident, root: Anomaly, missing: Collection[int]) -> Incident:
+    """Return an incident as it is told where ranks had not spoken of its step: what was seen may not have been first."""
+    if not missing or root.rank in missing:
+        return incident
+    who = ", ".join(map(str, sorted(missing)[:8]))
+    title = f"{incident.title.replace(' born in ', ' seen in ', 1)}; rank {who} not heard of that step"
+    return msgspec.structs.replace(incident, title=title, root_name="", module="", segment="")
+
+
 def is_same_place(one: OpenIncident, causes: list[Anomaly], born: Origin) -> bool:
     if one.origin.phase != born.phase:
         return False

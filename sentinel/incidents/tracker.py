@@ -34,6 +34,7 @@ from sentinel.incidents.open_incident import (
     MAX_FIRST_CAUSES,
     OpenIncident,
     age,
+    as_seen,
     has_bad_episode,
     is_same_place,
     opening_facts,
@@ -446,6 +447,8 @@ class IncidentTracker:
             module=born.module if nature == "nonfinite" else "",
             nature=nature,
         )
+        if self._facts is not None and nature == "nonfinite":
+            incident = as_seen(incident, root, self._facts.missing)
         one = OpenIncident(
             incident=incident, nature=nature, root=root, origin=born, causes=[], last_bad_step=-1, episodes={}, series={},
             case=self._case(nature, root), facts=opening_facts(nature, root, causes, group), told_size=size_of(root),

@@ -9,6 +9,7 @@ import pytest
 
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.errors import ConfigError
+from sentinel.incidents.diagnosis.step_facts import StepFacts
 from sentinel.incidents.tracker import IncidentConfig, IncidentTracker
 
 
@@ -319,3 +320,74 @@ def test_every_anomaly_belongs_to_exactly_one_incident_and_revisions_count_up(se
 def test_nonsense_is_rejected_by_name():
     with pytest.raises(ConfigError, match=r"incidents\.quiet_steps must be at least 1, got 0"):
         IncidentConfig(quiet_steps=0)
+
+
+def storm(step, rank=5, **fields):
+    """The loss of a rank is no number again and again; fields: place and the like."""
+    fields = {
+        "rule": "nan-storm", "detector": "NanStorm", "statistic": "value", "micro_step": None, "call_id": None, "rank": rank,
+    } | fields  # fmt: skip
+    return anomaly("scalar", "loss", step, **fields)
+
+
+REPLICAS = {"dp_size": 2, "place": {"dp": 1}}
+
+
+def test_what_follows_of_an_episode_that_goes_on_opens_nothing():
+    """The rows of the step show the cause; its episode began ten steps ago, and has no record in this one."""
+    tracker = IncidentTracker()
+    root = anomaly("activation", "blocks.2", 41, segment="blocks.2", border="block_output", **REPLICAS)
+    (opened,) = tracker.update(41, [root], is_skipped=True, facts=StepFacts(ongoing=frozenset({root.id})))
+    for step in range(42, 51):
+        tracker.update(step, [], facts=StepFacts())
+
+    told = tracker.update(51, [storm(51, **REPLICAS)], is_skipped=True, facts=StepFacts(ongoing=frozenset({root.id})))
+
+    assert [one.id for one in told] == [opened.id]
+    assert len(tracker.open_incidents) == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "ongoing"),
+    [
+        (anomaly("activation", "blocks.0", 51, rank=0, segment="blocks.0", dp_size=2, place={"dp": 0}), True),
+        (storm(51, rank=1, dp_size=2, place={"dp": 0}), True),
+        (storm(51, **REPLICAS), False),
+    ],
+)
+def test_what_an_episode_cannot_have_made_is_an_incident_of_its_own(other, ongoing):
+    tracker = IncidentTracker()
+    root = anomaly("activation", "blocks.2", 41, segment="blocks.2", **REPLICAS)
+    tracker.update(41, [root], is_skipped=True, facts=StepFacts(ongoing=frozenset({root.id})))
+    for step in range(42, 51):
+        tracker.update(step, [], facts=StepFacts())
+
+    tracker.update(51, [other], is_skipped=True, facts=StepFacts(ongoing=frozenset({root.id} if ongoing else ())))
+
+    assert len(tracker.open_incidents) == 2
+
+
+def test_a_consequence_stays_one_after_a_restart():
+    def told(restart):
+        tracker = IncidentTracker()
+        root = anomaly("activation", "blocks.2", 41, segment="blocks.2", **REPLICAS)
+        found = tracker.update(41, [root], is_skipped=True, facts=StepFacts(ongoing=frozenset({root.id})))
+        if restart:
+            state = tracker.snapshot()
+            tracker = IncidentTracker()
+            tracker.restore(state)
+        facts = StepFacts(ongoing=frozenset({root.id}))
+        return [*found, *tracker.update(49, [storm(49, **REPLICAS)], is_skipped=True, facts=facts)]
+
+    assert told(True) == told(False)
+
+
+def test_a_value_seen_while_a_rank_was_not_heard_is_not_called_born_there():
+    tracker = IncidentTracker()
+
+    (late,) = tracker.update(51, [storm(51, **REPLICAS)], facts=StepFacts(missing=(1,), is_whole=False))
+    (whole,) = IncidentTracker().update(51, [storm(51, **REPLICAS)], facts=StepFacts())
+
+    assert "seen in loss on rank 5" in late.title and "rank 1 not heard of that step" in late.title
+    assert any("it may have been born there" in line for line in late.evidence)
+    assert "born in loss on rank 5" in whole.title

@@ -162,6 +162,8 @@ class Evidence(msgspec.Struct, kw_only=True):
     At most `MAX_STRAYS`."""
     finite_gradients: dict[int, int] = {}
     """Newest step -> weight gradients in it that were measured and finite; 0 where some were not."""
+    missing: dict[int, tuple[int, ...]] = {}
+    """Step in which something was born non-finite -> ranks that had not spoken of it; at most `MAX_BIRTHS`."""
     births: list[Birth] = []
     num_births: int = 0
     divergences: list[Divergence] = []
@@ -289,6 +291,8 @@ class Evidence(msgspec.Struct, kw_only=True):
         goes on has no record of its own.
         """
         in_forward = {one.lane: one for one in facts.first_bad} if facts is not None else {}
+        if facts is not None and facts.missing and len(self.missing) < MAX_BIRTHS:
+            self.missing[step] = facts.missing
         for a, born in causes:
             if in_forward and phase_of(a.kind, a.tag_name) not in (Phase.PARAM, Phase.FORWARD):
                 lanes = set(in_forward)

@@ -49,6 +49,13 @@ def nonfinite(case: Evidence, acquitted: str) -> Diagnosis:
     births = [one for one in case.births if one.step == case.births[0].step]
     if not births:
         return UNKNOWN
+    unheard = case.missing.get(births[0].step, ())
+    if unheard and births[0].rank not in unheard:
+        who = f"rank {listed(unheard)} had not spoken of step {births[0].step} when it was judged"
+        return Diagnosis(
+            reasons=(f"{who}: it may have been born there",),
+            next_step="sentinel replay --recompute judges the step with the rows that came later",
+        )
     steps = sorted({one.step for one in case.births})
     from_data = [one for one in births if _is_input(one)]
     one = births[0]
