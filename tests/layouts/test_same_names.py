@@ -81,3 +81,8 @@ def test_every_row_of_every_probe_has_the_name_of_one_process(schedule: str, chu
             found["rotary/activation"] = {**found["rotary/activation"], "count": 0.0, "norm": 0.0}
         wrong = differences(ours, expected)
         assert not wrong, wrong[:10]
+        ours, expected = statistics(view, "weight_spectrum"), statistics(truth, "weight_spectrum")
+        assert ours.keys() == expected.keys()
+        assert {key: one["mean"] for key, one in ours.items()} == pytest.approx(
+            {key: one["mean"] for key, one in expected.items()}, rel=1e-3
+        )

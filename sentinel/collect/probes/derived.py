@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 import torch
 from torch import nn
 
 from sentinel.collect.probes.context import ProbeContext
+from sentinel.collect.probes.stepped import per_rank
 from sentinel.collect.taps import Chunk
 from sentinel.collect.tensors import Entry
 from sentinel.record import Flag, Kind
@@ -25,14 +26,22 @@ class DerivedEntries:
         self._made: dict[tuple[int, str], Entry] = {}
         self._is_near: dict[int, tuple[int, bool]] = {}
         """Id of a source -> the plan's generation, and whether it wants this kind of that tensor in any step."""
-        self._seen: dict[int, tuple[Entry, Entry]] = {}
-        """Id of an entry that has a row in this step -> it and its source."""
+        self._seen: dict[int, tuple[Entry, Entry, bool]] = {}
+        """Id of an entry that has a row in this step -> it, its source, and whether it is a rank's own."""
         context.events.ending.subscribe(probe, self._follow)
 
-    def due(self, source: Entry, quantities: tuple[str, ...], tensor: torch.Tensor, shape: tuple[int, ...]) -> list[Entry]:
+    def due(
+        self,
+        source: Entry,
+        quantities: tuple[str, ...],
+        tensor: torch.Tensor,
+        shape: tuple[int, ...],
+        own: Collection[str] = (),
+    ) -> list[Entry]:
         """Return the entries to be measured now, [] where `source` is not looked at in this step.
 
-        All quantities, or those that a target picks by name (`fc1:zero`). shape: of what each row is made of.
+        All quantities, or those that a target picks by name (`fc1:zero`). shape: of what each row is made of. own: those
+        that depend on which part of the tensor a rank holds: they are kept apart on each rank.
         """
         plan = self._context.plan
         if not plan.takes(self._kind):
@@ -52,23 +61,27 @@ class DerivedEntries:
                 entry = self._made[source.id, quantity] = self._context.table.entry(source.chunk, name, self._kind)
             entry.site_pos = source.site_pos
             if is_due or plan.measures(entry):
-                self._describe(entry, source, tensor, shape)
-                self._seen[entry.id] = entry, source
+                placements, part = _placed(source, quantity in own)
+                self._context.table.describe(entry, tensor, placements, part, shape)
+                self._seen[entry.id] = entry, source, quantity in own
                 found.append(entry)
         return found
 
-    def _describe(self, entry: Entry, source: Entry, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-        self._context.table.describe(entry, tensor, dict(source.placements), source.part, shape)
-
     def _follow(self) -> None:
         """Placed as their sources are: of plain tensors that is known only when a forward has ended."""
-        for entry, source in self._seen.values():
-            if entry.placements != source.placements or entry.part != source.part:
-                entry.placements, entry.part = dict(source.placements), source.part
+        for entry, source, is_own in self._seen.values():
+            placed = _placed(source, is_own)
+            if (entry.placements, entry.part) != placed:
+                entry.placements, entry.part = placed
                 if "unknown" not in entry.placements.values():
                     entry.flags &= ~Flag.PER_RANK
                 self._context.table.is_changed = True
         self._seen = {}
+
+
+def _placed(source: Entry, is_own: bool) -> tuple[dict[str, str], str]:
+    """Return (placements, part) of what is made of a source: as it is, or a rank's own where no two ranks hold the same."""
+    return (per_rank(source.placements), "") if is_own else (dict(source.placements), source.part)
 
 
 def describe_site(

@@ -27,6 +27,9 @@ _BELOW = {"gelu": -0.17, "silu": -0.2785, "swish": -0.2785, "mish": -0.3088}
 class Saturation:
     """Counts, for each activation, what is flat in it. Each row is over elements (or units) that are 1 or 0: shares merge.
 
+    But for those that depend on which tokens a rank has: `dead`, and `saturated` where the tensor's own largest value is the
+    measure. Those stay one series a rank wherever ranks hold different parts.
+
     `M:zero`: elements that are exactly 0. `M:dead`: units (channels) that were 0 for every token of the step.
     `M:saturated`: elements within 1 % of the limits of their function's range; where it has none, or no module is known to
     be one, elements within 1 % of the tensor's own largest value: one in many, unless something clamps them.
@@ -48,7 +51,9 @@ class Saturation:
         view = by_channel(tensor, module)
         if view is None:
             return
-        wanted = self._derived.due(entry, QUANTITIES, tensor, tuple(tensor.shape))
+        flat = flat_of(module)
+        own = ("dead",) if flat is not None else ("dead", "saturated")
+        wanted = self._derived.due(entry, QUANTITIES, tensor, tuple(tensor.shape), own)
         if not wanted:
             return
         with torch.no_grad():
@@ -60,7 +65,7 @@ class Saturation:
                 elif one.name.endswith(":zero"):
                     hits.append((one, view.numel() - torch.count_nonzero(view)))
                 else:
-                    hits.append((one, num_flat(view, flat_of(module), largest)))
+                    hits.append((one, num_flat(view, flat, largest)))
             if hits:
                 words = share_words(torch.stack([number for _, number in hits]), view.numel())
                 write_rows(self._context.recording, [one for one, _ in hits], words, micro_step)
