@@ -95,6 +95,8 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
     """Hash of the text in force (`monitor_config.hash_of`); it follows edits while training."""
     settings: dict[str, Any] = {}
     """The config in force, plain values of `monitor_config.MonitorConfig`."""
+    resumed_step: int = -1
+    """The step that a state of ours said comes next, when the trainer loaded it last; -1: it loaded none."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for ids that no table of tensors can have."""

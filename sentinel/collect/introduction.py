@@ -37,6 +37,8 @@ class Introduction:
         tell: Callable[[str, str], None],
     ) -> None:
         self.place = Place()
+        self.resumed_step = -1
+        """The step that a state of ours said comes next; -1: none was loaded."""
         self.topology = topology
         self._models = models
         self._source = source
@@ -48,6 +50,11 @@ class Introduction:
         """Return by what the sum of all ranks' gradients is divided before the optimizer uses it."""
         given = self._source.config.gradient_divisor
         return self._gradient_divisor if given is None else given
+
+    def resume(self, step: int) -> int:
+        """Say with the next descriptor that a state of ours was loaded; returns its step."""
+        self.resumed_step, self._table.is_changed = step, True
+        return step
 
     def locate(self) -> None:
         """Look around once more: stages, schedules and meshes that exist by now. About 0.1 s."""
@@ -121,6 +128,7 @@ class Introduction:
             row_bytes=ROW_DTYPE.itemsize,
             environment=environment,
             first_step=first_step,
+            resumed_step=self.resumed_step,
             layer_offset=config.layer_offset,
             # The first that fits counts, and a copy's own name is exact.
             name_map={**{name: one for chunk in chunks for name, one in chunk.tied.items()}, **config.name_map},

@@ -34,7 +34,7 @@ class Ending:
         self.leave = close
         self.has_left = has_left
         self.thread_id = thread_id
-        """The thread that trains."""
+        """The thread that trains: when another ends the process, what the step that runs writes just now is not touched."""
         _living.add(owner)
         atexit.register(self._at_exit)
         # A process made by multiprocessing's fork never runs atexit.

@@ -317,7 +317,7 @@ class Monitor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting where `state_dict` was taken; call it before the first forward."""
-        self.current_step = self._first_step = int(state["step"])
+        self.current_step = self._first_step = self._introduction.resume(int(state["step"]))
 
     def detach(self, reason: str = "detached") -> None:
         """Take every hook off, send what there is, end this life. The model is exactly as before.
@@ -491,7 +491,6 @@ class Monitor:
         if not self.is_alive:
             return
         try:
-            # Another thread may end the process while a step runs: what that writes just now is not touched.
             if self._running.is_begun and threading.get_ident() == self._ending.thread_id:
                 self._end_step(is_partial=not self.boundary.is_over)
         except Exception as error:

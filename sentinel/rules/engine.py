@@ -22,6 +22,7 @@ from sentinel.rules.end_watch import EndWatch
 from sentinel.rules.guard import Guarded
 from sentinel.rules.liveness_watch import LivenessWatch
 from sentinel.rules.loss_watch import LossWatch
+from sentinel.rules.new_start import begins_anew
 from sentinel.rules.own_row_watch import OwnRowWatch
 from sentinel.rules.programme import NO_HITS, Programme
 from sentinel.rules.quick import quick_of
@@ -64,6 +65,7 @@ class Engine:
         self._plans: list[_LayoutPlan] = []
         self._scalars = _scalars_of(self._watches)
         self._attempt: int | None = None
+        self._last_step = -1
         self._num_skipped = 0
         self.num_steps = 0
         """Steps judged."""
@@ -114,9 +116,11 @@ class Engine:
         if self._attempt is not None and view.attempt != self._attempt:
             for watch in self._watches:
                 found.extend(watch.stop(view))
+            if begins_anew(view, self._last_step):
+                self._forget()
         if view.attempt != self._attempt:
             self._num_skipped = 0
-        self._attempt = view.attempt
+        self._attempt, self._last_step = view.attempt, view.step
         plan = self._plan_for(view.layout)
         rows = StepRows(view)
         # A statistic over what is invalid (NaN in, NaN out) is no news: the counts say it.
@@ -187,6 +191,7 @@ class Engine:
             {
                 "version": SNAPSHOT_VERSION,
                 "attempt": self._attempt,
+                "last_step": self._last_step,
                 "num_skipped": self._num_skipped,
                 "num_steps": self.num_steps,
                 "num_rows_judged": self.num_rows_judged,
@@ -202,6 +207,7 @@ class Engine:
         if data.get("version") != SNAPSHOT_VERSION:
             raise RuleError(f"engine snapshot of version {data.get('version')}, expected {SNAPSHOT_VERSION}; replay the run")
         self._attempt, self._num_skipped = data["attempt"], data.get("num_skipped", -1)
+        self._last_step = data.get("last_step", -1)
         self.num_steps, self.num_rows_judged = data["num_steps"], data["num_rows_judged"]
         self.settled = tuple(data["settled"])
         self._series.take_bytes(data["series"])
@@ -210,6 +216,15 @@ class Engine:
                 watch.take_dict(data["watches"][watch.identity])
         self._plans = []
         self._scalars = _scalars_of(self._watches)
+
+    def _forget(self) -> None:
+        """Begin all baselines anew; what was told of ranks and their ends stays told."""
+        kept = {one.identity: one for one in self._watches if isinstance(one, LivenessWatch | EndWatch | LossWatch)}
+        fresh = self._build(self.pack)
+        for new, old in zip(fresh, self._watches, strict=True):
+            new.num_points = old.num_points
+        self._watches = [kept.get(one.identity, one) for one in fresh]
+        self._plans, self._scalars = [], _scalars_of(self._watches)
 
     def _build(self, pack: Pack) -> list[Watch]:
         watches: list[Watch] = []

@@ -8,6 +8,7 @@ import os
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -243,9 +244,15 @@ class SyntheticRun:
         one.spool.append(FrameType.DESCRIPTOR, encode_message(one.table.descriptor))
         return one.life
 
-    def restart(self, step: int, *, attempt: int | None) -> None:
-        """Begin new lives of all ranks at a step, as after a crash: what was not said bye to is dead."""
+    def restart(self, step: int, *, attempt: int | None, is_resumed: bool = True) -> None:
+        """Begin new lives of all ranks at a step, as after a crash: what was not said bye to is dead.
+
+        is_resumed: they loaded the state of our monitor from a checkpoint; else the same name trains anew.
+        """
         self.attempt, self.step = attempt, step
+        for one in self._ranks:
+            resumed_step = step if is_resumed else -1
+            one.table.descriptor = msgspec.structs.replace(one.table.descriptor, resumed_step=resumed_step)
         for rank in range(self.num_ranks):
             self.start(rank)
 

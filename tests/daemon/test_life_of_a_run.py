@@ -63,7 +63,8 @@ def test_a_world_that_changes_size_goes_on(tmp_path: Path, sizes: tuple[int, ...
     assert run.metrics().num_records == num_rows
     assert run.metrics().num_frames_duplicate == 0
     run.close()
-    assert found(tmp_path / "run") == []
+    # The first of three worlds was silent for so long, when the last began, that it is told to be over.
+    assert {(one.rule, one.attempt) for one in found(tmp_path / "run")} <= {("run-ended", 0)}
     assert replay(RunPaths.of(tmp_path / "run"), tmp_path / "again").first_difference is None
 
 

@@ -21,7 +21,7 @@ from sentinel.daemon.packs import RulePacks
 from sentinel.daemon.replay import replay
 from sentinel.daemon.serving import ServedRun
 from sentinel.errors import StoreError
-from sentinel.ingest.decision import Decision
+from sentinel.ingest.decision import Decision, decode_decision
 from sentinel.messages import Health
 from sentinel.report.files import AppendLog
 from sentinel.store.journal import Journal
@@ -76,7 +76,8 @@ def written(run_dir: Path) -> tuple[bytes, bytes]:
 def decisions(run_dir: Path) -> list[Decision]:
     journal = Journal(RunPaths.of(run_dir).journal, read_only=True)
     try:
-        return [msgspec.msgpack.decode(body, type=Decision) for _, _, body in journal.decisions()]
+        decided = (decode_decision(kind, body) for _, kind, body in journal.decisions())
+        return [one for one in decided if isinstance(one, Decision)]
     finally:
         journal.close()
 
