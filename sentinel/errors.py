@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 
 class SentinelError(Exception):
     """Anything Sentinel raises on purpose. The message says where, what was expected, what came, what to do."""
@@ -29,3 +31,7 @@ class StoreError(SentinelError):
 
 class LogError(SentinelError):
     """A plain log that cannot be read; names file and line, what was expected and what came."""
+
+
+MALFORMED: tuple[type[Exception], ...] = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What reading JSON or msgpack raises where it is not what was promised: not of its kind, not UTF-8, nested too deeply."""

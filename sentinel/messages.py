@@ -1,47 +1,69 @@
 """What a rank says beside its rows: the payloads of descriptor, change, end_step, health, ack, heartbeat and bye frames.
 
-Fields are only ever added, last, with a default, so that an older reader still understands a newer rank.
+Fields are only ever added, last, with a default, so that an older reader still understands a newer rank. What a field may
+hold is checked when a frame is read (`bounds`).
 """
 
 from __future__ import annotations
 
 import fnmatch
-from typing import Any
+import math
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
+from sentinel.bounds import (
+    MAX_SCALARS,
+    MAX_STEP,
+    Chunk,
+    Count,
+    Depth,
+    Dtype,
+    LayoutId,
+    Name,
+    Offset,
+    Seconds,
+    Shape,
+    Shift,
+    Small,
+    Step,
+    TensorId,
+    Text,
+    Word,
+)
 from sentinel.place import Place
 
 
 class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of the table that rows point into."""
 
-    id: int
-    name: str
+    id: TensorId
+    name: Name
     """Name on this rank, wrapper prefixes stripped: `blocks.0.mlp.fc1.weight` for a parameter, the module's name for an
     activation, with `:1` or `:logits` behind it for another element of its output or input than the only one.
     The chunk itself is `""`; the daemon gives it its canonical name."""
-    kind: str
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    chunk: int = 0
+    kind: Word
+    shape: Shape = ()
+    dtype: Word = ""
+    chunk: Chunk = 0
     """vpp_stage of the model chunk that holds it, 0-based."""
-    site_pos: int = 0
+    site_pos: Small = 0
     """Order of first appearance of the site in forward, 0-based in each chunk; params and wgrads: that of their module."""
-    consumers: tuple[str, ...] = ()
+    consumers: tuple[Name, ...] = ()
     """Modules that read this same tensor (activation, dgrad): it is their activation_in / dgrad_in under another name."""
-    also: tuple[str, ...] = ()
+    also: tuple[Name, ...] = ()
     """Outer modules that handed the same tensor on as their own output."""
-    placements: dict[str, str] = {}
+    placements: dict[Word, Word] = {}
     """Mesh axis (`dp`, `tp`, ...) to `replicate`, `shard` (merged by moments), `partial`, `owned` or `unknown`."""
-    border: str = ""
+    border: Word = ""
     """Black box: `chunk_input`, `block_input`, `block_output`, `chunk_output`, or empty."""
-    border_index: int = -1
+    border_index: Small = -1
     """Position of the border in its chunk's list of borders, forward order, 0-based; -1: no border."""
-    part: str = ""
+    part: Name = ""
     """Which part of the tensor this rank holds, where coordinates alone do not tell: `dp_shard=1,tp=0`, or `0:4096` of
     the flattened tensor. Equal parts are replicas, unequal ones are disjoint. Empty: `placements` tells."""
-    functions: tuple[str, ...] | None = None
+    functions: tuple[Name, ...] | None = None
     """Activations: functions not defined everywhere that made it from what was measured before, as its autograd graph tells,
     nearest first: `log`, `div`, `log:blocks.1.up` (of that very tensor), `sqrt'` (its derivative alone). None: not known."""
 
@@ -49,19 +71,19 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
 class ChunkInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One model chunk of a rank, and how the black box cut it."""
 
-    vpp_stage: int
-    depth: int
+    vpp_stage: Chunk
+    depth: Depth
     """Place in the forward order of all chunks of all stages, 0-based (`place.depth`)."""
-    segments: tuple[str, ...] = ()
+    segments: tuple[Name, ...] = ()
     """Names of the segments in forward order; segment i lies between border i and border i + 1."""
-    blocks: tuple[str, ...] = ()
+    blocks: tuple[Name, ...] = ()
     """Local names of the repeated layers, in forward order; those of one container share its name as prefix."""
-    modules: tuple[str, ...] = ()
+    modules: tuple[Name, ...] = ()
     """Local names of all modules, in order of registration."""
-    offsets: dict[str, int] = {}
+    offsets: dict[Name, Shift] = {}
     """Local name of a container of numbered children -> number to add to make theirs global, as the trainer itself says
     (Megatron's layer_number, the experts of an expert-parallel rank). Goes before what the daemon works out."""
-    model: str = ""
+    model: Name = ""
     """Which of several models of the trainer it belongs to (`G`, `D`): stands before its names. Empty: there is one."""
     flows: tuple[str, ...] | None = None
     """Local names of the modules outside the blocks that hold no parameters, and whose outputs a gradient goes through, as
@@ -69,45 +91,30 @@ class ChunkInfo(msgspec.Struct, frozen=True, kw_only=True):
     those are the same on every stage. None: said by a version that did not tell, so every module may be one."""
 
 
-MAX_TENSORS = 2**24
-"""Ids of tensors are below: tables are as long as the largest."""
-
-
 class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
     """The first frame of a life and of each of its files; when tensors, placements or chunks change, a `LayoutChange`."""
 
-    version: str
+    version: Word
     place: Place
     chunks: tuple[ChunkInfo, ...]
     tensors: tuple[TensorInfo, ...]
-    row_fields: tuple[tuple[str, str, int], ...]
+    row_fields: Annotated[tuple[tuple[Word, Dtype, Annotated[int, Meta(ge=0, lt=2**16)]], ...], Meta(max_length=1024)]
     """(name, numpy dtype string, byte offset) of each field of a row."""
-    row_bytes: int
-    environment: dict[str, str] = {}
+    row_bytes: Annotated[int, Meta(ge=1, le=2**16)]
+    environment: dict[Word, Name] = {}
     """host, torch, kernel, boundary, device: for people, never judged. pid, pid_start, pid_space, boot: by these a daemon on
     the same host finds the process again, and no other that got its number."""
-    first_step: int = 0
-    layer_offset: int | None = None
-    name_map: dict[str, str] = {}
-    config_path: str = ""
+    first_step: Step = 0
+    layer_offset: Shift | None = None
+    name_map: dict[Name, Name] = {}
+    config_path: Name = ""
     """Absolute path of the config file on this rank's host; empty: the config came from code."""
-    config_hash: str = ""
+    config_hash: Word = ""
     """Hash of the text in force (`monitor_config.hash_of`); it follows edits while training."""
     settings: dict[str, Any] = {}
     """The config in force, plain values of `monitor_config.MonitorConfig`."""
     resumed_step: int = -1
     """The step that a state of ours said comes next, when the trainer loaded it last; -1: it loaded none."""
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for ids that no table of tensors can have."""
-        _check_ids(self.tensors)
-
-
-def _check_ids(tensors: tuple[TensorInfo, ...]) -> None:
-    if tensors:
-        ids = [tensor.id for tensor in tensors]
-        if min(ids) < 0 or max(ids) >= MAX_TENSORS:
-            raise ValueError(f"tensors: expected ids in [0, {MAX_TENSORS}), got {min(ids)} to {max(ids)}")
 
 
 class LayoutChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,18 +124,14 @@ class LayoutChange(msgspec.Struct, frozen=True, kw_only=True):
     has no row in it, and needs no layout of its own.
     """
 
-    base: int
+    base: LayoutId
     """Layout id of the descriptor that this changes; the frame's own: that one is meant again."""
-    base_offset: int
+    base_offset: Offset
     """Byte offset in the same file at which the frame begins that describes `base`."""
     tensors: tuple[TensorInfo, ...] = ()
     """Those that are new, and those that changed, whole."""
     head: Descriptor | None = None
     """Everything but the table, where any of it changed; its own table is empty."""
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for ids that no table of tensors can have."""
-        _check_ids(self.tensors)
 
     def applied_to(self, base: Descriptor) -> Descriptor:
         """Return the descriptor that this makes of its base."""
@@ -140,35 +143,35 @@ class LayoutChange(msgspec.Struct, frozen=True, kw_only=True):
 class EndStep(msgspec.Struct, frozen=True, kw_only=True):
     """This rank has spoken for this step; the last frame of the step."""
 
-    step: int
-    num_rows: int
+    step: Annotated[int, Meta(ge=0, le=MAX_STEP)]
+    num_rows: Count
     """Rows this rank sent for the step, all rows frames together."""
-    num_calls: int
+    num_calls: Count
     """call_ids given out in the step."""
-    num_micro_steps: int = 0
-    scalars: dict[str, float] = {}
+    num_micro_steps: Count = 0
+    scalars: Annotated[dict[Name, float], Meta(max_length=MAX_SCALARS)] = {}
     """Logged values; NaN and infinities travel as they are."""
     is_skipped: bool = False
     is_partial: bool = False
     """The trainer ended in mid-step: what there is, is here."""
-    num_dropped_rows: int = 0
+    num_dropped_rows: Count = 0
     """Rows of this step that were lost on the way here (an older writer: of this or of earlier steps)."""
-    num_folded_rows: int = 0
+    num_folded_rows: Count = 0
     """Rows folded for want of room."""
-    step_time_s: float = 0.0
-    due: dict[str, int] = {}
+    step_time_s: Seconds = 0.0
+    due: dict[Word, Count] = {}
     """Kind to the number of tensors measured in this step: rows expected, for the positive control."""
-    wait_s: float = -1.0
+    wait_s: Seconds = -1.0
     """Seconds of step_time_s in which the host waited for other ranks in collectives; below 0: not known."""
-    activities: tuple[str, ...] = ()
+    activities: Annotated[tuple[Word, ...], Meta(max_length=1024)] = ()
     """Activities other than train that the trainer told of since the last end_step: its times say little then."""
-    samples: tuple[int | str, ...] = ()
+    samples: Annotated[tuple[Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Name, ...], Meta(max_length=2**20)] = ()
     """Ids of the samples that this rank trained on in the step, where the trainer logs them."""
-    num_samples_cut: int = 0
+    num_samples_cut: Count = 0
     """Ids that were left out for want of room."""
-    num_finite_dropped: int = 0
+    num_finite_dropped: Count = 0
     """Of `num_dropped_rows`, those that held no NaN and no infinity."""
-    lost_to: str = ""
+    lost_to: Word = ""
     """Why rows were dropped, joined by commas: `writer` (it was late and the hand-over full), `cap` (spool.max_bytes),
     `disk` (it took no frames), `error` (the rows could not be read)."""
 
@@ -188,21 +191,27 @@ def is_loss(name: str) -> bool:
 class Vector(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of one tensor and is no row: a value for each head, expert, channel or bin."""
 
-    tensor: int
+    tensor: TensorId
     """Index of the descriptor's table, as in a row."""
-    statistic: str
+    statistic: Word
     """What the values are: `histogram`, `entropy`, `max_logit`, `load`, ..."""
-    axis: str
+    axis: Word
     """What is counted off: `bin`, `head`, `expert`, `channel`; several dimensions joined by `,`."""
-    micro_step: int = -1
-    call_id: int = 0
-    dtype: str = "<f4"
+    micro_step: Small = -1
+    call_id: Count = 0
+    dtype: Dtype = "<f4"
     """numpy's name of a little-endian dtype."""
-    shape: tuple[int, ...] = ()
+    shape: Shape = ()
     values: bytes = b""
     """Of `shape`, row by row."""
     edges: tuple[float, ...] = ()
     """Edges of a histogram's bins, one more than there are bins; empty where there are none."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where the values are not of the shape."""
+        expected = math.prod(self.shape) * int(self.dtype[-1])
+        if len(self.values) != expected:
+            raise ValueError(f"{self.statistic}: expected {expected} bytes of values, got {len(self.values)}")
 
 
 class Vectors(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,19 +223,19 @@ class Vectors(msgspec.Struct, frozen=True, kw_only=True):
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     """Something that blinds Sentinel here; a record that rules can see."""
 
-    code: str
+    code: Word
     """`hook_failed`, `unsupported_placement`, `rows_dropped`, `steps_dropped`, `spool_full`, `disk_full`, ..."""
-    message: str
-    site: str = ""
-    count: int = 1
-    step: int = -1
-    first_step: int = -1
+    message: Text
+    site: Name = ""
+    count: Count = 1
+    step: Step = -1
+    first_step: Step = -1
     """Of `steps_dropped`: the first of the steps up to `step` of which nothing is left, not even their end."""
-    num_rows: int = 0
+    num_rows: Count = 0
     """Of `steps_dropped`: the rows of these steps."""
-    lost_to: str = ""
+    lost_to: Name = ""
     """Of `steps_dropped`: why, as in `EndStep.lost_to`."""
-    runs: tuple[tuple[int, int, int, int], ...] = ()
+    runs: tuple[tuple[Step, Step, Count, Count], ...] = ()
     """Of `steps_dropped`: (first step, last step, steps, rows) of stretches of steps that each had as many rows: a reader
     that heard some of them before they were dropped leaves these out."""
 
@@ -234,42 +243,42 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 class Ack(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's answer to a command."""
 
-    command: str
+    command: Word
     """The command's id."""
-    state: str
+    state: Word
     """`armed` (will obey at at_step), `missed` (at_step had begun), `refused`, `applied`, `ended`, `withdrawn`."""
-    step: int
+    step: Step
     """The rank's current step when it answered."""
-    reason: str = ""
+    reason: Text = ""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """The rank's process lives; where it stands."""
 
-    step: int
-    call_id: int
-    activity: str
+    step: Step
+    call_id: Count
+    activity: Word
     """init, train, eval, checkpoint."""
-    module: str = ""
-    phase: str = ""
+    module: Name = ""
+    phase: Word = ""
     """forward, backward, optimizer, or empty."""
-    micro_step: int = -1
+    micro_step: Small = -1
     """Of the observation made last; -1: none, or not known."""
-    is_waiting: int = -1
+    is_waiting: Annotated[int, Meta(ge=-1, le=1)] = -1
     """1: the host is inside a collective just now, 0: it is not, -1: not known."""
 
 
 class Bye(msgspec.Struct, frozen=True, kw_only=True):
     """The last frame of a life that ended in order."""
 
-    reason: str
+    reason: Text
     """`detached`, `exit`, `exception`, `interrupted` (Ctrl-C)."""
-    step: int
-    error: str = ""
+    step: Step
+    error: Name = ""
     """Type of the exception, with its module where it is no built-in: `torch.OutOfMemoryError`; empty: none is known."""
-    message: str = ""
+    message: Text = ""
     """Its message, cut."""
-    code: int = 0
+    code: Annotated[int, Meta(ge=-(2**31), le=2**32)] = 0
     """What the trainer handed to `sys.exit` or `os._exit`; 0: in order, or nothing."""
     is_memory: bool = False
     """The exception says that memory ran out."""

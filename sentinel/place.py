@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from sentinel.bounds import MAX_CHUNKS, MAX_RANKS, MAX_SCHEDULE
 from sentinel.errors import ConfigError
 
 AXES: tuple[str, ...] = ("dp", "pp", "tp", "cp", "ep")
@@ -42,10 +43,14 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         bounds = [("rank", self.rank, self.world_size)]
         bounds += [(f"{axis}_rank", self.coordinate(axis), self.size(axis)) for axis in AXES]
         for name, value, size in bounds:
-            if size < 1 or not 0 <= value < size:
+            if not 1 <= size <= MAX_RANKS:
+                raise ConfigError(f"place.{name.replace('rank', 'size')} must be in [1, {MAX_RANKS}], got {size}")
+            if not 0 <= value < size:
                 raise ConfigError(f"place.{name} must be in [0, {size}), got {value}")
-        if self.vpp_size < 1:
-            raise ConfigError(f"place.vpp_size must be at least 1, got {self.vpp_size}")
+        if not 1 <= self.vpp_size <= MAX_CHUNKS:
+            raise ConfigError(f"place.vpp_size must be in [1, {MAX_CHUNKS}], got {self.vpp_size}")
+        if len(self.schedule) > MAX_SCHEDULE:
+            raise ConfigError(f"place.schedule must have at most {MAX_SCHEDULE} characters, got {len(self.schedule)}")
 
     def coordinate(self, axis: str) -> int:
         """Return the 0-based coordinate on `axis`, one of AXES."""

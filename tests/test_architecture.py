@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1] / "sentinel"
 NOUNS = {
     "record", "moments", "messages", "place", "anomaly", "command", "errors", "version", "aggregate",
     "config_file", "document", "monitor_config", "target", "dump", "tensor_file", "structure_file", "reference",
-    "run_end", "private_files", "regular_expression", "process", "csv_text",
+    "run_end", "private_files", "regular_expression", "process", "csv_text", "bounds",
 }  # fmt: skip
 STAGES = {
     "native", "collect", "wire", "ingest", "detect", "rules", "order", "incidents", "explain", "report", "control",

@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 
 import click
-import msgspec
 
 from sentinel.cli.main import CLEAN
 from sentinel.cli.places import find_run, runs_directory
-from sentinel.errors import ConfigError, StoreError
+from sentinel.errors import MALFORMED, ConfigError, StoreError
 from sentinel.explain.drawing import WIDTH
 from sentinel.explain.story import Story, Told, story_of, tell
 from sentinel.incidents.revisions import find_incident, incident_revisions, newest_revisions, worst_open
@@ -97,7 +96,7 @@ def alerts_of(run_dir: Path) -> list[tuple[str, Told]]:
     for body, outcome in rows:
         try:
             alert = Alert.read(body)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except MALFORMED:
             continue
         told = Told(
             sink=alert.sink,

@@ -15,7 +15,7 @@ from sentinel.cli.exporting import Written
 from sentinel.cli.main import say
 from sentinel.daemon.recorded import RecordedRun
 from sentinel.daemon.series import newest_attempts
-from sentinel.errors import ConfigError
+from sentinel.errors import MALFORMED, ConfigError
 from sentinel.explain.anomaly_files import anomaly_files
 from sentinel.ingest.merge import Layout
 from sentinel.report.msprobe_anomalies import MsprobeAnomalies
@@ -111,7 +111,7 @@ def _anomalies(files: list[Path]) -> Iterator[Anomaly]:
             for number, line in enumerate(lines, 1):
                 try:
                     yield _DECODER.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except MALFORMED as error:
                     if not line.endswith(b"\n"):
                         say(f"{path}:{number}: the last line is torn and is left out")
                         continue

@@ -22,7 +22,7 @@ from sentinel.cli.companion import Companion
 from sentinel.cli.main import FOUND, say
 from sentinel.cli.places import run_name, runs_directory
 from sentinel.cli.status import recorded_losses
-from sentinel.errors import ConfigError, SentinelError, StoreError
+from sentinel.errors import MALFORMED, ConfigError, SentinelError, StoreError
 from sentinel.ingest.run_losses import RunLosses
 from sentinel.private_files import make_directory, refuse_foreign, tighten
 from sentinel.store.journal import Journal
@@ -168,7 +168,7 @@ def make_report(run_dir: Path, exit_code: int, is_drained: bool) -> dict[str, An
     decode = msgspec.json.Decoder(Incident).decode
     if path.exists():
         for line in path.read_bytes().splitlines():
-            with contextlib.suppress(msgspec.DecodeError):  # a line that a daemon was killed in; the journal has it whole
+            with contextlib.suppress(*MALFORMED):  # a line that a daemon was killed in; the journal has it whole
                 incident = decode(line)
                 newest[incident.id] = incident
     num_anomalies = sum(

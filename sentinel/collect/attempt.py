@@ -105,7 +105,7 @@ def _claim(directory: Path, key: str) -> int:
         try:
             if msgspec.json.decode(path.read_bytes()).get("key") == key:
                 return number
-        except (msgspec.DecodeError, AttributeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AttributeError):
             continue
     number = max(taken, default=-1) + 1
     while True:

@@ -453,7 +453,7 @@ class CommandDesk:
                 if os.fstat(file).st_uid != os.geteuid():
                     return None
                 return _DECODER.decode(stream.read(2**20))
-        except (OSError, msgspec.DecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError):
             return None
 
     def _enter(self, status: CommandStatus, now: float) -> None:

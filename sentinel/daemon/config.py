@@ -59,10 +59,14 @@ def load_config(path: Path | None) -> DaemonConfig:
         text = path.read_text("utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: expected a configuration, got: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: expected text in UTF-8, got {error}") from error
     try:
         content: Any = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # a date of the 45th of May is a ValueError
         raise ConfigError(f"{path}: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: nested too deeply; a configuration has four levels") from error
     try:
         return msgspec.convert({} if content is None else content, DaemonConfig)
     except ConfigError as error:

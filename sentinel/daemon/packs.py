@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from sentinel.daemon.references import read_references
-from sentinel.errors import RuleError
+from sentinel.errors import MALFORMED, RuleError
 from sentinel.rules.loader import PACKS, builtin_packs, load_pack
 from sentinel.rules.schema import Pack
 
@@ -106,5 +106,5 @@ def decode_pack(body: bytes) -> Pack:
     """Return the rules that the journal kept; RuleError when a newer or older version wrote them."""
     try:
         return msgspec.json.decode(body, type=Pack)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise RuleError(f"a rule pack in the journal cannot be read: {error}; it is of another version") from error

@@ -108,6 +108,12 @@ class ServedRun:
         except sqlite3.Error as error:
             self._lock.close()
             raise journal_trouble(paths.journal, error) from error
+        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+            self._lock.close()
+            raise StoreError(
+                f"{paths.journal}: a record cannot be read: {error}; check this disk, then move the journal away: the spool "
+                "that is left is judged anew"
+            ) from error
         except BaseException:
             self._lock.close()
             raise

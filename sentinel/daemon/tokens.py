@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from sentinel.errors import ConfigError
+from sentinel.errors import MALFORMED, ConfigError
 from sentinel.private_files import create_file
 
 
@@ -80,5 +80,5 @@ def read_tokens(path: Path) -> Tokens:
             )
         try:
             return msgspec.json.decode(file.read(65536), type=Tokens)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except MALFORMED as error:
             raise ConfigError(f"{path}: {error}; remove the file to have new tokens made") from error

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from sentinel.errors import ConfigError
+from sentinel.errors import MALFORMED, ConfigError
 from sentinel.order.msprobe import MsprobeRecord
 
 _CHUNK_BYTES = 1 << 20
@@ -176,7 +176,7 @@ def msprobe_chunks(path: str, damage: Damage) -> Iterator[dict[str, MsprobeRecor
             head = rest[: cut + 1] + b"}" if is_first else b"{" + rest[: cut + 1] + b"}"
             try:
                 records = _MSPROBE.decode(head)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except MALFORMED:
                 rest += file.read()
                 break
             yield records
@@ -188,14 +188,14 @@ def msprobe_chunks(path: str, damage: Damage) -> Iterator[dict[str, MsprobeRecor
             return
         try:
             yield _MSPROBE.decode(rest if is_first else b"{" + rest)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except MALFORMED:
             # The file is rewritten whole each step: cut short, it ends in the middle of a record.
             cut = rest.rfind(b"}")
             while cut > 0:
                 try:
                     yield _MSPROBE.decode((b"" if is_first else b"{") + rest[: cut + 1] + b"}")
                     break
-                except (msgspec.DecodeError, UnicodeDecodeError):
+                except MALFORMED:
                     cut = rest.rfind(b"}", 0, cut)
             damage.torn.append(path)
 

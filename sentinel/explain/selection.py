@@ -14,6 +14,7 @@ from typing import Any, cast
 import msgspec
 
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
+from sentinel.errors import MALFORMED
 from sentinel.explain.anomaly_files import Damage, FileRange, chunks, msprobe_chunks, packed_chunks, repaired
 from sentinel.order.causal import SortKey, sort_key
 from sentinel.order.msprobe import MsprobeRecord, from_msprobe, msprobe_sort_key
@@ -161,7 +162,7 @@ class Findings:
         """Take whole lines; `is_tail`: the file ends here without a line feed."""
         try:
             glances = self._decoder.decode_lines(chunk)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except MALFORMED:
             self._take_doubtful_lines(path, bytes(chunk), offset, is_tail)
             return
         chosen = self._choose(glances)
@@ -220,12 +221,12 @@ class Findings:
                 continue
             try:
                 glance = self._decoder.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except MALFORMED:
                 strict = repaired(line)
                 try:
                     glance = self._decoder.decode(strict or b"")
                     line = strict or line
-                except (msgspec.DecodeError, UnicodeDecodeError):
+                except MALFORMED:
                     if is_tail and number == len(lines) - 1:
                         self.damage.torn.append(path)
                     else:
@@ -237,7 +238,8 @@ class Findings:
     def _offer(self, path: str, line: bytes, is_critical: bool) -> None:
         try:
             record = RECORD.decode(line)
-        except msgspec.DecodeError:
+            line.decode()  # fields that sorting does not look at
+        except MALFORMED:
             self.num_anomalies -= 1
             self.damage.note_line(f"{path}: step, severity and the like are there, but not as their kind")
             return

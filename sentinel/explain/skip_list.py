@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from sentinel.errors import ConfigError
+from sentinel.errors import MALFORMED, ConfigError
 
 REASON = "suspected batch: "
 
@@ -142,10 +142,10 @@ def _read(path: Path) -> tuple[dict[str, _Told], list[Skip], list[str]]:
             continue
         try:
             told = incidents.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except MALFORMED as error:
             try:
                 skips.append(exported.decode(line))
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except MALFORMED:
                 if number < len(lines):  # The last may be torn.
                     problems.append(f"{path}:{number}: {error}")
             continue

@@ -114,7 +114,7 @@ def _commands(run_dir: Path) -> list[EnableMonitoring]:
     for path in sorted((run_dir / "control").glob("*.json")):
         try:
             result.append(msgspec.json.decode(path.read_bytes(), type=EnableMonitoring))
-        except (msgspec.DecodeError, UnicodeDecodeError, OSError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError):
             continue
     return result
 

@@ -140,7 +140,10 @@ def _ranges(files: Collection[Path]) -> tuple[list[FileRange], Damage]:
 
 
 def _entry(candidate: Candidate) -> Entry:
-    record: dict[str, Any] = msgspec.json.decode(candidate.raw)
+    try:
+        record: dict[str, Any] = msgspec.json.decode(candidate.raw)
+    except RecursionError:  # in a field that is none of ours
+        record = msgspec.to_builtins(RECORD.decode(candidate.raw))
     if candidate.is_msprobe:
         anomaly = from_msprobe(MSPROBE_LINE.decode(candidate.raw))
         record = msgspec.to_builtins(anomaly) | {key: value for key, value in record.items() if value is not None}

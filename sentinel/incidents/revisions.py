@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from sentinel.anomaly import Incident, Severity
-from sentinel.errors import ConfigError
+from sentinel.errors import MALFORMED, ConfigError
 
 
 def incident_revisions(directory: Path) -> list[Incident]:
@@ -20,7 +20,7 @@ def incident_revisions(directory: Path) -> list[Incident]:
     for line in path.read_bytes().split(b"\n"):
         try:
             revisions.append(msgspec.json.decode(line, type=Incident))
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except MALFORMED:
             continue
     return revisions
 

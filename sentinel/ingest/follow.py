@@ -6,14 +6,15 @@ import bisect
 import dataclasses
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from sentinel.errors import WireError
 from sentinel.ingest.looking_back import look_back
-from sentinel.messages import Bye, Descriptor, EndStep, Heartbeat, LayoutChange
+from sentinel.ingest.trust import IMPOSSIBLE, MAX_GAPS, bears_out, leaps, why_contradicted, why_descriptor, why_header
+from sentinel.messages import Bye, Descriptor, EndStep, Health, Heartbeat, LayoutChange
 from sentinel.version import VERSION
 from sentinel.wire.frame import (
     DESCRIPTIONS,
@@ -24,7 +25,6 @@ from sentinel.wire.frame import (
     FrameType,
     Message,
     decode_message,
-    row_dtype,
 )
 from sentinel.wire.spool import parse_life_folder
 from sentinel.wire.spool_files import file_name
@@ -32,15 +32,13 @@ from sentinel.wire.spool_reader import SpoolReader
 
 log = logging.getLogger("sentinel.ingest")
 
-_ROWS, _END_STEP = int(FrameType.ROWS), int(FrameType.END_STEP)
+_ROWS = int(FrameType.ROWS)
 
 WINDOW_BYTES = 2**20
 """Most bytes of one spool that are read at a time while few ranks are followed."""
 MIN_WINDOW_BYTES = 128 * 2**10
 POLL_BYTES = 64 * 2**20
 """Most bytes that one poll reads of all spools together, about."""
-MAX_GAPS = 1024
-"""Missing numbers of a life that are remembered, so that a late frame is told from a repeated one."""
 MAX_LAYOUTS = 64
 """Descriptors of a life that are remembered."""
 DISCOVER_POLLS = 20
@@ -77,15 +75,16 @@ class Life:
     """Numbers that never came, as far as is known."""
     num_duplicates: int = 0
     num_undecodable: int = 0
+    """Frames that were left out because they say what is impossible."""
+    leap: tuple[Frame, tuple[int, int]] | None = None
+    """A frame that is far ahead of those before it, and where it begins: the next ones tell whether to believe it."""
+    refused: dict[int, str] = dataclasses.field(default_factory=dict)
+    """Layout id -> why what was said of it is impossible; at most MAX_LAYOUTS."""
 
     def described_before(self, place: tuple[int, int]) -> tuple[int, int]:
         """Return where the layout is described that was in force at a place: (file index, byte offset)."""
         at = bisect.bisect_left(self.described_at, place)
         return self.described_at[at - 1] if at else (place[0], 0)
-
-
-MAX_STEP = 2**40
-"""No trainer counts that far (chosen); a step beyond it would make every other rank late for ever."""
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -211,7 +210,7 @@ class RunFollower:
         self.behind |= {record.life.id for record in self._waiting}
         for record in records:
             life, frame = record.life, record.frame
-            self._handed[life.folder] = (life, frame.file_index, frame.offset_after, frame.header.seq)
+            self._handed[life.folder] = (life, frame.file_index, frame.offset_after, min(frame.header.seq, life.max_seq))
         return records
 
     def _due(self) -> list[Record]:
@@ -245,15 +244,22 @@ class RunFollower:
         for frame in frames:
             if frame.file_index != begin[0] or not frame.offset_after:
                 begin = (frame.file_index, 0)
-            record = self._hear(folder, frame, begin)
+            records = self._hear(folder, frame, begin)
             frame_bytes = HEADER_BYTES + memoryview(frame.payload).nbytes
             num_bytes += frame_bytes
             self.num_bytes += frame_bytes
             begin = (frame.file_index, frame.offset_after)
-            if record is not None:
-                self._waiting.append(record)
-                self._wall_ns[folder] = record.time_ns
+            self._wait(folder, records)
+        life = self.lives.get(self._last_life.get(folder, b""))
+        if final and not frames and life is not None and life.leap is not None:
+            leap, life.leap = life.leap, None
+            self._wait(folder, self._accept(folder, life, *leap))
         return num_bytes
+
+    def _wait(self, folder: str, records: Sequence[Record]) -> None:
+        self._waiting += records
+        if records:
+            self._wall_ns[folder] = records[-1].time_ns
 
     def is_readable(self, folder: str) -> bool:
         """Return whether a spool folder of this name is followed."""
@@ -308,9 +314,15 @@ class RunFollower:
                 self._readers[name] = SpoolReader(self.spool_dir / name)
                 self._wall_ns[name] = 0
 
-    def _hear(self, folder: str, frame: Frame, begin: tuple[int, int]) -> Record | None:
+    def _hear(self, folder: str, frame: Frame, begin: tuple[int, int]) -> list[Record]:
         header = frame.header
+        rank, digits = parse_life_folder(folder) or (0, "")
+        why = why_header(header, rank)
         life = self.lives.get(header.life)
+        if not why and life is None and header.life.hex()[: len(digits)] != digits:
+            why = f"expected the process {digits}, got {header.life.hex()}"
+        if why:
+            return self._refuse(folder, self.lives.get(self._last_life.get(folder, b"")), frame, begin, why)
         if life is None:
             attempt = None if header.attempt == NO_ATTEMPT else header.attempt
             life = self.lives[header.life] = Life(header.life, header.rank, folder, attempt)
@@ -318,37 +330,53 @@ class RunFollower:
         if header.seq <= life.max_seq and header.type in DESCRIPTIONS and header.layout_id not in life.layouts:
             # A thinned file is read from its beginning after a restart: its rows point into what it described before.
             self._describe_again(life, frame, begin)
-            return None
+            return []
+        records: list[Record] = []
+        if life.leap is not None:
+            is_borne_out = bears_out(life.leap[0].header, header)
+            if is_borne_out is not None:
+                leap, life.leap = life.leap, None
+                if is_borne_out:
+                    records = self._accept(folder, life, *leap)
+                else:
+                    why = leaps(leap[0].header, life.max_seq, life.last_step)
+                    records = self._refuse(folder, life, *leap, why)
+        if life.leap is None and leaps(header, life.max_seq, life.last_step):
+            life.leap = (frame, begin)
+            return records
+        return records + self._accept(folder, life, frame, begin)
+
+    def _accept(self, folder: str, life: Life, frame: Frame, begin: tuple[int, int]) -> list[Record]:
+        """Take a frame in whose header can be believed."""
+        header = frame.header
         if not self._is_new(life, header.seq):
-            return None
+            return []
         life.num_frames += 1
-        life.last_wall_ns = max(life.last_wall_ns, header.wall_ns)
         message: Message | None = None
+        why = life.refused.get(header.layout_id, "") if header.type == _ROWS else ""
         if header.type != _ROWS:
             try:
                 message = decode_message(frame)
             except WireError as error:
-                life.num_undecodable += 1
-                self._say(f"{folder}/undecodable", str(error))
-                return None
+                why = str(error)
         if isinstance(message, LayoutChange):
-            message = self._changed(life, frame, message)
-        contradiction = _contradiction(frame, message, life)
-        if contradiction:
-            life.num_undecodable += 1
-            text = f"record from rank {header.rank}: frame {header.seq}: {contradiction}; it is skipped"
-            self._say(f"{folder}/contradiction", text)
-            return None
+            message = self._changed(life, frame, begin, message)
+        if isinstance(message, Descriptor):
+            why = why_descriptor(message, life.rank)
+        why = why or why_contradicted(frame, message, life.layouts.get(header.layout_id, life.descriptor))
+        if why:
+            return self._refuse(folder, life, frame, begin, why)
+        life.last_wall_ns = max(life.last_wall_ns, header.wall_ns)
         if isinstance(message, EndStep):
             life.last_step = header.step
         elif isinstance(message, Descriptor):
-            self._check_rows(folder, message)
+            life.refused.pop(header.layout_id, None)
             self._describe(life, header.layout_id, message, begin)
         elif isinstance(message, Heartbeat):
             life.heartbeat = message
         elif isinstance(message, Bye):
             life.bye = message
-        return Record(life, frame, begin, message, life.layouts.get(header.layout_id), life.last_wall_ns)
+        return [Record(life, frame, begin, message, life.layouts.get(header.layout_id), life.last_wall_ns)]
 
     def _describe_again(self, life: Life, frame: Frame, begin: tuple[int, int]) -> None:
         try:
@@ -356,17 +384,44 @@ class RunFollower:
         except WireError:
             return
         if isinstance(message, LayoutChange):
-            message = self._changed(life, frame, message)
-        if isinstance(message, Descriptor):
+            message = self._changed(life, frame, begin, message)
+        if isinstance(message, Descriptor) and not why_descriptor(message, life.rank):
             self._describe(life, frame.header.layout_id, message, begin)
 
-    def _changed(self, life: Life, frame: Frame, change: LayoutChange) -> Descriptor | None:
+    def _refuse(self, folder: str, life: Life | None, frame: Frame, begin: tuple[int, int], why: str) -> list[Record]:
+        """Leave out a frame that says what is impossible: say so, and hand out a health record in its place.
+
+        Where the frame described tensors, the rows that point into its table are left out too, until it comes right.
+        """
+        header, rank = frame.header, (parse_life_folder(folder) or (0, ""))[0]
+        text = (
+            f"rank {rank}: spool/{folder}/{file_name(begin[0])} at byte {begin[1]}: {why[:500]}; the frame is left out. Its "
+            "checksum is right, so this rank wrote it so: restart the rank, and where it happens again report it and check "
+            "the machine's memory"
+        )
+        self._say(f"{folder}/{IMPOSSIBLE}/{min(header.type, len(FrameType))}", text)
+        if life is None:
+            return []
+        life.num_undecodable += 1
+        if header.type in (FrameType.DESCRIPTOR, FrameType.CHANGE) and header.layout_id not in life.layouts:
+            life.refused[header.layout_id] = f"its tensors were never described: {why[:200]}"
+            if len(life.refused) > MAX_LAYOUTS:
+                del life.refused[next(iter(life.refused))]
+        stand_in = msgspec.structs.replace(
+            header, type=int(FrameType.HEALTH), life=life.id, rank=life.rank, seq=life.max_seq + 1, step=life.last_step,
+            row_count=0, wall_ns=life.last_wall_ns,
+        )  # fmt: skip
+        told = Health(code=IMPOSSIBLE, message=text, site=folder, step=life.last_step)
+        held = msgspec.structs.replace(frame, header=stand_in, payload=b"")
+        return [Record(life, held, begin, told, life.descriptor, life.last_wall_ns)]
+
+    def _changed(self, life: Life, frame: Frame, begin: tuple[int, int], change: LayoutChange) -> Descriptor | None:
         """Return the descriptor that a change makes; None where it is not known of what."""
         known = life.layouts.get(frame.header.layout_id)
         if known is not None:
             return known
         base = life.layouts.get(change.base)
-        if base is None:
+        if base is None and change.base_offset < begin[1]:
             place = (frame.file_index, change.base_offset)
             found = look_back(self.spool_dir / life.folder, life.id, place, life.layouts)
             # What the newest says of a tensor is right but for what was lost between.
@@ -385,12 +440,6 @@ class RunFollower:
         life.layouts[layout_id] = life.descriptor
         if len(life.layouts) > MAX_LAYOUTS:
             del life.layouts[next(iter(life.layouts))]
-
-    def _check_rows(self, folder: str, descriptor: Descriptor) -> None:
-        try:
-            row_dtype(descriptor)
-        except WireError as error:
-            self._say(f"{folder}/rows", f"{error}; its rows are left out")
 
     @staticmethod
     def _is_new(life: Life, seq: int) -> bool:
@@ -427,19 +476,3 @@ class RunFollower:
 
 def _time(record: Record) -> int:
     return record.time_ns
-
-
-def _contradiction(frame: Frame, message: Message | None, life: Life) -> str:
-    """Return how a whole frame contradicts itself; empty where it does not."""
-    header = frame.header
-    if header.type not in (_ROWS, _END_STEP):
-        return ""
-    if not 0 <= header.step <= MAX_STEP:
-        return f"expected a step in [0, {MAX_STEP}], got {header.step}"
-    if isinstance(message, EndStep) and message.step != header.step:
-        return f"expected the end of step {header.step}, got that of step {message.step}"
-    if header.type == _ROWS and (descriptor := life.layouts.get(header.layout_id, life.descriptor)) is not None:
-        expected, got = header.row_count * descriptor.row_bytes, memoryview(frame.payload).nbytes
-        if got != expected:
-            return f"expected {header.row_count} rows of {descriptor.row_bytes} bytes, got {got} bytes"
-    return ""

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterable
 
 from sentinel.ingest.decision import RankFacts
 from sentinel.ingest.follow import Life, Record
-from sentinel.messages import Bye, EndStep, Heartbeat
+from sentinel.ingest.trust import IMPOSSIBLE
+from sentinel.messages import Bye, EndStep, Health, Heartbeat
 
 MAX_LOOK_S = 1.0
 """Between two looks no more time than this passes (chosen): while the daemon is stopped or busy, or its machine
@@ -87,7 +88,8 @@ class LivenessTracker:
                 one.has_stepped, one.num_calls = True, message.num_calls
                 if message.step >= one.step or message.step < one.step - 1:
                     self._move(one, message.step + 1, 0, one.activity)
-            elif isinstance(message, Bye):
+            elif isinstance(message, Bye) or (isinstance(message, Health) and message.code == IMPOSSIBLE):
+                # Where it stands was in a frame that was left out: that is no standing still.
                 one.moved_at = self.now
 
     def facts(self, attempt: int, attempt_of: Callable[[bytes], int | None]) -> tuple[RankFacts, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sentinel.errors import WireError
+from sentinel.ingest.trust import why_descriptor
 from sentinel.messages import Descriptor, LayoutChange
 from sentinel.wire.frame import DESCRIPTIONS, decode_message
 from sentinel.wire.layouts import MAX_CHANGES
@@ -39,7 +40,7 @@ def look_back(
         if isinstance(message, Descriptor):
             for change in reversed(changes):
                 message = change.applied_to(message)
-            return found, message
+            return None if why_descriptor(message, frames[0].header.rank) else (found, message)
         if not isinstance(message, LayoutChange) or message.base_offset >= offset:
             return None
         changes.append(message)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from sentinel.errors import MALFORMED
 from sentinel.report.alert import Alert, topic, worst_first
 from sentinel.report.metrics import OUTCOMES
 from sentinel.report.outbox import Outbox, WaitingAlert
@@ -150,7 +151,7 @@ class SinkWorker:
     def _parse(self, row: WaitingAlert) -> Pending | None:
         try:
             alert = Alert.read(row.body)
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             _log.error("sink %s: outbox row %d is no alert: %s", self.sink.name, row.position, error)
             self._finish([row.position], "failed")
             return None

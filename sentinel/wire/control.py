@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from sentinel.command import Command
+from sentinel.errors import MALFORMED
 
 MAX_COMMAND_BYTES = 2**20
 _NAME = re.compile(r"(\d+)\.json")
@@ -91,7 +92,7 @@ class ControlFolder:
                 if command.seq == seq:
                     return command
                 why = f"expected seq {seq} as its name says, got {command.seq}"
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except MALFORMED as error:
                 why = f"expected a command in JSON, got {error}"
         self._refuse(name, mark, why)
         return None

@@ -26,7 +26,7 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from sentinel.errors import WireError
+from sentinel.errors import SentinelError, WireError
 from sentinel.messages import Ack, Bye, Descriptor, EndStep, Health, Heartbeat, LayoutChange, Vectors
 from sentinel.native import crc32
 from sentinel.record import ROW_DTYPE
@@ -93,6 +93,16 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Message]] = {
     number: msgspec.msgpack.Decoder(cls) for number, cls in _MESSAGE_TYPES.items()
 }
+
+
+SMALL_MESSAGE_BYTES = 2 * 2**20
+MAX_MESSAGE_BYTES: Mapping[FrameType, int] = {
+    FrameType.DESCRIPTOR: 64 * 2**20,
+    FrameType.CHANGE: 64 * 2**20,
+    FrameType.END_STEP: 16 * 2**20,
+    FrameType.VECTOR: MAX_FRAME_BYTES,
+}
+"""Longest payload of a message (chosen: a descriptor of 100,000 tensors has 20 MB); of the others SMALL_MESSAGE_BYTES."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -247,11 +257,16 @@ def decode_message(frame: Frame) -> Message | None:
     decoder = _DECODERS.get(frame.header.type)
     if decoder is None:
         return None
+    kind = FrameType(frame.header.type)
+    num_bytes, most = memoryview(frame.payload).nbytes, MAX_MESSAGE_BYTES.get(kind, SMALL_MESSAGE_BYTES)
     try:
+        if num_bytes > most:
+            raise ValueError(f"expected at most {most} bytes, got {num_bytes}")
         return decoder.decode(frame.payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-        name = FrameType(frame.header.type).name.lower()
-        raise WireError(f"record from rank {frame.header.rank}: {name} frame {frame.header.seq}: {error}") from error
+    except RecursionError as error:
+        raise WireError(f"{kind.name.lower()} frame {frame.header.seq}: containers nested too deeply") from error
+    except (msgspec.DecodeError, SentinelError, ValueError, OverflowError, MemoryError) as error:
+        raise WireError(f"{kind.name.lower()} frame {frame.header.seq}: {error}") from error
 
 
 def row_dtype(descriptor: Descriptor) -> np.dtype[np.void]:
@@ -261,7 +276,7 @@ def row_dtype(descriptor: Descriptor) -> np.dtype[np.void]:
     """
     try:
         return _row_dtype(descriptor.row_fields, descriptor.row_bytes)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, SyntaxError) as error:
         raise WireError(f"descriptor of rank {descriptor.place.rank}: row layout: {error}") from error
 
 

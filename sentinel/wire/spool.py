@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import re
@@ -52,6 +53,7 @@ def life_folder(run_dir: Path, rank: int, life: bytes) -> Path:
     return Path(run_dir) / "spool" / f"r{rank:05d}-{life.hex()[:8]}"
 
 
+@functools.lru_cache(maxsize=65536)
 def parse_life_folder(name: str) -> tuple[int, str] | None:
     """Return (rank, first 8 hex digits of the life) of a spool folder's name; None when it is none."""
     match = _FOLDER_NAME.fullmatch(name)

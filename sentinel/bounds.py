@@ -1,0 +1,62 @@
+"""What a rank may say: the range of every number, and the most of everything, that a frame can hold.
+
+A frame whose checksum is right may still be wrong: memory flips bits before the checksum is taken, and a defect writes what
+it likes. What is out of bounds is refused when it is read, and never reaches arithmetic, tables or memory.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+MAX_RANKS = 2**18
+"""Ranks of a run (chosen): tables are as long as the highest."""
+MAX_CHUNKS = 2**12
+"""Model chunks on one rank (chosen)."""
+MAX_SCHEDULE = 256
+"""Characters of a pipeline schedule's name (chosen)."""
+MAX_STEP = 2**40
+"""No trainer counts that far (chosen)."""
+MAX_TENSORS = 2**24
+"""Ids of tensors are below (chosen): tables are as long as the largest."""
+MAX_ATTEMPT = 2**20
+"""Attempts of a run (chosen)."""
+MAX_WALL_NS = 4_102_444_800 * 10**9
+"""The year 2100, nanoseconds since the epoch."""
+MAX_MONO_NS = 2**62
+MAX_ELEMENTS = 2**60
+"""Elements of one tensor (chosen)."""
+MAX_SCALARS = 100_000
+"""Logged values of one rank and step (chosen)."""
+MAX_SETTINGS_DEPTH = 32
+"""Containers in one another in a config (chosen)."""
+
+Step = Annotated[int, Meta(ge=-1, le=MAX_STEP)]
+"""A step, or -1 for none."""
+Count = Annotated[int, Meta(ge=0, le=2**48)]
+"""A number of rows, calls, elements or bytes."""
+Small = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+"""A micro-step, a place in an order: what fits a row's 32 bits, or -1 for none."""
+TensorId = Annotated[int, Meta(ge=0, lt=MAX_TENSORS)]
+Chunk = Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]
+"""A vpp_stage."""
+Depth = Annotated[int, Meta(ge=0, lt=2**16)]
+"""Place of a chunk in the forward order of all."""
+Offset = Annotated[int, Meta(ge=0, le=2**48)]
+"""A place in a file, bytes."""
+Shift = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+"""What is added to the number of a layer."""
+LayoutId = Annotated[int, Meta(ge=0, lt=2**32)]
+Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
+"""A duration; below 0: not known. NaN is out of bounds."""
+Word = Annotated[str, Meta(max_length=256)]
+"""A word that is one of a few, or names a command."""
+Name = Annotated[str, Meta(max_length=4096)]
+"""The name of a module, a tensor, a scalar."""
+Text = Annotated[str, Meta(max_length=2**20)]
+"""Something for people."""
+Shape = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**48)], ...], Meta(max_length=64)]
+"""Sizes of the dimensions of a tensor."""
+Dtype = Annotated[str, Meta(max_length=16, pattern=r"^[<>|=]?[iufb][1248]\Z")]
+"""numpy's name of a type of numbers; its size is checked by numpy."""
