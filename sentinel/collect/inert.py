@@ -1,22 +1,22 @@
-"""What becomes of a hook that is pickled with its model."""
+"""What becomes of a hook that is pickled with its model: parts of Python's own library that do nothing.
+
+A model that is saved while it is watched loads where Sentinel is not installed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import types
 from typing import Any
 
 
-class Inert:
-    """What a pickled hook becomes: a hook that does nothing, called itself or by a method."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        return None
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _nothing
+def inert_hook() -> tuple[Any, ...]:
+    """Return what `__reduce__` of a hook that is called itself returns: a callable that takes anything and returns None."""
+    return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+def inert_methods(kind: type) -> tuple[Any, ...]:
+    """Return what `__reduce__` of an object returns whose methods are hooks: an object with methods of those names."""
+    names = {name for one in kind.__mro__[:-1] for name, value in vars(one).items() if isinstance(value, types.FunctionType)}
+    nothing = contextlib.nullcontext().__exit__
+    return types.SimpleNamespace, (), {name: nothing for name in sorted(names) if not name.startswith("__")}

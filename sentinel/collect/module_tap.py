@@ -27,7 +27,7 @@ from sentinel.collect.compiled_ops import (
     new_serial,
 )
 from sentinel.collect.gradient_taps import GradientTap, SummandTap
-from sentinel.collect.inert import Inert
+from sentinel.collect.inert import inert_methods
 from sentinel.collect.nesting import tensors_in
 from sentinel.collect.placements import is_async, local_of
 from sentinel.collect.structure import Border
@@ -88,7 +88,7 @@ class ModuleTap:
         return self
 
     def __reduce__(self) -> Any:
-        return Inert, ()
+        return inert_methods(type(self))
 
     def configure(self, kinds: frozenset[Kind], borders: list[Border]) -> None:
         """Take these kinds here, and everything at a border; hooks that are not needed go."""

@@ -39,7 +39,7 @@ from sentinel.collect.compiled_ops import (
 )
 from sentinel.collect.compiled_trial import why_unusable
 from sentinel.collect.gradient_taps import BackwardMark, GradientTap
-from sentinel.collect.inert import Inert
+from sentinel.collect.inert import inert_methods
 from sentinel.collect.module_tap import ModuleTap
 from sentinel.collect.module_tap import in_backward as in_backward
 from sentinel.collect.nesting import tensors_in
@@ -121,7 +121,7 @@ class Chunk:
         return self  # A copied model (an EMA, say) carries hooks that see it is not theirs, and do nothing.
 
     def __reduce__(self) -> Any:
-        return Inert, ()
+        return inert_methods(type(self))
 
     # -- the chunk's own forward -------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from sentinel.collect.adapters.megatron_holding import (
     unwrap_chunk,
 )
 from sentinel.collect.adapters.megatron_placements import SitePlaces
+from sentinel.collect.inert import inert_hook
 from sentinel.collect.monitor import Monitor
 from sentinel.collect.optimizers import InstanceWrap
 from sentinel.collect.scalars import on_its_way
@@ -91,6 +92,26 @@ class Wrapped(InstanceWrap):
         return self._call(*args, **kwargs)
 
 
+class FirstCall:
+    """A forward pre-hook that hands on the arguments of a module's first call in training, and goes."""
+
+    def __init__(self, module: nn.Module, look: Callable[[Any, Any], None]) -> None:
+        self._look = look
+        self._module = weakref.ref(module)
+        self.handle = module.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FirstCall:
+        return self
+
+    def __reduce__(self) -> Any:
+        return inert_hook()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled() and module is self._module():
+            self.handle.remove()
+            self._look(args, kwargs)
+
+
 class Following:
     """Follows one trainer: its optimizer's step, its schedules' forward steps, its zeroing of gradients."""
 
@@ -147,17 +168,12 @@ class Following:
         if "labels" not in signature.parameters:
             return
 
-        def learn(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if torch.is_grad_enabled():
-                handle.remove()
-                self._guarded("labels", look, args, kwargs)
-
         def look(args: Any, kwargs: Any) -> None:
             labels = signature.bind_partial(*args, **kwargs).arguments.get("labels")
             places.learn(has_labels=labels is not None, is_parallel=getattr(chunk, "parallel_output", True))
 
-        handle = chunk.register_forward_pre_hook(learn, with_kwargs=True)
-        self.monitor.on_end.append(handle.remove)
+        first = FirstCall(chunk, lambda args, kwargs: self._guarded("labels", look, args, kwargs))
+        self.monitor.on_end.append(first.handle.remove)
 
     def _guarded(self, site: str, work: Callable[..., None], *args: Any) -> None:
         if self.monitor.is_alive:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from sentinel.collect.attempt import Attempt
 from sentinel.collect.failures import Guard
 from sentinel.collect.gradients import Parameters
-from sentinel.collect.inert import Inert
+from sentinel.collect.inert import inert_hook
 from sentinel.collect.plan import Plan
 from sentinel.collect.recording import Look, Onlooker, Recording
 from sentinel.collect.sites import Sites
@@ -139,7 +139,7 @@ class ForwardWatch:
         return self
 
     def __reduce__(self) -> Any:
-        return Inert, ()
+        return inert_hook()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         chunk = self._chunk

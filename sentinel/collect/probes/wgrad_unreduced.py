@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from sentinel.collect.gradients import Parameter
-from sentinel.collect.inert import Inert
+from sentinel.collect.inert import inert_hook
 from sentinel.collect.nesting import tensors_in
 from sentinel.collect.pipelining import in_inference
 from sentinel.collect.placements import arrived, axes_of, is_dtensor, part_of, placements_of
@@ -171,7 +171,7 @@ class Owner:
         return self
 
     def __reduce__(self) -> Any:
-        return Inert, ()
+        return inert_hook()
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if module is self._module and self._chunk.recorder.is_alive and not torch.compiler.is_compiling():
@@ -211,7 +211,7 @@ class LeafHook:
         return self
 
     def __reduce__(self) -> Any:
-        return Inert, ()
+        return inert_hook()
 
     def __call__(self, gradient: torch.Tensor) -> None:
         probe, chunk = self._probe, self._chunk

@@ -1,0 +1,103 @@
+"""A model that is saved while it is watched loads where Sentinel is not installed, and trains there as ever."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sentinel
+from sentinel.collect.inert import inert_hook, inert_methods
+
+KINDS = [
+    ["activation", "activation_in", "dgrad", "dgrad_in", "param", "wgrad"],
+    ["wgrad_unreduced", "residual", "update", "update_ratio", "exp_avg", "exp_avg_sq"],
+    ["attention", "channel", "saturation", "precision", "weight_spectrum", "grad_momentum_alignment"],
+]
+LOADS = """
+import pickle, sys
+sys.modules["sentinel"] = None
+import torch
+for path in sys.argv[1:3]:
+    with open(path, "rb") as file:
+        model = torch.load(file, weights_only=False) if path.endswith(".pt") else pickle.load(file)
+    model(torch.ones(3, 5, 4)).sum().backward()
+    print(float(sum(one.grad.abs().sum() for one in model.parameters())))
+    model.zero_grad()
+with open(sys.argv[3], "rb") as file:
+    optimizer = pickle.load(file)
+optimizer.step()
+optimizer.zero_grad()
+"""
+
+
+def built() -> nn.Sequential:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return nn.Sequential(nn.Linear(4, 8), body, nn.LayerNorm(8), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: kinds[0])
+def test_a_watched_model_loads_without_sentinel(kinds: list[str], run: Path, tmp_path: Path) -> None:
+    model = built()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.0)
+    monitor = sentinel.attach(model, optimizer, {"kinds": kinds})
+    model(torch.ones(3, 5, 4)).sum().backward()
+    optimizer.step()
+    expected = float(sum(one.grad.abs().sum() for one in model.parameters() if one.grad is not None))
+    optimizer.zero_grad()
+    model(torch.ones(3, 5, 4)).sum().backward()
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    files = {"a.pt": saved.getvalue(), "b.pkl": pickle.dumps(copy.deepcopy(model)), "c.pkl": pickle.dumps(optimizer)}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+        assert b"sentinel" not in data, name
+    monitor.detach()
+
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS, *(str(tmp_path / name) for name in files)], capture_output=True, text=True, timeout=120
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert [float(line) for line in done.stdout.split()] == pytest.approx([expected] * 2, rel=1e-5)
+
+
+class Hooks:
+    """Hooks as methods."""
+
+    def _before(self, module: Any, args: Any) -> str:
+        return "never seen"
+
+    def __reduce__(self) -> Any:
+        return inert_methods(type(self))
+
+
+class Hook:
+    """A hook that is called itself."""
+
+    def __call__(self, *args: Any) -> str:
+        return "never seen"
+
+    def __reduce__(self) -> Any:
+        return inert_hook()
+
+
+def test_what_stands_for_hooks_takes_anything_and_does_nothing() -> None:
+    for hook in (Hooks()._before, Hook()):
+        loaded = pickle.loads(pickle.dumps(hook))
+
+        assert loaded(1, (2,), {"three": 4}) is None
+        assert pickle.loads(pickle.dumps(loaded))() is None, "saved again by whoever loaded it"
