@@ -1,5 +1,8 @@
 """What the optimizer adds to each parameter in a step, in fp32, and how large that is beside the parameter.
 
+Beside it, of weights in 16 bits: which elements the step left as they were, for what was added is less than half of their
+last digit. They are copied before the step for that, and compared with afterwards.
+
 A formula for each known rule (update_rules.py) reads the state behind the step. Of any other optimizer the weights are
 copied before it steps and compared with afterwards: a copy of what is measured, and rows flagged DIFFERENCE, for weights in
 low precision round most of an update away.
@@ -25,6 +28,10 @@ from sentinel.record import Flag, Kind
 NORMALISED = ":adam"
 """Suffix of the rows of Adam's step before its rate: the first moment over the root of the second, both corrected."""
 
+LOST = ":lost"
+"""Suffix of the rows of what rounding lost: 1 for an element that stayed as it was although something was to be added to it,
+else 0. Of weights that the optimizer itself steps in a type of 16 bits."""
+
 NOTHING = 1e-4
 """Weights of less than this share of their update were zero but for rounding (chosen)."""
 
@@ -37,9 +44,10 @@ class _Wanted:
     update: Entry | None
     ratio: Entry | None
     normalised: Entry | None
+    lost: Entry | None
 
     def __bool__(self) -> bool:
-        return bool(self.update or self.ratio or self.normalised)
+        return bool(self.update or self.ratio or self.normalised or self.lost)
 
 
 class Update:
@@ -51,6 +59,8 @@ class Update:
         self._rules: weakref.WeakKeyDictionary[Any, Rule | None] = weakref.WeakKeyDictionary()
         self._before: dict[int, torch.Tensor] = {}
         """id of a parameter -> its weights before the step, where they must be compared."""
+        self._rounded: dict[int, torch.Tensor] = {}
+        """id of a parameter of 16 bits -> its weights before the step, to see which of them the step leaves as they are."""
         self._norms: dict[int, torch.Tensor] = {}
         self._unannounced: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers that write their update unannounced: their weights are copied when the step begins."""
@@ -74,11 +84,11 @@ class Update:
             self._forget()
 
     def _forget(self) -> None:
-        self._before, self._norms, self._scratch = {}, {}, {}
+        self._before, self._rounded, self._norms, self._scratch = {}, {}, {}, {}
 
     def _begin(self) -> None:
         self._rows.clear()
-        self._before, self._norms = {}, {}
+        self._before, self._rounded, self._norms = {}, {}, {}
         self._announced.clear()
         if self._unannounced and self._is_due:
             for optimizer in list(self._unannounced):
@@ -106,7 +116,10 @@ class Update:
             param, local = wanted.stepped.param, wanted.stepped.held.tensor
             if rule is None or not reaches(rule, param, wanted.stepped.grad):
                 self._before[id(param)] = local.clone()
-            elif needs_norm_before(rule):
+                continue
+            if wanted.lost is not None and wanted.stepped.grad is not None:
+                self._rounded[id(param)] = local.clone()
+            if needs_norm_before(rule):
                 self._norms[id(param)] = torch.linalg.vector_norm(local, dtype=_arithmetic(local))
 
     # -- behind it -----------------------------------------------------------------------------------------------------
@@ -128,8 +141,11 @@ class Update:
             formula, flag = self._formula(optimizer, wanted.stepped)
             if formula is None:
                 continue
+            before = self._rounded.pop(id(wanted.stepped.param), None)
+            if before is None or before.shape != wanted.stepped.held.tensor.shape:
+                wanted.lost = before = None
             self._describe(wanted)
-            work = _Work(wanted, formula, flag, stopped)
+            work = _Work(wanted, formula, flag, stopped, before)
             if work.num_slots * work.local.numel() <= ROOM:
                 norms = batch.take(work)
             else:
@@ -137,7 +153,7 @@ class Update:
                 norms = self._in_pieces(work)
             if wanted.ratio is not None and norms is not None:
                 ratios.append((wanted.ratio, *norms, flag))
-            for entry in (wanted.update, wanted.ratio, wanted.normalised):
+            for entry in (wanted.update, wanted.ratio, wanted.normalised, wanted.lost):
                 if entry is not None and (entry is not wanted.normalised or formula.is_normalised):
                     label = Kind(entry.kind).label
                     due[label] = due.get(label, 0) + 1
@@ -190,6 +206,7 @@ class Update:
                 entry(has_update, one.name, Kind.UPDATE),
                 entry(has_ratio, one.name, Kind.UPDATE_RATIO),
                 entry(has_ratio, one.name + NORMALISED, Kind.UPDATE_RATIO),
+                entry(has_update and _is_rounded(stepped), one.name + LOST, Kind.UPDATE),
             )
             if wanted:
                 yield wanted
@@ -198,7 +215,7 @@ class Update:
         held, table = wanted.stepped.held, self._context.table
         shown = torch.empty(0, dtype=_arithmetic(held.tensor))
         shape = held.shape if held.shape is not None else tuple(held.tensor.shape)
-        for entry in (wanted.update, wanted.normalised):
+        for entry in (wanted.update, wanted.normalised, wanted.lost):
             if entry is not None:
                 table.describe(entry, shown, held.placements, held.part, shape)
         if wanted.ratio is not None:
@@ -229,6 +246,15 @@ class Update:
                 work.formula.direct(view, *pieces, param)
                 yield view
 
+        def losses() -> Iterator[torch.Tensor]:
+            assert work.before is not None
+            for *pieces, param, before in side_by_side([*work.formula.tensors, work.local, work.before]):
+                view = out[: param.numel()].view(param.shape)
+                work.write(view, tuple(pieces), param)
+                yield work.lost(view, view, param, before)
+
+        if wanted.lost is not None:
+            self._pieced.fill(self._row(wanted.lost, work.flag), losses())
         if wanted.update is not None:
             self._pieced.fill(self._row(wanted.update, work.flag), updates())
         elif wanted.ratio is not None:
@@ -258,12 +284,21 @@ class Update:
 class _Work:
     """One update to be formed."""
 
-    def __init__(self, wanted: _Wanted, formula: Formula, flag: int, stopped: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        wanted: _Wanted,
+        formula: Formula,
+        flag: int,
+        stopped: torch.Tensor | None,
+        before: torch.Tensor | None,
+    ) -> None:
+        """before: the weights before the step, where it is measured what rounding lost of it."""
         self.wanted = wanted
         self.formula = formula
         self.flag = flag
         self.local = wanted.stepped.held.tensor.detach()
-        self.num_slots = 1 + (wanted.normalised is not None and formula.is_normalised)
+        self.before = before
+        self.num_slots = 1 + (wanted.normalised is not None and formula.is_normalised) + (wanted.lost is not None)
         self._stopped = stopped
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -277,6 +312,12 @@ class _Work:
         self.formula.write(out, pieces, param, direction)
         if self._stopped is not None:
             out.masked_fill_(self._stopped.to(out.device, non_blocking=True), 0.0)
+
+
+    @staticmethod
+    def lost(out: torch.Tensor, added: torch.Tensor, after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Put 1 into `out` where something was to be added and nothing was, else 0; `out` may be `added`."""
+        return out.copy_((added != 0) & (after == before))
 
 
 class _Batch:
@@ -305,7 +346,7 @@ class _Batch:
         if work.formula.prepare is not None:
             work.formula.prepare(iter([tuple(pieces)]), room.dtype)
         direction = None
-        if work.num_slots > 1 and wanted.normalised is not None:
+        if wanted.normalised is not None and work.formula.is_normalised:
             direction = self._slot(local)
             work.formula.direct(direction, *pieces, param)
             self._keep(wanted.normalised, direction, work.flag)
@@ -313,6 +354,8 @@ class _Batch:
         work.write(view, tuple(pieces), param, direction)
         if wanted.update is not None:
             self._keep(wanted.update, view, work.flag)
+        if wanted.lost is not None and work.before is not None:
+            self._keep(wanted.lost, work.lost(self._slot(local), view, local, work.before), work.flag)
         if wanted.ratio is None or local.numel() == 0:
             return None
         return torch.linalg.vector_norm(view), torch.linalg.vector_norm(local - view)
@@ -342,6 +385,11 @@ def found_inf_of(optimizer: Any) -> torch.Tensor | None:
     """Return whether a scaler tells this optimizer to leave the weights alone, 0-dim bool on its device; None: none does."""
     found = getattr(optimizer, "found_inf", None)
     return found.reshape(()) != 0 if isinstance(found, torch.Tensor) else None
+
+
+def _is_rounded(stepped: Stepped) -> bool:
+    """Whether the optimizer steps the model's own weights, and in a type that most of a small update is lost in."""
+    return stepped.param is stepped.one.param and stepped.held.tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def _arithmetic(tensor: torch.Tensor) -> torch.dtype:

@@ -138,6 +138,72 @@ def test_defect_of_bf16_the_update_does_not_round_to_zero(run: Path) -> None:
     assert norm(row) == pytest.approx(1e-4 * shown.numel() ** 0.5, rel=0.3)
 
 
+def lost_slowly(intended: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> float:
+    """Element by element: something was to be added, and nothing was."""
+    flat = zip(intended.flatten().tolist(), before.flatten().tolist(), after.flatten().tolist(), strict=True)
+    found = [u != 0.0 and a == b for u, b, a in flat]
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("room", [1 << 22, 64])
+@pytest.mark.parametrize("name", ["adamw", "sgd_alone", "rmsprop"])
+def test_what_rounding_lost_of_an_update_is_a_row_beside_it(
+    name: str, room: int, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(update, "ROOM", room)
+    monkeypatch.setattr(pieces, "ROOM", room)
+    monkeypatch.setattr(pieces.side_by_side, "__defaults__", (room,))
+    model = TinyModel().to(torch.bfloat16)
+    build = {**KNOWN, **OTHERS, "adamw": lambda params: torch.optim.AdamW(params, 1e-3, weight_decay=0.1)}[name]
+    optimizer = build(model.parameters())
+    monitor = sentinel.attach(model, optimizer, {**CONFIG, "black_box": False})
+    intended: list[dict[str, torch.Tensor]] = []
+    if name == "sgd_alone":
+        optimizer.register_step_pre_hook(
+            lambda *_: intended.append(
+                {key: -0.1 * p.grad.float() for key, p in model.named_parameters() if p.grad is not None}
+            )
+        )
+    seen = train(model, optimizer)
+    monitor.detach()
+
+    said = Said(run)
+
+    for step, (before, after) in enumerate(itertools.pairwise(seen)):
+        losses = {one.removesuffix(update.LOST) for one in said.names(step, "update") if one.endswith(update.LOST)}
+        assert losses == (set(before) if name in KNOWN else set()), "where no formula says what was intended there is none"
+        for key in losses:
+            (row,) = said.of(step, "update", key + update.LOST)
+            assert int(row["count"]) == before[key].numel() and 0.0 <= float(row["mean"]) <= 1.0
+            still = float((before[key] == after[key]).double().mean())
+            if name == "sgd_alone":
+                assert float(row["mean"]) == pytest.approx(lost_slowly(intended[step][key], before[key], after[key]))
+            else:  # Decay and momentum leave no element without something to add, but where all of it is zero.
+                assert float(row["mean"]) <= still
+    if name == "adamw":
+        rows = [said.of(step, "update", f"blocks.0.fc1.weight{update.LOST}")[0] for step in range(3)]
+        stills = [float((b["blocks.0.fc1.weight"] == a["blocks.0.fc1.weight"]).double().mean()) for b, a in
+                  itertools.pairwise(seen)]  # fmt: skip
+        assert [float(row["mean"]) for row in rows] == pytest.approx(stills) and min(stills) > 0.02
+
+
+def test_weights_in_fp32_and_steps_that_add_nothing_lose_nothing(run: Path) -> None:
+    model = TinyModel()
+    monitor = sentinel.attach(model, optimizer := torch.optim.SGD(model.parameters(), 0.1), CONFIG)
+    train(model, optimizer)
+    monitor.detach()
+    half = TinyModel().to(torch.bfloat16)
+    still = torch.optim.SGD(half.parameters(), 0.0)
+    again = sentinel.attach(half, still, {**CONFIG, "run": "again", "directory": str(run.parent)})
+    train(half, still)
+    again.detach()
+
+    assert not any(name.endswith(update.LOST) for name in Said(run).names(1, "update"))
+    found = Said(run.parent / "again")
+    names = [name for name in found.names(1, "update") if name.endswith(update.LOST)]
+    assert names and all(float(found.of(1, "update", name)[0]["mean"]) == 0.0 for name in names)
+
+
 def test_defect_9_what_receives_no_gradient_has_no_update(run: Path) -> None:
     model = TinyModel()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
@@ -247,7 +313,7 @@ def test_two_optimizers_and_one_that_steps_twice(run: Path) -> None:
     assert not said.health
 
 
-@pytest.mark.parametrize("build", [TinyModel, WithDropout])
+@pytest.mark.parametrize("build", [TinyModel, WithDropout, lambda: TinyModel().to(torch.bfloat16)])
 @pytest.mark.parametrize("name", ["adamw", "rmsprop"])
 def test_defect_18_training_is_bit_identical(build: Callable[[], nn.Module], name: str, run: Path) -> None:
     torch.manual_seed(0)
