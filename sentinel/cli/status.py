@@ -16,6 +16,7 @@ from sentinel.cli.places import find_run, runs_directory
 from sentinel.daemon.notes import Notes, note_lines
 from sentinel.errors import SentinelError
 from sentinel.ingest.run_losses import RunLosses
+from sentinel.ingest.spool_room import NOTICED_SHARE, fullest
 from sentinel.store.journal import Journal
 from sentinel.store.lock import holder
 from sentinel.store.whereabouts import RunPaths, printable, runs_in
@@ -51,6 +52,8 @@ def status(where: str | None, as_json: bool) -> int:
         click.echo(f"{printable(state['run'])}: {step}; {daemon}; {state['num_anomalies']} anomalies")
         if state["replicas"]:
             click.echo(f"  replicas: {state['replicas']}")
+        if state["spool"]:
+            click.echo(f"  spool: {state['spool']}" + ("" if state["daemon"] else f"; sentinel serve {state['directory']}"))
         if state["losses"]:
             click.echo(f"  lost: {state['losses']}")
         for line in note_lines(msgspec.convert(state["notes"], Notes)) if state["notes"] else ():
@@ -80,12 +83,16 @@ def run_status(run_dir: Path) -> dict[str, Any]:
         "num_anomalies": 0,
         "replicas": None,
         "config": None,
+        "spool": "",
         "losses": "",
         "notes": None,
         "num_rows_lost": 0,
         "is_complete": True,
         "incidents": [],
     }
+    room = fullest(paths.run_dir)
+    if room is not None and (room.share >= NOTICED_SHARE or room.is_cut):
+        state["spool"] = room.words
     if not paths.journal.exists():
         return state
     journal = Journal(paths.journal, read_only=True)

@@ -31,6 +31,7 @@ from sentinel.daemon.judge import Judge, Verdict
 from sentinel.daemon.notes import Notes, note_lines
 from sentinel.daemon.packs import RulePacks, decode_pack, encode_pack
 from sentinel.daemon.series import RecentSteps
+from sentinel.daemon.spool_watch import SpoolWatch
 from sentinel.daemon.watching import RunWatch
 from sentinel.errors import SentinelError, StoreError
 from sentinel.ingest.decision import Tick, decode_decision, encode_decision
@@ -94,6 +95,7 @@ class ServedRun:
         self._problems: dict[str, str] = {}
         self._blind: list[str] = []
         self._desk_due = self._acts_due = 0.0
+        self._spool_watch = SpoolWatch(self.name, paths.run_dir)
         self._acts = ActInbox(paths.run_dir, log.warning)
         self._replicas = ""
         self._lock = RunLock(paths.lock_directory, f"run {paths.run_dir}")
@@ -135,6 +137,7 @@ class ServedRun:
             )  # fmt: skip
             has_moved = self._judge(views) or has_moved
             self._watch()
+            self._spool_watch.look(self._gauges.metrics)
             self._take_acts(now)
             self._mend_files()
             if now - self.last_heard > FORGET_S:
@@ -199,7 +202,8 @@ class ServedRun:
         """Return what is wrong with the run, in words."""
         logs = [one.problem for one in (self._anomaly_log, self._incident_log) if one.problem]
         desk = [one for one in (self.commanding.problem, self.commanding.config_problem) if one]
-        return [*self._problems.values(), *logs, *desk]
+        room = [self._spool_watch.problem] if self._spool_watch.problem else []
+        return [*self._problems.values(), *room, *logs, *desk]
 
     def metrics(self) -> RunMetrics:
         """Return the newest gauges."""

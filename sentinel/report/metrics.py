@@ -100,6 +100,10 @@ class RunMetrics(msgspec.Struct, kw_only=True):
     """(rule, severity) -> onsets."""
     num_rows_dropped: int = 0
     num_steps_dropped: int = 0
+    spool_waiting_bytes: int = 0
+    """Of the spool that is nearest to its cap: bytes that wait to be judged."""
+    spool_seconds_left: float | None = None
+    """Until that spool reaches its cap at the rate it fills; None: not known."""
     num_rows_folded: int = 0
     num_rows_late: int = 0
     num_frames: int = 0
@@ -186,6 +190,9 @@ _RUN_GAUGES: tuple[tuple[str, str, str], ...] = (
     ("is_monitoring", "sentinel_monitoring_enabled", "1 while module monitoring is on, 0 while only the black box is."),
     ("monitoring_acked_step", "sentinel_monitoring_acknowledged_step",
      "First step of the last command that every rank it meant acknowledged."),
+    ("spool_waiting_bytes", "sentinel_spool_waiting_bytes",
+     "Bytes that wait to be judged, of the rank whose spool is nearest to its cap."),
+    ("spool_seconds_left", "sentinel_spool_seconds_left", "Until that spool reaches its cap at the rate it fills."),
     ("num_file_lines_pending", "sentinel_file_lines_pending", "Lines of anomaly files that wait for the disk."),
 )  # fmt: skip
 _RUN_COUNTERS: tuple[tuple[str, str, str], ...] = (

@@ -38,8 +38,8 @@ def over(known: Lost) -> str:
 
 def how_lost(known: Lost, settings: Mapping[str, Any]) -> str:
     """Return why rows were lost, what was kept, and what to do. settings: the config in force of one of the ranks."""
-    spool = settings.get("spool", {})
-    given = {key: spool.get(key) for key in ("max_bytes", "queue_bytes")}
+    spool = settings.get("spool")
+    given = {key: spool.get(key) if isinstance(spool, Mapping) else None for key in ("max_bytes", "queue_bytes")}
     sizes = {key: f" ({_size(value)})" if isinstance(value, int) else "" for key, value in given.items()}
     whys = known.lost_to or ([""] if not known.num_steps_gone else ["cap"])
     why = " and ".join(_WHYS.get(one, one).format_map(sizes) for one in whys)
