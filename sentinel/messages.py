@@ -220,6 +220,10 @@ class Vectors(msgspec.Struct, frozen=True, kw_only=True):
     items: tuple[Vector, ...]
 
 
+IMPOSSIBLE = "impossible_frame"
+"""Code of the health record that a reader puts in the place of a frame that it left out."""
+
+
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     """Something that blinds Sentinel here; a record that rules can see."""
 

@@ -15,6 +15,7 @@ from sentinel.detect.ended import RunEnded
 from sentinel.detect.experts import DeadExpert, ExpertImbalance
 from sentinel.detect.group import GroupDetector
 from sentinel.detect.growth import ExplodingTensor, VanishingGradient
+from sentinel.detect.impossible import ImpossibleFrame
 from sentinel.detect.limits import PrecisionLoss, Threshold
 from sentinel.detect.liveness import LivenessDetector, StaleRank
 from sentinel.detect.lost_rows import LostRows
@@ -43,6 +44,7 @@ DETECTORS: dict[str, type[Any]] = {
         ReplicaDivergence,
         StaleRank,
         LostRows,
+        ImpossibleFrame,
         RunEnded,
         SlowRank,
         VanishingGradient,
@@ -122,6 +124,7 @@ __all__ = [
     "GradNormSpike",
     "GroupDetector",
     "HiddenNan",
+    "ImpossibleFrame",
     "KurtosisSpike",
     "LivenessDetector",
     "LossSpike",

@@ -13,8 +13,8 @@ import msgspec
 
 from sentinel.errors import WireError
 from sentinel.ingest.looking_back import look_back
-from sentinel.ingest.trust import IMPOSSIBLE, MAX_GAPS, bears_out, leaps, why_contradicted, why_descriptor, why_header
-from sentinel.messages import Bye, Descriptor, EndStep, Health, Heartbeat, LayoutChange
+from sentinel.ingest.trust import MAX_GAPS, bears_out, leaps, why_contradicted, why_descriptor, why_header
+from sentinel.messages import IMPOSSIBLE, Bye, Descriptor, EndStep, Health, Heartbeat, LayoutChange
 from sentinel.version import VERSION
 from sentinel.wire.frame import (
     DESCRIPTIONS,

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from sentinel.ingest.decision import RankFacts
 from sentinel.ingest.follow import Life, Record
-from sentinel.ingest.trust import IMPOSSIBLE
-from sentinel.messages import Bye, EndStep, Health, Heartbeat
+from sentinel.messages import IMPOSSIBLE, Bye, EndStep, Health, Heartbeat
 
 MAX_LOOK_S = 1.0
 """Between two looks no more time than this passes (chosen): while the daemon is stopped or busy, or its machine

@@ -10,8 +10,6 @@ from sentinel.errors import WireError
 from sentinel.messages import Descriptor, EndStep
 from sentinel.wire.frame import NO_ATTEMPT, NO_STEP, Frame, FrameType, Header, Message, row_dtype
 
-IMPOSSIBLE = "impossible_frame"
-"""Code of the health record that stands for a frame that was left out."""
 MAX_GAPS = 1024
 """Missing numbers of a life that are remembered, so that a late frame is told from a repeated one. A number further ahead
 is believed when the next frame has a higher one."""

@@ -13,12 +13,14 @@ from sentinel.anomaly import Anomaly
 from sentinel.detect import GroupDetector, LivenessDetector, RunEnded, SeriesDetector, known_detectors, state_bytes
 from sentinel.detect.dotted import why_not
 from sentinel.detect.forms import Form
+from sentinel.detect.impossible import ImpossibleFrame
 from sentinel.detect.lost_rows import LostRows
 from sentinel.errors import RuleError
 from sentinel.record import STATISTICS
 from sentinel.rules.aggregate_watch import AggregateWatch, Merged
 from sentinel.rules.building import build_detector
 from sentinel.rules.end_watch import EndWatch
+from sentinel.rules.frame_watch import FrameWatch
 from sentinel.rules.guard import Guarded
 from sentinel.rules.liveness_watch import LivenessWatch
 from sentinel.rules.loss_watch import LossWatch
@@ -219,7 +221,8 @@ class Engine:
 
     def _forget(self) -> None:
         """Begin all baselines anew; what was told of ranks and their ends stays told."""
-        kept = {one.identity: one for one in self._watches if isinstance(one, LivenessWatch | EndWatch | LossWatch)}
+        told = LivenessWatch | EndWatch | LossWatch | FrameWatch
+        kept = {one.identity: one for one in self._watches if isinstance(one, told)}
         fresh = self._build(self.pack)
         for new, old in zip(fresh, self._watches, strict=True):
             new.num_points = old.num_points
@@ -274,7 +277,7 @@ class Engine:
                 plan.rows.append((watch, watch.plan(selection)))
             elif isinstance(watch, LivenessWatch):
                 plan.learn.append(watch.learn)
-            elif isinstance(watch, ReplicaWatch | RankWatch | SkewWatch | AggregateWatch | LossWatch):
+            elif isinstance(watch, ReplicaWatch | RankWatch | SkewWatch | AggregateWatch | LossWatch | FrameWatch):
                 plan.whole.append(watch.judge)
             elif not isinstance(watch, ScalarWatch | EndWatch):
                 raise AssertionError(f"{type(watch).__name__} of rule {watch.rule.name} is judged nowhere")
@@ -304,7 +307,7 @@ def _scalars_of(watches: Sequence[Watch]) -> ScalarStep:
 
 
 def _watches_of(
-    rule: Rule, detector: SeriesDetector | GroupDetector | LivenessDetector | RunEnded | LostRows
+    rule: Rule, detector: SeriesDetector | GroupDetector | LivenessDetector | RunEnded | LostRows | ImpossibleFrame
 ) -> list[Watch]:
     """Return the watches of one rule: rows for detectors without a past, series for the others, scalars; groups."""
     watches: list[Watch] = []
@@ -319,6 +322,8 @@ def _watches_of(
         return [LivenessWatch(rule, detector)]
     if isinstance(detector, LostRows):
         return [LossWatch(rule, detector)]
+    if isinstance(detector, ImpossibleFrame):
+        return [FrameWatch(rule, detector)]
     kinds = frozenset(kind for kind in rule.match.kind if kind != "scalar")
     if rule.match.aggregate:
         merged = Merged(rule, kinds)

@@ -18,8 +18,8 @@ from sentinel.ingest.decision import Tick
 from sentinel.ingest.follow import Record, RunFollower
 from sentinel.ingest.liveness import LivenessTracker
 from sentinel.ingest.steps import StepAssembler
-from sentinel.ingest.trust import IMPOSSIBLE, MAX_GAPS
-from sentinel.messages import Bye, EndStep, Health, Heartbeat
+from sentinel.ingest.trust import MAX_GAPS
+from sentinel.messages import IMPOSSIBLE, Bye, EndStep, Health, Heartbeat
 from sentinel.testing import Nan, SyntheticRun
 from sentinel.wire.frame import FRAME_TYPES, FrameType, Header, Message, encode_frame, encode_message, run_id_of
 
@@ -229,6 +229,9 @@ def check(found: Judged) -> None:
     assert "000000.spool at byte " in problem
     assert "the frame is left out" in problem
     assert [rank for rank, one in found.health if one.code == IMPOSSIBLE] == [1]
+    [told] = [one for one in found.anomalies if one.rule == "impossible-frame"]
+    assert told.rank == 1
+    assert told.message == problem
     assert found.took_s < 5.0
 
 

@@ -1,0 +1,67 @@
+"""FrameWatch: a rule on frames that were left out because they say what is impossible."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sentinel.anomaly import Anomaly, anomaly_id
+from sentinel.detect.impossible import ImpossibleFrame
+from sentinel.messages import IMPOSSIBLE
+from sentinel.rules.schema import Rule
+from sentinel.rules.watch import Watch
+
+if TYPE_CHECKING:
+    from sentinel.ingest.merge import StepView
+
+
+class FrameWatch(Watch):
+    """All ranks of each step; one episode a rank."""
+
+    def __init__(self, rule: Rule, detector: ImpossibleFrame) -> None:
+        super().__init__(rule, detector, "frames_left_out", "frames")
+
+    def judge(self, view: StepView) -> list[Anomaly]:
+        """Return the records of one step."""
+        self.num_points += len(view.parts)
+        texts: dict[int, list[str]] = {}
+        for rank, health in view.health:
+            if health.code == IMPOSSIBLE:
+                texts.setdefault(rank, []).append(health.message)
+        found = []
+        for rank, said in texts.items():
+            key = np.array([rank], dtype=np.int64)
+            at = self.episodes.locate(key)
+            if at[0] >= 0:
+                self.episodes.continue_at(at, view.step)
+            else:
+                found.append(self._anomaly(view, rank, said))
+                self.episodes.open(key, view.step, np.array([True]), found[-1:])
+        return [*found, *self.quiet(view)]
+
+    def _anomaly(self, view: StepView, rank: int, said: list[str]) -> Anomaly:
+        place = view.places.get(rank)
+        more = f" ({len(said)} such frames so far)" if len(said) > 1 else ""
+        return Anomaly(
+            id=anomaly_id(view.run, view.attempt, view.step, None, rank, "frames", self.rule.name),
+            run=view.run,
+            attempt=view.attempt,
+            rank=rank,
+            ranks=(rank,),
+            step=view.step,
+            micro_step=None,
+            pp_stage=0 if place is None else place.pp_rank,
+            vpp_stage=0,
+            call_id=None,
+            tag_name="frames",
+            kind="health",
+            statistic=self.statistic,
+            rule=self.rule.name,
+            detector=self.rule.detector,
+            severity=self.rule.severity,
+            value=float(len(said)),
+            score=1.0,
+            message=said[0] + more,
+            time=view.time,
+        )
