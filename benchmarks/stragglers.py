@@ -50,11 +50,16 @@ def place_of(rank: int, layout: str) -> tuple[int, int, int]:
     return rank // (dp * tp), rank // tp % dp, rank % tp
 
 
+def micro_batches(layout: str) -> int:
+    """Return the micro-batches of a step: at least as many as pipeline stages."""
+    return max(2, LAYOUTS[layout][1])
+
+
 def sleep(rank: int, layout: str, steps: range, seconds: float) -> dict[str, Any]:
-    """Return a fault that makes a rank work longer in some steps: half before each of its two micro-batches."""
+    """Return a fault that makes a rank work longer in some steps: an equal part of it before each of its micro-batches."""
     stage, dp_rank, tp_rank = place_of(rank, layout)
     return {
-        "type": "sleep", "module": f"blocks.{stage}", "steps": list(steps), "seconds": seconds / 2,
+        "type": "sleep", "module": f"blocks.{stage}", "steps": list(steps), "seconds": seconds / micro_batches(layout),
         "dp_rank": dp_rank, "tp_rank": tp_rank,
     }  # fmt: skip
 
@@ -79,8 +84,9 @@ def train(folder: Path, layout: str, faults: list[dict[str, Any]], num_steps: in
     (folder / "faults.json").write_text(json.dumps(merged(faults)))
     command = [
         sys.executable, str(GPT / "launch.py"), "-n", str(world), "--", str(GPT / "train.py"), "--pp", str(pp), "--tp",
-        str(tp), "--layers", str(max(pp, 2)), "--width", "32", "--sequence", "16", "--micro-batches", "2",
-        "--micro-batch", "2", "--steps", str(num_steps), "--seed", str(seed), "--faults", str(folder / "faults.json"),
+        str(tp), "--layers", str(max(pp, 2)), "--width", "32", "--sequence", "16", "--micro-batch", "2",
+        "--micro-batches", str(micro_batches(layout)), "--steps", str(num_steps), "--seed", str(seed),
+        "--faults", str(folder / "faults.json"),
     ]  # fmt: skip
     environment = {"SENTINEL_DIR": str(folder / "runs"), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
