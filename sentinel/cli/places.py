@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from sentinel.errors import ConfigError
+from sentinel.run_name import FOLDER, folder_name
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -42,8 +43,9 @@ def find_run(given: str | None) -> Path:
     path = Path(given)
     if path.is_dir():
         return path.absolute()
-    if RUN_NAME.fullmatch(given) and (home / given).is_dir():
-        return home / given
+    for folder in (given, folder_name(given)):
+        if FOLDER.fullmatch(folder) and (home / folder).is_dir():
+            return home / folder
     known = ", ".join(sorted(one.name for one in _directories(home))[:8]) or "none"
     raise ConfigError(f'"{given}": expected a run, found none there nor in {home}; known: {known}')
 

@@ -26,7 +26,7 @@ from sentinel.errors import MALFORMED, ConfigError, SentinelError, StoreError
 from sentinel.ingest.run_losses import RunLosses
 from sentinel.private_files import make_directory, refuse_foreign, tighten
 from sentinel.store.journal import Journal
-from sentinel.store.whereabouts import RunPaths
+from sentinel.store.whereabouts import RunPaths, further_runs
 
 POLL_S = 0.05
 
@@ -123,13 +123,14 @@ def run(
     code = child.code if child.code is not None else 1
     if not is_drained:
         say(f"NOT everything was watched: {problem}")
-    report = _reported(run_dir, code, is_drained)
+    report, *further = [_reported(one, code, is_drained) for one in (run_dir, *further_runs(run_dir))]
     if not quiet:
-        for line in report_lines(report):
+        for line in [line for one in (report, *further) for line in report_lines(one)]:
             say(line)
     if report_file:
-        _write_report(Path(report_file), report)
-    if code == 0 and fail_on is not None and (not is_drained or _worst(report) >= Severity(fail_on).level):
+        _write_report(Path(report_file), report | ({"further_runs": further} if further else {}))
+    worst = max(_worst(one) for one in (report, *further))
+    if code == 0 and fail_on is not None and (not is_drained or worst >= Severity(fail_on).level):
         return FOUND
     return code
 

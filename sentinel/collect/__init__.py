@@ -13,6 +13,7 @@ from torch import nn
 
 from sentinel.collect.attempt import agree
 from sentinel.collect.environment import read_environment
+from sentinel.collect.living import is_alive_in
 from sentinel.collect.monitor import Monitor
 from sentinel.collect.optimizers import inner_optimizers
 from sentinel.collect.several_models import listed
@@ -27,7 +28,8 @@ __all__ = ["attach"]
 
 log = logging.getLogger("sentinel")
 
-_attached: weakref.WeakKeyDictionary[nn.Module, Monitor] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Monitor]] = weakref.WeakKeyDictionary()
+"""Model -> who watches it, which the model itself keeps alive."""
 
 
 def attach(
@@ -63,13 +65,14 @@ def attach(
             raise ConfigError(f"attach: optimizer must have a step method, got {type(one).__name__}")
     source = read_source(config)
     for one in models:
-        former = _attached.get(unwrap(one))
+        reference = _attached.get(unwrap(one))
+        former = None if reference is None else reference()
         if former is not None and former.is_alive:
-            log.warning("sentinel: this model is already attached; the former monitor goes on, nothing is counted twice")
-            return former
+            log.info("sentinel: this model is watched already, as run %s: that ends, this takes its place", former.run)
+            former.detach()
     life = secrets.token_bytes(16)
     try:
-        attempt = agree(source.config, environment, life)
+        attempt = agree(source.config, environment, life, is_alive_in)
         monitor = Monitor(
             models, optimizers, source, Topology(environment, place, names), attempt, life,
             grad_acc_steps=grad_acc_steps, first_step=first_step,
@@ -82,5 +85,5 @@ def attach(
         log.warning("sentinel: attach failed", exc_info=True)
         return Unmeasured(f"{type(error).__name__}: {error}")
     for one in models:
-        _attached[unwrap(one)] = monitor
+        _attached[unwrap(one)] = weakref.ref(monitor)
     return monitor

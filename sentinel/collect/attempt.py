@@ -6,8 +6,8 @@ import datetime
 import itertools
 import logging
 import os
-import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -17,6 +17,7 @@ from sentinel.collect.environment import Environment
 from sentinel.errors import StoreError
 from sentinel.monitor_config import MonitorConfig
 from sentinel.private_files import create_file, make_directory, refuse_foreign, tighten
+from sentinel.run_name import folder_name, given_name, numbered
 
 log = logging.getLogger("sentinel")
 
@@ -34,28 +35,44 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """0-based; NO_ATTEMPT when rank 0 did not say in time: the daemon then opens a new one."""
     directory: Path
     """`<runs>/<run>`, made, private."""
+    is_alone: bool = False
+    """There was nothing by which this rank could agree with others on a run."""
 
 
-def agree(config: MonitorConfig, environment: Environment, life: bytes) -> Attempt:
+def agree(config: MonitorConfig, environment: Environment, life: bytes, is_taken: Callable[[Path, str], bool]) -> Attempt:
     """Return run and attempt, the same on every rank.
 
     With torch.distributed rank 0 decides and tells through the default store: one bounded read (5 s). Without it the
     launcher's id and restart count decide, else this process is an attempt of its own.
-    Raises StoreError when the run directory is not private to this user; OSError when it cannot be made.
+
+    A training is a run of its own: without a name that the user gave, each attach of this process is; of a name that was
+    given, one that is attached while another of this process is alive under it. Another one after that is an attempt.
+
+    is_taken: tells whether a monitor of this process is alive in a run. Raises StoreError when the run directory is not
+    private to this user; OSError when it cannot be made.
     """
     base = Path(config.directory) if config.directory else environment.directory
-    name = config.run or environment.run
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        run = clean(name or environment.job or _fresh_name())
+    given = config.run or environment.run
+    number = next(_attaches)
+
+    def choose(launch: str | None) -> tuple[str, int, Path]:
+        run = folder_name(given or environment.job or _fresh_name())
+        if not given:
+            run = numbered(run, number + 1)
+        elif is_taken(base, run):
+            run = next(one for n in itertools.count(2) if not is_taken(base, one := numbered(run, n)))
         directory = private_directory(base, run)
-        return Attempt(run=run, attempt=_claim(directory, environment.launch or life.hex()), directory=directory)
-    key = f"sentinel/attach/{next(_attaches)}"
+        key = f"{launch}#{number}" if launch and number else launch or life.hex()
+        return run, _claim(directory, key, given or given_name(run)), directory
+
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        run, attempt, directory = choose(environment.launch)
+        return Attempt(run=run, attempt=attempt, directory=directory, is_alone=not (given or environment.job))
+    key = f"sentinel/attach/{number}"
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
-        run = clean(name or environment.job or _fresh_name())
         try:
-            directory = private_directory(base, run)
-            attempt = _claim(directory, life.hex())
+            run, attempt, directory = choose(None)
         except (OSError, StoreError) as error:
             store.set(key, msgspec.json.encode(["", str(error)]).decode())
             raise
@@ -65,7 +82,7 @@ def agree(config: MonitorConfig, environment: Environment, life: bytes) -> Attem
         store.wait([key], datetime.timedelta(seconds=AGREE_TIMEOUT_S))
         run, attempt = msgspec.json.decode(store.get(key))
     except (RuntimeError, dist.DistError):
-        run, attempt = clean(name or environment.job or "unplaced"), NO_ATTEMPT
+        run, attempt = folder_name(given or environment.job or "unplaced"), NO_ATTEMPT
     if not run:
         raise StoreError(f"rank 0 could not make the run directory: {attempt}")
     return Attempt(run=run, attempt=attempt, directory=private_directory(base, run))
@@ -85,16 +102,11 @@ def private_directory(base: Path, run: str) -> Path:
     return directory
 
 
-def clean(name: str) -> str:
-    """Return `name` as a plain folder name: letters, digits, `._-`, no leading dot, at most 128 characters."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip(".")[:128] or "run"
-
-
 def _fresh_name() -> str:
     return time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
 
 
-def _claim(directory: Path, key: str) -> int:
+def _claim(directory: Path, key: str, name: str) -> int:
     """Find the attempt made for `key`, or make the next: O_EXCL decides between processes."""
     folder = directory / "attempts"
     taken = {}
@@ -112,7 +124,7 @@ def _claim(directory: Path, key: str) -> int:
         path = folder / f"{number}.json"
         draft = folder / f".{number}-{os.getpid()}"
         with os.fdopen(create_file(draft, os.O_WRONLY | os.O_TRUNC), "wb") as file:
-            file.write(msgspec.json.encode({"attempt": number, "key": key, "time": time.time()}))
+            file.write(msgspec.json.encode({"attempt": number, "key": key, "time": time.time(), "name": name}))
         try:
             os.link(draft, path)
             return number

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from sentinel.collect.orders import FROM_FILE, Obeying, Orders
+from sentinel.collect.weak import weakly
 from sentinel.command import ChangeConfig
 from sentinel.config_file import ConfigFile, Reading
 from sentinel.errors import ConfigError
@@ -38,18 +39,19 @@ class ConfigEdits:
     def start(self) -> None:
         """Begin to look, where there is a file."""
         if self._source.path:
-            threading.Thread(target=self._run, name="sentinel-config", daemon=True).start()
+            turn = weakly(self._turn)
+            threading.Thread(target=_look, args=(turn, self._is_over), name="sentinel-config", daemon=True).start()
 
     def stop(self) -> None:
         """Look no more; does not wait."""
         self._is_over.set()
 
-    def _run(self) -> None:
-        while not self._is_over.wait(LOOK_S):
-            try:
-                self.turn(time.monotonic())
-            except Exception as error:
-                self._tell("config_failed", f"{type(error).__name__}: {error}", self._source.path)
+    def _turn(self) -> bool:
+        try:
+            self.turn(time.monotonic())
+        except Exception as error:
+            self._tell("config_failed", f"{type(error).__name__}: {error}", self._source.path)
+        return True
 
     def turn(self, mono: float) -> None:
         """Look once. mono: seconds, a clock that never jumps."""
@@ -112,3 +114,9 @@ class ConfigEdits:
         # One voice is enough for what every rank reads alike.
         if self._monitor.place.rank == 0:
             self._tell(code, message, self._seen)
+
+
+def _look(turn: Callable[[], bool | None], is_over: threading.Event) -> None:
+    """Look until it is over, or whoever looks is gone."""
+    while not is_over.wait(LOOK_S) and turn():
+        pass

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -37,6 +39,9 @@ def read_environment() -> Environment:
     elif env.get("SLURM_JOB_ID"):
         job = f"slurm-{env['SLURM_JOB_ID']}"
         launch = f"{job}-{env.get('SLURM_RESTART_COUNT', '0')}-{env.get('SLURM_STEP_ID', '0')}"
+    elif _is_on_one_node(env) and (parent := _parent()):
+        # torchrun without an id, mpirun, a script of one's own: the ranks of one launch have one parent.
+        job, launch = parent, f"{parent}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return Environment(
         is_disabled=env.get("SENTINEL_DISABLE", "0") not in ("", "0"),
         directory=Path(env.get("SENTINEL_DIR") or "sentinel_runs"),
@@ -46,6 +51,22 @@ def read_environment() -> Environment:
         launch=launch,
         job=job,
     )
+
+
+def _is_on_one_node(env: Mapping[str, str]) -> bool:
+    size = _number(env.get("WORLD_SIZE"))
+    return size is not None and size > 1 and size == _number(env.get("LOCAL_WORLD_SIZE"))
+
+
+def _parent() -> str | None:
+    """Return a name that the children of our parent share, and no others on this machine: when it began, and its id."""
+    try:
+        ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text("utf-8").rpartition(")")[2].split()[19])
+        boot = int(Path("/proc/stat").read_text("utf-8").partition("\nbtime ")[2].split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+    began = time.localtime(boot + ticks // os.sysconf("SC_CLK_TCK"))
+    return time.strftime("%Y%m%d-%H%M%S", began) + f"-{os.getppid()}"
 
 
 def _number(text: str | None) -> int | None:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from sentinel.collect.weak import WeakList
+
 User = TypeVar("User")
 _INHERITED = object()
 """Stands for an attribute that its owner does not have itself."""
@@ -16,7 +18,8 @@ class Interception(Generic[User]):
 
     def __init__(self, replace_all: Callable[[Interception[User]], None]) -> None:
         """replace_all: calls `replace` for everything there is to replace now; called when the first user joins."""
-        self.users: list[User] = []
+        self.users: WeakList[User] = WeakList(self._restore)
+        """Whoever is told, while it lives."""
         self._replace_all = replace_all
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
@@ -27,24 +30,23 @@ class Interception(Generic[User]):
 
     def join(self, user: User) -> None:
         """Have `user` told from now on."""
-        if user not in self.users:
-            self.users.append(user)
+        self.users.append(user)
         if not self._replaced:
             self._replace_all(self)
 
     def leave(self, user: User) -> None:
         """Tell `user` no more; torch is as before when the last one is gone."""
-        if user in self.users:
-            self.users.remove(user)
-        if not self.users:
-            while self._replaced:
-                owner, name, original, ours = self._replaced.pop()
-                if getattr(owner, name, None) is not ours:
-                    continue
-                if original is _INHERITED:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, original)
+        self.users.remove(user)
+
+    def _restore(self) -> None:
+        while self._replaced:
+            owner, name, original, ours = self._replaced.pop()
+            if getattr(owner, name, None) is not ours:
+                continue
+            if original is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
 
     def replace_everywhere(self, name: str, original: Any, ours: Any) -> None:
         """Put `ours` in the place of a function in every module that has imported it under this name."""

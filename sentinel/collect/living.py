@@ -7,9 +7,11 @@ import multiprocessing.util
 import os
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 from sentinel.collect.exit_watch import EXITS
+from sentinel.collect.weak import weakly
 from sentinel.messages import Bye
 
 AT_EXIT_S = 5.0
@@ -22,6 +24,11 @@ class Armed(Protocol):
     is_alive: bool
     ended_steps: int
 
+    @property
+    def directory(self) -> Path:
+        """The run's."""
+        ...
+
 
 class Ending:
     """Has a monitor say its last words when the process ends, or nobody catches what it raised, short of a signal."""
@@ -29,9 +36,11 @@ class Ending:
     def __init__(
         self, owner: Armed, close: Callable[[Bye, float], None], has_left: Callable[[float], bool], thread_id: int
     ) -> None:
-        """close: ends the life with these words and waits so many seconds for the disk. has_left: waits on."""
-        self._owner = owner
-        self.leave = close
+        """close: a method of the owner that ends the life with these words and waits so many seconds for the disk. has_left:
+        waits on. The owner is not kept alive.
+        """
+        self._owner = weakref.ref(owner)
+        self.leave = weakly(close)
         self.has_left = has_left
         self.thread_id = thread_id
         """The thread that trains: when another ends the process, what the step that runs writes just now is not touched."""
@@ -44,12 +53,14 @@ class Ending:
     @property
     def is_alive(self) -> bool:
         """Whether there is anything left to say."""
-        return self._owner.is_alive
+        owner = self._owner()
+        return owner is not None and owner.is_alive
 
     @property
     def ended_steps(self) -> int:
         """Steps ended so far."""
-        return self._owner.ended_steps
+        owner = self._owner()
+        return 0 if owner is None else owner.ended_steps
 
     def cancel(self) -> None:
         """It was closed before."""
@@ -63,6 +74,12 @@ class Ending:
 
 
 _living: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def is_alive_in(directory: Path, run: str) -> bool:
+    """Tell whether a monitor of this process is alive in a run, a folder of `directory`."""
+    wanted = (directory / run).absolute()
+    return any(one.is_alive and one.directory.absolute() == wanted for one in list(_living))
 
 
 def _disarm_child() -> None:

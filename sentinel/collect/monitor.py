@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -41,6 +43,7 @@ from sentinel.collect.tensors import TensorTable
 from sentinel.collect.topology import Topology
 from sentinel.collect.understanding import Understanding
 from sentinel.collect.waiting import WaitClock
+from sentinel.collect.weak import weakly
 from sentinel.command import ANY_ATTEMPT
 from sentinel.messages import Ack, Bye, Descriptor, Heartbeat
 from sentinel.monitor_config import MODULE_KINDS, ConfigSource
@@ -171,8 +174,8 @@ class Monitor:
         return Handover(
             attempt.directory, life=life, run=attempt.run, attempt=attempt.attempt, rank=self.place.rank,
             max_bytes=spool.max_bytes, file_bytes=spool.file_bytes, queue_bytes=spool.queue_bytes,
-            descriptor=self._descriptor(), position=self._position, on_command=self.orders.receive,
-            on_refused=self.recording.refused,
+            descriptor=self._descriptor(), position=weakly(self._position), on_command=weakly(self.orders.receive),
+            on_refused=weakly(self.recording.refused),
         )  # fmt: skip
 
     @property
@@ -197,6 +200,11 @@ class Monitor:
     def run(self) -> str:
         """The run that this life belongs to."""
         return self._attempt.run
+
+    @property
+    def directory(self) -> Path:
+        """The run's directory."""
+        return self._attempt.directory
 
     # -- what trainers call ----------------------------------------------------------------------------------------
 
@@ -325,6 +333,21 @@ class Monitor:
         reason: `detached`, or `exception` where an adapter sees its trainer raise.
         """
         self._close(farewell(reason, raised_now() if reason == "exception" else None), AT_EXIT_S)
+
+    def close(self) -> None:
+        """Detach: under the name that `with sentinel.attach(...) as monitor:` and notebooks look for."""
+        self.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.detach("detached" if kind is None else "exception")
+
+    def __del__(self) -> None:
+        # The model went out of scope, and we with it. Whoever collects garbage must not wait for a disk.
+        if getattr(self, "_ending", None) is not None:
+            self._close(farewell("detached"), 0.0)
 
     # -- what hooks and watchers call (the Recorder of taps.py) ----------------------------------------------------
 
@@ -464,6 +487,7 @@ class Monitor:
     def _locate(self) -> None:
         """Find out where this rank stands, as far as that exists by now."""
         try:
+            self._tell_apart()
             if self._pipeline_watch.install() and self._pipeline_watch.problem:
                 self.recording.tell("unknown_torch", self._pipeline_watch.problem)
             self._introduction.locate()
@@ -473,6 +497,16 @@ class Monitor:
                 self.parameters.forget()  # Their entries carry the number of their chunk.
         except Exception as error:
             self.guard("topology", error)
+
+    def _tell_apart(self) -> None:
+        """Say once that this rank could not agree with the others on a run, and how it can."""
+        if self._attempt.is_alone and self.place.world_size > 1:
+            self.recording.tell(
+                "ranks_apart",
+                f"rank {self.place.rank} of {self.place.world_size} attached before init_process_group, and nothing says "
+                f"which run the ranks share: it is a run of its own ({self.run}), and copies of weights are not compared; "
+                "attach after init_process_group, or give all ranks one name (SENTINEL_RUN, or run: in the config)",
+            )
 
     def _descriptor(self) -> Descriptor:
         return self._introduction.descriptor(
@@ -503,6 +537,6 @@ class Monitor:
                 undo()
             except Exception as error:
                 self.guard("close", error)
-        if self._handover.close(said, timeout_s=timeout_s, health=self.recording.take_health()):
-            self._memory.close()
+        self._handover.close(said, timeout_s=timeout_s, health=self.recording.take_health())
+        self._memory.close()
         self._ending.cancel()

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from sentinel.collect.weak import weakly
+
 Params = list[torch.Tensor]
 
 FIRST_PHASES = ("first_step", "ascent_step", "perturb_weights", "perturb", "extrapolation")
@@ -156,7 +158,7 @@ class OptimizerHooks:
         self._hang(optimizer, watched)
         if not self._is_waiting:
             self._is_waiting = True
-            self._undo.append(register_optimizer_step_pre_hook(self._meet).remove)
+            self._undo.append(register_optimizer_step_pre_hook(weakly(self._meet)).remove)
         if isinstance(optimizer, torch.optim.Optimizer):
             for inner in inner_optimizers(optimizer):
                 self._join(watched, inner)
@@ -168,7 +170,7 @@ class OptimizerHooks:
         self._owned = {id(p) for p in model_params}
         if not self._is_waiting:
             self._is_waiting = True
-            self._undo.append(register_optimizer_step_pre_hook(self._meet).remove)
+            self._undo.append(register_optimizer_step_pre_hook(weakly(self._meet)).remove)
 
     def follow(self, optimizer: Any, on_stepping: Callable[[Any], None], on_stepped: Callable[[Any], None]) -> None:
         """Tell of the steps of a torch optimizer inside another one: they end nothing, and its gradients are not read."""

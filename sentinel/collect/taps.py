@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ from sentinel.collect.recorder import Recorder
 from sentinel.collect.structure import Border, Structure
 from sentinel.collect.tensor_parallel import LocalTensors
 from sentinel.collect.tensors import Entry
+from sentinel.collect.weak import weakly
 from sentinel.record import Kind
 
 SITE_GAP = 64
@@ -106,6 +108,7 @@ class Chunk:
         self.aliases: Aliases | None = None
         """Of a trainer that hands tensors on under new objects: FSDP2's, or an adapter's."""
         self._handles: list[RemovableHandle] = []
+        self._undo: list[Callable[[], None]] = []
         self.site = enlist(self)
         self.own = ModuleTap(self, "", root)
         """The tap of the chunk itself."""
@@ -131,8 +134,9 @@ class Chunk:
             self.root.register_forward_pre_hook(self._root_pre, with_kwargs=True),
             self.root.register_forward_hook(self._root_post, always_call=True),
         ]
-        on_root_traced.append(self._traced_whole)
-        on_cuda_graph.append(self._traced_for_cuda)
+        for calls, call in ((on_root_traced, weakly(self._traced_whole)), (on_cuda_graph, weakly(self._traced_for_cuda))):
+            calls.append(call)
+            self._undo.append(partial(calls.remove, call))
         self.find_compiled()
 
     def remove(self) -> None:
@@ -144,9 +148,8 @@ class Chunk:
             tap.remove()
         self.taps, self.compiled = {}, []
         self.wants_borders = self.wants_sites = False
-        if self._traced_whole in on_root_traced:
-            on_root_traced.remove(self._traced_whole)
-            on_cuda_graph.remove(self._traced_for_cuda)
+        while self._undo:
+            self._undo.pop()()
         set_gate()
 
     def plan(self, wanted: Callable[[str], frozenset[Kind]], black_box: bool) -> None:

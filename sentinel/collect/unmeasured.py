@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from sentinel.monitor_config import MODULE_KINDS
 
@@ -65,3 +65,12 @@ class Unmeasured:
 
     def detach(self, reason: str = "detached") -> None:
         """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Let what was raised pass."""

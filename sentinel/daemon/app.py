@@ -28,7 +28,7 @@ from sentinel.private_files import make_directory, refuse_foreign, tighten
 from sentinel.report.pipeline import Notifier, RetryPolicy
 from sentinel.report.sinks.table import build_sinks
 from sentinel.store.trouble import disk_trouble
-from sentinel.store.whereabouts import RunPaths, is_run, printable, refuse_unprintable, runs_in, write_whole
+from sentinel.store.whereabouts import RunPaths, further_runs, is_run, printable, refuse_unprintable, runs_in, write_whole
 
 log = logging.getLogger("sentinel.daemon")
 
@@ -206,7 +206,7 @@ class Daemon:
         return has_moved
 
     def _discover(self, now: float) -> None:
-        for run_dir in [self._options.directory] if self._is_single else runs_in(self._options.directory):
+        for run_dir in self._found():
             name = printable(run_dir.absolute().name)
             if name in self._runs or now < self._retry_at.get(name, 0.0):
                 continue
@@ -224,6 +224,15 @@ class Daemon:
             self._runs[name] = run
             self._outboxes.join(run.journal)
             self._notifier.wake()
+
+    def _found(self) -> list[Path]:
+        """Return the runs to serve: of one that we own also the others that its command attached under the same name."""
+        given = self._options.directory
+        if not self._is_single:
+            return runs_in(given)
+        if not self._options.is_owned or self._options.state_dir is not None:
+            return [given]
+        return [given, *further_runs(given)]
 
     def _drop(self, name: str, problem: str) -> None:
         run = self._runs.pop(name)

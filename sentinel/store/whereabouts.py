@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from dataclasses import dataclass
@@ -25,6 +26,11 @@ def runs_in(directory: Path) -> list[Path]:
     except OSError:
         return []
     return [one for one in entries if not one.name.startswith(".") and not one.is_symlink() and is_run(one)]
+
+
+def further_runs(run_dir: Path) -> list[Path]:
+    """Return the runs of other models that one process trained side by side under this run's name."""
+    return [one for one in sorted(run_dir.parent.glob(f"{glob.escape(run_dir.name)}+*")) if is_run(one)]
 
 
 def printable(name: str) -> str:

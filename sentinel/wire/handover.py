@@ -68,7 +68,7 @@ class Handover:
         rank: int,
         attempt: int | None = None,
         descriptor: Descriptor | None = None,
-        position: Callable[[], Heartbeat] | None = None,
+        position: Callable[[], Heartbeat | None] | None = None,
         on_command: Callable[[Command], Ack | None] | None = None,
         on_refused: Callable[[str], None] | None = None,
         max_bytes: int = SPOOL_BYTES,
@@ -412,8 +412,8 @@ class Handover:
 
     def _beat(self) -> None:
         self._write_owed()
-        if self._position is not None:
-            heartbeat = self._position()
+        heartbeat = self._position() if self._position is not None else None
+        if heartbeat is not None:
             self._activity = heartbeat.activity
             self._write(heartbeat)
         for code, count in list(self._failures.items()):
