@@ -58,7 +58,7 @@ def agree(config: MonitorConfig, environment: Environment, life: bytes, is_taken
     def choose(launch: str | None) -> tuple[str, int, Path]:
         run = folder_name(given or environment.job or _fresh_name())
         if not given:
-            run = numbered(run, number + 1)
+            run = f"{run}-{number + 1}" if number else run
         elif is_taken(base, run):
             run = next(one for n in itertools.count(2) if not is_taken(base, one := numbered(run, n)))
         directory = private_directory(base, run)

@@ -571,7 +571,7 @@ def test_what_there_is_is_on_disk_when_lightning_raises(
     assert seen == [[(0, False), (1, False), (2, where == "after backward")]]
     said = Said(run)
     assert len(said.of(2, "dgrad", "head")) == 1
-    assert said.byes[-1].reason == "exception"
+    assert said.byes[-1].reason == ("interrupted" if isinstance(error, KeyboardInterrupt) else "exception")
     assert "training_step" not in model.__dict__
 
 

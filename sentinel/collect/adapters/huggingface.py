@@ -28,6 +28,7 @@ from sentinel.collect.monitor import Monitor
 from sentinel.collect.unmeasured import Unmeasured
 from sentinel.errors import ConfigError
 from sentinel.monitor_config import ConfigSource, MonitorConfig, read_source
+from sentinel.run_name import given_name
 
 log = logging.getLogger("sentinel")
 
@@ -101,7 +102,7 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
             int(args.gradient_accumulation_steps),
         )
         if isinstance(self.monitor, Monitor):
-            self.run = self.monitor.run
+            self.run = given_name(self.monitor.run)
             if trainer is not None:
                 self.monitor.on_end.append(_follow_losses(trainer, self))
 
@@ -198,7 +199,7 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
             # Made anew from a checkpoint: the file is followed again, where it still is one.
             with contextlib.suppress(ConfigError):
                 self.config = read_source(self.config_path)
-        if self.config.config.run or read_environment().run or read_environment().job:
+        if self.config.config.run or read_environment().run:
             return self.config
         saved = (state.stateful_callbacks or {}).get(type(self).__name__) if state.global_step else None
         saved = saved[0] if isinstance(saved, list) and saved else saved

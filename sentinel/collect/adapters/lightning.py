@@ -25,6 +25,7 @@ from sentinel.collect.monitor import Monitor
 from sentinel.collect.optimizers import InstanceWrap
 from sentinel.collect.unmeasured import Unmeasured
 from sentinel.monitor_config import ConfigSource, MonitorConfig, read_source
+from sentinel.run_name import given_name
 
 log = logging.getLogger("sentinel")
 
@@ -105,7 +106,7 @@ class LightningCallback(_Callback):
         self.monitor = monitor
         if not isinstance(monitor, Monitor):
             return
-        self._run = monitor.run
+        self._run = given_name(monitor.run)
         if self._saved:
             monitor.load_state_dict(self._saved)
         monitor.boundary.is_explicit = True

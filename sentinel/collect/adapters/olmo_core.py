@@ -21,6 +21,7 @@ from sentinel.collect.environment import read_environment
 from sentinel.collect.monitor import Monitor
 from sentinel.collect.unmeasured import Unmeasured
 from sentinel.monitor_config import read_source
+from sentinel.run_name import given_name
 
 log = logging.getLogger("sentinel")
 
@@ -90,7 +91,7 @@ class OlmoCoreCallback(Callback):
         monitor = attach(models if len(models) > 1 else models[0], optimizers, config, first_step=self.step + 1)
         self._monitor = monitor
         if isinstance(monitor, Monitor):
-            self._run = monitor.run
+            self._run = given_name(monitor.run)
             if self._saved:
                 monitor.load_state_dict(self._saved)
             monitor.boundary.is_explicit = True
