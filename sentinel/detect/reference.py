@@ -122,6 +122,17 @@ class Beside:
         """Return the sisters that are, for all that can be seen, the run itself."""
         return np.flatnonzero(self.state["same"] >= SAME)
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether no sister had a number at any step of the run so far, once there were enough."""
+        return bool(self.state["seen"][0] >= 2 * ENOUGH) and not self.state["count"].any()
+
+    @property
+    def is_strange(self) -> bool:
+        """Whether sisters that were followed for long enough do not follow the run: nothing is judged beside them."""
+        is_known = bool((np.diagonal(self.state["pairs"]) >= ENOUGH).any())
+        return is_known and bool(self.state["seen"][0] >= 2 * ENOUGH) and not self._follows()
+
     def judge(self, value: float, sisters: np.ndarray, numbers: np.ndarray) -> tuple[float, int, float, float]:
         """Score one point and take it in; return (score, direction, forecast, how far the sisters moved).
 

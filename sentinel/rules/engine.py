@@ -99,7 +99,7 @@ class Engine:
     @property
     def blind_groups(self) -> list[str]:
         """What rules are blind to, in words: groups of which nothing can be merged, detectors of others that failed,
-        sister runs that are the run itself."""
+        sister runs that are the run itself, do not follow it, or lack what it logs."""
         merged = {watch.rule.name: watch.merged for watch in self._watches if isinstance(watch, AggregateWatch)}
         beside = [text for watch in self._watches if isinstance(watch, ScalarWatch) for text in watch.blind]
         return [f'rule "{rule}": {one.blind}' for rule, one in merged.items() if one.blind] + self.failures + beside

@@ -27,7 +27,7 @@ class Sisters:
         self._rule, self._reference, self._detector = rule, reference, detector
         self._beside: dict[str, Beside] = {}
         self._found: dict[str, Lookup | None] = {}
-        self._told: set[tuple[str, int]] = set()
+        self._told: set[str] = set()
 
     def judge(self, step: int, names: Sequence[str], values: np.ndarray) -> Found:
         """Score one value of each scalar beside its sisters, and take it in."""
@@ -43,10 +43,10 @@ class Sisters:
             found.score[at], found.direction[at], found.forecast[at], found.moved[at] = beside.judge(
                 float(values[at]), logarithms, numbers
             )
-            for copy in beside.copies.tolist():
-                if (name, copy) not in self._told:
-                    self._told.add((name, copy))
-                    log.warning("rules: %s", self._blindness(name, copy, lookup.num_kept))
+        for text in self.blind:
+            if text not in self._told:
+                self._told.add(text)
+                log.warning("rules: %s", text)
         return found
 
     def _lookup(self, name: str) -> Lookup | None:
@@ -58,17 +58,22 @@ class Sisters:
 
     @property
     def blind(self) -> list[str]:
-        """Sisters that are, for all that can be seen, the run itself, in words."""
-        each = (
-            (name, at, len(beside.state["lag"])) for name, beside in self._beside.items() for at in beside.copies.tolist()
-        )
-        return [self._blindness(*one) for one in each]
-
-    def _blindness(self, name: str, sister: int, num: int) -> str:
-        return (
-            f'rule "{self._rule}": sister {sister + 1} of {num} logs the very numbers of this run as {name}: it is the run '
-            "itself or a copy of it, and is set aside while that lasts; name other runs on the same data under reference"
-        )
+        """What sisters cannot be asked about, in words: copies of the run, runs that do not follow it, scalars they lack."""
+        found = []
+        if self._found and not any(self._found.values()):
+            lacking, known = ", ".join(sorted(self._found)[:3]), ", ".join(sorted(self._reference.series)[:6])
+            found.append(f"the runs under reference log no {lacking}, but {known}; name runs that log it, or rename it")
+        for name, beside in self._beside.items():
+            num = len(beside.state["lag"])
+            found += [_copy(name, at, num) for at in beside.copies.tolist()]
+            if beside.is_apart:
+                found.append(f"{_runs(num)} no {name} at any step of this run; name runs that count steps as it does")
+            elif beside.is_strange and len(beside.copies) < num:
+                found.append(
+                    f"{_runs(num)} a {name} that this run does not follow: beside them it is more than half as noisy as "
+                    "alone. They are on other data, or in another order; nothing is judged beside them while that lasts"
+                )
+        return [f'rule "{self._rule}": {text}' for text in found]
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything that changes, for a snapshot."""
@@ -80,6 +85,17 @@ class Sisters:
             if (lookup := self._lookup(name)) is not None:
                 self._beside[name] = Beside(self._detector, lookup.num_kept)
                 self._beside[name].take_dict(one)
+
+
+def _copy(name: str, sister: int, num: int) -> str:
+    return (
+        f"sister {sister + 1} of {num} logs the very numbers of this run as {name}: it is the run itself or a copy of it, "
+        "and is set aside while that lasts; name other runs on the same data under reference"
+    )
+
+
+def _runs(num: int) -> str:
+    return "the run under reference has" if num == 1 else f"the {num} runs under reference have"
 
 
 class Found:

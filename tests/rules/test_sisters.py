@@ -67,7 +67,7 @@ def test_two_percent_shows_beside_sisters_and_a_bad_batch_is_no_fault(num, rng, 
     assert by_step[OWN].baseline == pytest.approx(loss[0, OWN] / 1.025, rel=0.01)
 
 
-def test_sisters_that_lack_steps_log_seldom_or_hold_nan_do_no_harm(rng, tmp_path):
+def test_sisters_that_lack_steps_log_seldom_or_hold_nan_do_no_harm(rng, tmp_path, caplog):
     loss = make_runs(rng, 5)
     loss[0, OWN] *= 1.03
     loss[2, 200:210] = np.nan
@@ -84,6 +84,7 @@ def test_sisters_that_lack_steps_log_seldom_or_hold_nan_do_no_harm(rng, tmp_path
 
     assert rows == POINTS
     assert [a.step for a in found] == [BATCH, OWN]
+    assert said(caplog) == []
 
 
 def test_sisters_on_other_data_say_nothing(rng, tmp_path):
@@ -95,6 +96,48 @@ def test_sisters_on_other_data_say_nothing(rng, tmp_path):
 
     assert rows == POINTS and len(alone) == 1
     assert [a.step for a in found] == [a.step for a in alone]
+
+
+def said(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "sentinel.rules"]
+
+
+def test_sisters_that_do_not_follow_are_said_once_and_while_it_lasts(rng, tmp_path, caplog):
+    own = write_log(tmp_path / "own.csv", make_runs(rng, 1)[0])
+    others = [write_log(tmp_path / f"{i}.csv", make_runs(rng, 1)[0]) for i in range(2)]
+    court = Judge(loss_rule(read_references(others)))
+
+    for view in log_views(read_log(own), run="own"):
+        court.judge(None, view)
+
+    (text,) = said(caplog)
+    assert 'rule "loss-spike": the 2 runs under reference have a loss that this run does not follow' in text
+    assert [text] == [f"rules: {one}" for one in court.blindness]
+
+
+def test_sisters_without_a_step_or_a_scalar_of_the_run_are_said(rng, tmp_path, caplog):
+    loss = make_runs(rng, 2)
+    own = write_log(tmp_path / "own.csv", loss[0])
+    later = write_log(tmp_path / "later.csv", loss[1], np.arange(POINTS) + 10 * POINTS)
+    norms = tmp_path / "norms.csv"
+    norms.write_text("step,grad_norm\n" + "".join(f"{step},{1.0 + 0.01 * step}\n" for step in range(POINTS)))
+
+    judge(loss_rule(read_references([later])), own)
+    judge(loss_rule(read_references([norms])), own)
+
+    apart, lacking = said(caplog)
+    assert "the run under reference has no loss at any step of this run" in apart
+    assert "the runs under reference log no loss, but grad_norm" in lacking
+
+
+@pytest.mark.parametrize("num", [1, 5])
+def test_nothing_is_said_of_sisters_that_follow(num, rng, tmp_path, caplog):
+    loss = make_runs(rng, num + 1)
+    sisters = [write_log(tmp_path / f"{i}.csv", one) for i, one in enumerate(loss[1:])]
+
+    judge(loss_rule(read_references(sisters)), write_log(tmp_path / "own.csv", loss[0]))
+
+    assert said(caplog) == []
 
 
 def test_a_rule_names_its_sisters_and_the_pack_holds_them(rng, tmp_path):
