@@ -234,6 +234,12 @@ class RunFollower:
         (self._behind.discard if reader.is_caught_up else self._behind.add)(folder)
         if reader.foreign:
             self._say_foreign(folder, reader)
+        if reader.num_missing_files:
+            self._say(
+                f"{folder}/missing",
+                f"spool {folder}: files before {file_name(reader.file_index)} are gone that nobody had read here; what they "
+                f"held is not judged and not counted; who deletes from the spool?",
+            )
         if reader.num_corrupt:
             self._say(
                 f"{folder}/corrupt",

@@ -51,6 +51,10 @@ class Event:
         if self.stream is not None:
             self.stream.run_to(self.position)
 
+    def query(self) -> bool:
+        self.runtime.touch()
+        return self.stream is None or self.stream.num_done >= self.position
+
     def synchronize(self) -> None:
         self.runtime.touch()
         self.wait()

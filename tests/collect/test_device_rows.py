@@ -73,6 +73,36 @@ def test_a_wait_that_raises_leaves_finished_rows():
     assert list(rows.array["count"][:2]) == [10, 0]
 
 
+def test_rows_that_are_on_their_way_are_not_completed_early():
+    runtime = Runtime()
+    rows = device_rows(4, runtime)
+    begin(rows, 1)
+    address = rows.on(CPU).slot(0)
+    words = sealed(rows.on(CPU), 10)
+    runtime.current.enqueue(lambda: write(address, words))
+    rows.begin_copy()
+
+    assert not rows.finish_arrived(), "the work has not been done yet, and nobody waited for it"
+    assert rows.array["count"][0] == 0
+    runtime.current.run_to(len(runtime.current.work))
+    assert rows.finish_arrived()
+
+    assert rows.array["count"][0] == 10
+
+
+def test_after_a_device_assert_what_arrived_is_completed_early():
+    runtime = Runtime()
+    rows = device_rows(4, runtime)
+    begin(rows, 2)
+    finished(rows, 0, 10)
+    rows.on(CPU).slot(1)
+    rows.begin_copy()
+    runtime.is_dead = True
+
+    assert rows.finish_arrived()
+    assert list(rows.array["count"][:2]) == [10, 0]
+
+
 def test_a_torn_row_is_not_taken():
     rows = device_rows(16)
     begin(rows, 15)
