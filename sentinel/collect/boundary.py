@@ -13,6 +13,10 @@ from sentinel.collect.optimizers import OptimizerHooks, Params, Watched
 LEARNING_STEPS = 3
 """Steps in which weights that moved without a step of an optimizer are taken for the first phase of one (chosen). Later
 they are more likely a trainer's own doing, one that goes back to weights it has kept, say."""
+NUM_LOOKED_AT = 4
+"""Parameters of each optimizer that are looked at later (chosen): what has two phases moves all, or nearly."""
+MAX_SUSPECTS = 3
+"""Times in a row that weights move without a step, before each step, until that is a first phase later too (chosen)."""
 MAX_TURNS = 10
 """Steps of one optimizer for which the end of a step waits for the others (chosen: most critics take 5)."""
 
@@ -60,6 +64,10 @@ class Boundary:
         """The weights were moved by a first phase, and no backward has begun since."""
         self._is_two_phase = False
         self._num_plain_steps = 0
+        self._was_suspect = False
+        """Since an optimizer stepped last, weights were moved without a step."""
+        self._num_suspects = 0
+        """Of that, how often before a step each, without one that was as any."""
 
     @property
     def watched(self) -> list[Watched]:
@@ -132,10 +140,11 @@ class Boundary:
             has_any = [any(p.grad is not None for p in one.params()) for one in self.watched]
             for watched, has in zip(self.watched, has_any, strict=True):
                 watched.is_dirty = watched.is_dirty and (has or not any(has_any))
+        most = None if self._is_learning else NUM_LOOKED_AT
         if self._is_learning:
-            self._noted_version = self._version(None)
-            for watched in self.watched:
-                watched.noted_version = watched.version()
+            self._noted_version = self._version_of_all()
+        for watched in self.watched:
+            watched.note_version(most)
 
     def zeroed_by(self, optimizer: Any) -> None:
         """A wrapper's own zero_grad is about to clear the gradients of a watched optimizer."""
@@ -194,18 +203,22 @@ class Boundary:
     def _is_learning(self) -> bool:
         return self._is_two_phase or self._num_plain_steps < LEARNING_STEPS
 
-    def _version(self, watched: Watched | None) -> int:
-        return sum(p._version for p in (self._model_params() if watched is None else watched.params()))
+    def _version_of_all(self) -> int:
+        return sum(p._version for p in self._model_params())
 
     def _is_first_phase(self, dirty: Sequence[Watched]) -> bool:
         """Whether the weights were moved since the last backward, although none of these optimizers stepped."""
         if self._is_in_phase:
             return True
-        if not self._is_learning:
-            return False
         if not dirty:
-            return self._noted_version not in (-1, self._version(None))
-        return any(one.noted_version not in (-1, one.version()) for one in dirty)
+            return self._is_learning and self._noted_version not in (-1, self._version_of_all())
+        if not any(one.has_moved for one in dirty):
+            return False
+        if self._is_learning:
+            return True
+        self._num_suspects += not self._was_suspect
+        self._was_suspect = True
+        return self._num_suspects >= MAX_SUSPECTS
 
     def _end_first_phase(self, dirty: Sequence[Watched]) -> None:
         self._is_two_phase = self._has_first_phase = True
@@ -248,8 +261,10 @@ class Boundary:
 
     def close(self) -> None:
         """Forget the step that ended."""
-        if any(w.has_stepped for w in self.watched) and not self._has_first_phase:
-            self._num_plain_steps += 1
+        if any(w.has_stepped for w in self.watched):
+            self._num_plain_steps += not self._has_first_phase
+            self._num_suspects *= self._was_suspect
+            self._was_suspect = False
         self._is_over = self.is_dirty = self._has_first_phase = self._is_in_phase = False
         self._finished = None
         for watched in self.watched:

@@ -46,8 +46,8 @@ class Watched:
         """It has not stepped while others did again and again: no step waits for it until it steps."""
         self.found_inf: torch.Tensor | None = None
         """Not 0: GradScaler told it to leave the weights alone, on the device, as it tells fused optimizers."""
-        self.noted_version = -1
-        """`version` when the last backward was over."""
+        self.noted_version: tuple[int, int | None] = (-1, None)
+        """`version` when the last backward was over, and of how many parameters."""
 
     @property
     def keeps_first(self) -> bool:
@@ -58,9 +58,19 @@ class Watched:
         """Parameters it holds now, in order of its groups."""
         return params_of(self.optimizer())
 
-    def version(self) -> int:
-        """Return a number that changes whenever one of its parameters is written in place."""
-        return sum(param._version for param in self.params())
+    def version(self, most: int | None = None) -> int:
+        """Return a number that changes whenever one of its parameters (the first `most`) is written in place."""
+        return sum(param._version for param in self.params()[:most])
+
+    def note_version(self, most: int | None) -> None:
+        """Remember how its weights stand."""
+        self.noted_version = self.version(most), most
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether its weights were written since they were noted."""
+        noted, most = self.noted_version
+        return noted not in (-1, self.version(most))
 
 
 class StepListener(Protocol):
@@ -109,8 +119,8 @@ class OptimizerHooks:
         self._undo: list[Callable[[], None]] = []
         self._calls: list[_Call] = []
         self._owned: set[int] = set()
-        self._others: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Torch optimizers that stepped and are none of ours, and those that are followed otherwise."""
+        self._met: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Torch optimizers of which it is known whether they are ours."""
         self._is_waiting = False
         self.adopts = False
         self.second: SecondPhase | None = None
@@ -176,7 +186,7 @@ class OptimizerHooks:
         """Tell of the steps of a torch optimizer inside another one: they end nothing, and its gradients are not read."""
         if not hasattr(optimizer, "register_step_pre_hook") or any(w.optimizer() is optimizer for w in self.watched):
             return
-        self._others.add(optimizer)
+        self._met.add(optimizer)
 
         def told(tell: Callable[[Any], None]) -> Callable[[Any, Any, Any], None]:
             def call(one: Any, args: Any, kwargs: Any) -> None:
@@ -193,10 +203,9 @@ class OptimizerHooks:
     def _meet(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """A torch optimizer of this process steps: it may be one of ours that nobody named."""
         try:
-            if optimizer in self._others or any(
-                optimizer is one for w in self.watched for one in (w.optimizer(), *(inner() for inner in w.inner))
-            ):
+            if optimizer in self._met:
                 return
+            self._met.add(optimizer)
             mine = {id(p) for p in params_of(optimizer)}
             outer = next((w for w in self.watched if any(id(p) in mine for p in w.params())), None)
             # The hooks put on the instance now are called for this same step already.
@@ -204,8 +213,6 @@ class OptimizerHooks:
                 self._join(outer, optimizer)
             elif outer is None and self.adopts and not mine.isdisjoint(self._owned):
                 self._watch(optimizer, "").is_dirty = True
-            else:
-                self._others.add(optimizer)
         except Exception as error:
             self._guard("optimizer", error)
 

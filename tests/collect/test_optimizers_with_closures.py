@@ -352,18 +352,43 @@ def test_a_closure_that_raises_leaves_the_next_steps_as_they_are(run: Path) -> N
     assert [end.is_skipped for end in said.ends] == [False] * 4 + [True] * 2
 
 
+def test_two_phases_that_begin_late_are_learned_after_three_steps(run: Path) -> None:
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    minimizer = Minimizer(optimizer, model)
+    monitor = sentinel.attach(model, optimizer)
+    for step in range(16):
+        loss_of(model, step).backward()
+        if step < 6:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            minimizer.ascent_step()
+            loss_of(model, step).backward()
+            minimizer.descent_step()
+        monitor.log(at=step)
+    monitor.detach()
+
+    ends = Said(run).ends
+
+    assert sum(end.is_skipped for end in ends) == 2
+    assert [end.scalars["at"] for end in ends[-8:]] == list(range(8, 16))
+    assert [end.num_micro_steps for end in ends[-8:]] == [2] * 8
+
+
 def test_going_back_to_kept_weights_without_a_step_is_a_skipped_step(run: Path) -> None:
     model = TinyModel()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     kept = copy.deepcopy(model.state_dict())
     monitor = sentinel.attach(model, optimizer)
-    for step in range(8):
+    back = (5, 7, 10, 12, 13, 14, 15)
+    for step in range(18):
         loss_of(model, step).backward()
-        if step == 5:
+        if step in back:
             model.load_state_dict(kept)
         else:
             optimizer.step()
         optimizer.zero_grad()
     monitor.detach()
 
-    assert [end.is_skipped for end in Said(run).ends] == [step == 5 for step in range(8)]
+    assert [end.is_skipped for end in Said(run).ends] == [step in back for step in range(18)]
