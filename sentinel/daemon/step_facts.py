@@ -14,12 +14,12 @@ from sentinel.daemon.makers import MakerReader
 from sentinel.incidents.diagnosis.claim import is_narrow
 from sentinel.incidents.diagnosis.evidence import is_entry
 from sentinel.incidents.diagnosis.step_facts import (
-    Apart,
     Divergence,
     FirstBad,
     OddWeight,
+    Outlier,
+    ReplicaDeviation,
     StepFacts,
-    Stray,
     Upstream,
 )
 from sentinel.ingest.merge import Layout, StepView
@@ -30,7 +30,7 @@ from sentinel.record import Flag, Kind
 
 MAX_DIVERGENCES = 32
 """Differing tensors that are looked at one by one (chosen); all are counted."""
-MAX_BIRTHS = 8
+MAX_ORIGINS = 8
 """Non-finite values of a step whose past is looked at (chosen)."""
 UNLIKE = 8.0
 """Times that a tensor of one replica is larger or smaller than in the others, when it is not like them (chosen)."""
@@ -114,7 +114,7 @@ class FactReader:
             },
             odd_lanes=self._odd_lanes(view),
             num_outputs=int(np.count_nonzero(self._is_forward & view.present)) if onsets or ongoing else 0,
-            strays=self._strays(view, onsets),
+            outliers=self._outliers(view, onsets),
             odd_weights=self._odd_weights(view, max(rates.values(), default=1.0))
             if onsets or view.step % EVERY == 0
             else (),
@@ -174,10 +174,10 @@ class FactReader:
         found = [index for name in names for index in self._by_name.get((kind, name), ())]
         return sorted(found, key=lambda index: (view.tensors[index].depth, view.tensors[index].site_pos, index))
 
-    def _strays(self, view: StepView, onsets: Sequence[Anomaly]) -> dict[str, Stray]:
+    def _outliers(self, view: StepView, onsets: Sequence[Anomaly]) -> dict[str, Outlier]:
         names = {one.tag_name for one in onsets if one.kind == "activation" and not is_nonfinite(one)}
-        found: dict[str, Stray] = {}
-        for index in self._places(view, "activation", names)[:MAX_BIRTHS] if names else ():
+        found: dict[str, Outlier] = {}
+        for index in self._places(view, "activation", names)[:MAX_ORIGINS] if names else ():
             tensor = view.tensors[index]
             at = np.flatnonzero(view.row_logical == index)
             lanes, peaks, tails = self._lane_of[view.row_rank[at]], _peaks(view.rows[at]), _tails(view.rows[at])
@@ -192,7 +192,7 @@ class FactReader:
             own, position = float(tails[odd] * counts[odd]), int(view.site_pos[index])
             is_earlier = (self._depth < tensor.depth) | ((self._depth == tensor.depth) & (view.site_pos < position))
             before = self._is_forward & is_earlier & view.present
-            found[tensor.name] = Stray(
+            found[tensor.name] = Outlier(
                 lane=int(lanes[odd]), rank=int(view.row_rank[at[odd]]), value=float(peaks[odd]), usual=usual,
                 is_alone=bool(tails[odd] >= ALONE), is_whole=tail > 0.0 and tail / LIKE <= own <= tail * LIKE,
                 num_before=int(np.count_nonzero(before)),
@@ -204,7 +204,7 @@ class FactReader:
         of_weights = np.flatnonzero((view.rows["kind"] == Kind.PARAM) & (view.row_logical >= 0))
         tails = _tails(view.rows[of_weights])
         found = []
-        for at in of_weights[tails >= STEEP].tolist()[:MAX_BIRTHS]:
+        for at in of_weights[tails >= STEEP].tolist()[:MAX_ORIGINS]:
             row, rank, name = view.rows[at], int(view.row_rank[at]), view.tensors[int(view.row_logical[at])].name
             of_gradient = self._places(view, "wgrad", [name])
             rows = np.flatnonzero(np.isin(view.row_logical, of_gradient) & (view.row_rank == rank))
@@ -217,11 +217,11 @@ class FactReader:
             )  # fmt: skip
         return tuple(found)
 
-    def _apart(self, view: StepView) -> dict[int, Apart]:
+    def _apart(self, view: StepView) -> dict[int, ReplicaDeviation]:
         """Return, for each replica, its first output that is not like the others'."""
         at = np.flatnonzero((view.rows["kind"] == Kind.ACTIVATION) & (view.row_logical >= 0))
         at = at[self._is_forward[view.row_logical[at]]]
-        found: dict[int, Apart] = {}
+        found: dict[int, ReplicaDeviation] = {}
         if not len(at) or self._num_lanes < 2:
             return found
         logical, lanes = view.row_logical[at], self._lane_of[view.row_rank[at]]
@@ -241,7 +241,7 @@ class FactReader:
                 times = float(values[own]) / usual if usual > 0.0 else 1.0
                 if lane not in found and not 1.0 / APART <= times <= APART:
                     front = is_entry(tensor.depth, tensor.border, tensor.segment)
-                    found[lane] = Apart(name=tensor.name, times=times, is_entry=front)
+                    found[lane] = ReplicaDeviation(name=tensor.name, times=times, is_entry=front)
             begin = end
         return found
 
@@ -260,7 +260,8 @@ class FactReader:
         order = np.lexsort((ranks, is_output, view.site_pos[logical], self._depth[logical]))
         lanes = self._lane_of[ranks[order]]
         some_lanes, first = np.unique(lanes, return_index=True)
-        return {int(lane): int(bad[order[at]]) for lane, at in zip(some_lanes[:MAX_BIRTHS], first[:MAX_BIRTHS], strict=True)}
+        pairs = zip(some_lanes[:MAX_ORIGINS], first[:MAX_ORIGINS], strict=True)
+        return {int(lane): int(bad[order[at]]) for lane, at in pairs}
 
     def _bad(self, view: StepView) -> tuple[FirstBad, ...]:
         found = []

@@ -225,8 +225,8 @@ def test_an_output_that_strays_is_held_against_the_other_replicas(tmp_path: Path
     view = steps.view(40, change)
     facts = FactReader().read(view, judge.judge(None, view).anomalies, ())
 
-    (stray,) = (one for one in facts.strays.values() if one.is_alone)
-    assert (stray.lane, stray.rank, stray.value, stray.is_alone, stray.is_whole) == (1, 1, 1e9, True, False)
-    assert 1.0 < stray.usual < 100.0 and stray.num_before >= 4 and stray.upstream.num_measured >= 4
+    (outlier,) = (one for one in facts.outliers.values() if one.is_alone)
+    assert (outlier.lane, outlier.rank, outlier.value, outlier.is_alone, outlier.is_whole) == (1, 1, 1e9, True, False)
+    assert 1.0 < outlier.usual < 100.0 and outlier.num_before >= 4 and outlier.upstream.num_measured >= 4
     assert list(facts.apart) == [1]
     assert facts.apart[1].times > 100.0 and not facts.apart[1].is_entry

@@ -10,14 +10,14 @@ import pytest
 
 from sentinel.anomaly import Anomaly, Incident, Severity, anomaly_id
 from sentinel.incidents.diagnosis.step_facts import (
-    Apart,
     Divergence,
     FirstBad,
     Maker,
     OddWeight,
+    Outlier,
     Reading,
+    ReplicaDeviation,
     StepFacts,
-    Stray,
     Upstream,
 )
 from sentinel.incidents.tracker import IncidentTracker
@@ -303,7 +303,7 @@ def test_one_bit_between_two_copies_is_hardware_of_either() -> None:
     assert "one of ranks 0, 1" in said(found)
 
 
-def birth(run: Run, upstream: Upstream | None = WELL, **fields: object) -> None:
+def origin(run: Run, upstream: Upstream | None = WELL, **fields: object) -> None:
     one = nan("layers.2.mlp", run.step, **fields)
     one = msgspec.structs.replace(one, step=run.step)
     run.take(one, is_skipped=True, upstream={one.id: upstream} if upstream is not None else {})
@@ -345,7 +345,7 @@ def again(name: str, lane: int) -> FirstBad:
 
 def test_nan_that_comes_again_in_the_same_place_is_no_machine() -> None:
     run = Run()
-    birth(run)
+    origin(run)
     root = nan("layers.2.mlp", 30)
     run.take()
     run.take(going=(root,), is_skipped=True, first_bad=(again("layers.2.mlp", 1),))
@@ -357,10 +357,10 @@ def test_nan_that_comes_again_in_the_same_place_is_no_machine() -> None:
 
 def test_nan_of_several_replicas_at_several_steps_is_the_model() -> None:
     run = Run()
-    birth(run)
+    origin(run)
     for lane in (2, 3):
         run.take()
-        birth(run, lane=lane)
+        origin(run, lane=lane)
 
     assert run.well(8).verdict == "model"
     assert "hardware" not in run.ever
@@ -629,12 +629,12 @@ def test_a_weight_that_always_was_one_element_accuses_nobody() -> None:
     assert run.tracker.restore(run.tracker.snapshot()) is None
 
 
-def stray(**fields: object) -> Stray:
+def outlier(**fields: object) -> Outlier:
     known: dict[str, object] = {
         "lane": 1, "rank": 1, "value": 1e8, "usual": 4.0, "is_alone": True, "is_whole": False, "num_before": 9,
         "upstream": WELL,
     } | fields  # fmt: skip
-    return Stray(**known)  # type: ignore[arg-type]
+    return Outlier(**known)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -652,7 +652,7 @@ def test_an_output_out_of_nothing_is_neither_the_batch_nor_a_machine(
     run = Run(**facts)  # type: ignore[arg-type]
     size = int(facts.get("dp", DP))  # type: ignore[call-overload]
     out = anomaly("activation", "layers.2.mlp", 30, value=1e8, baseline=40.0, depth=0, site_pos=9, dp_size=size)
-    run.take(out, loss(30, dp_size=size), strays={"layers.2.mlp": stray(**fields)})
+    run.take(out, loss(30, dp_size=size), outliers={"layers.2.mlp": outlier(**fields)})
     run.well(6)
 
     assert run.ever == {"unknown"}
@@ -663,7 +663,7 @@ def test_an_output_out_of_nothing_is_neither_the_batch_nor_a_machine(
 def test_an_output_of_nothing_but_zeros_is_the_model_once_it_stays() -> None:
     run = Run(dp=1)
     out = anomaly("activation", "layers.2.mlp", 30, value=0.0, baseline=40.0, depth=0, site_pos=9, dp_size=1)
-    run.take(out, strays={"layers.2.mlp": stray(value=0.0, usual=0.0, is_alone=False, lane=0, rank=0)})
+    run.take(out, outliers={"layers.2.mlp": outlier(value=0.0, usual=0.0, is_alone=False, lane=0, rank=0)})
     for _ in range(6):
         run.take(going=(out,))
 
@@ -735,11 +735,11 @@ def test_a_loss_that_comes_back_at_once_was_a_stretch_of_data(
 
 @pytest.mark.parametrize(
     ("apart", "verdict"),
-    [(None, "batch"), (Apart(name="embed", times=1.6, is_entry=True), "batch"),
-     (Apart(name="layers.2", times=3.0, is_entry=False), "unknown")],
+    [(None, "batch"), (ReplicaDeviation(name="embed", times=1.6, is_entry=True), "batch"),
+     (ReplicaDeviation(name="layers.2", times=3.0, is_entry=False), "unknown")],
 )  # fmt: skip
 def test_one_replica_that_keeps_moving_while_its_forward_is_like_the_others_reads_other_data(
-    apart: Apart | None, verdict: str
+    apart: ReplicaDeviation | None, verdict: str
 ) -> None:
     run = Run()
     spike = loss(30, moved_ranks=(1,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sentinel.incidents.diagnosis.claim import QUIET_STEPS, Diagnosis, listed
-from sentinel.incidents.diagnosis.evidence import Birth, Evidence
+from sentinel.incidents.diagnosis.evidence import Evidence, NonFiniteOrigin
 from sentinel.order.phase import Phase
 
 TO_DO = "to do: "
@@ -32,8 +32,8 @@ def advice(case: Evidence, found: Diagnosis) -> str:
 
 
 def _of_unknown(case: Evidence) -> str:
-    if case.births:
-        return f"{TO_DO}{_of_birth(case, min(case.births, key=lambda one: bool(one.border)))}"
+    if case.origins:
+        return f"{TO_DO}{_of_origin(case, min(case.origins, key=lambda one: bool(one.border)))}"
     copies = [sign for sign in case.signs.values() if sign.statistic == "checksum"]
     if copies:
         kind, name = copies[0].kind, copies[0].name
@@ -48,7 +48,7 @@ def _of_unknown(case: Evidence) -> str:
     return f"{TO_DO}nothing now; to see more if it comes again: sentinel enable --targets '{name}*' --for-steps 500"
 
 
-def _of_birth(case: Evidence, one: Birth) -> str:
+def _of_origin(case: Evidence, one: NonFiniteOrigin) -> str:
     """The experiments that tell data, code and machine apart: the same data elsewhere, and a look inside."""
     if one.phase is Phase.PARAM:
         see = "sentinel enable --kinds update,exp_avg,exp_avg_sq --for-steps 0"
@@ -56,7 +56,7 @@ def _of_birth(case: Evidence, one: Birth) -> str:
     whose = "its data on other nodes" if one.rank is None else f"the data of rank {one.rank} on another node"
     again = f"train step {one.step} again from a checkpoint before it, {whose}"
     told = f"{again}: bad again means data or code, well means that node"
-    steps = sorted({birth.step for birth in case.births})
+    steps = sorted({origin.step for origin in case.origins})
     inside = f"sentinel enable --targets '{one.name}*' --for-steps 500 shows the module inside if it comes again"
     if len(steps) > 1 and not one.border and one.phase is Phase.FORWARD:
         inside = f"sentinel dump --kinds activation_in,activation --targets '{one.name}' --for-steps 50 keeps what went in"

@@ -1,53 +1,40 @@
-"""Verdicts: what an incident suspects, and why: `batch`, `model`, `precision`, `hardware` or `unknown`.
+"""What an incident suspects, and why: `batch`, `model`, `precision`, `hardware`, `program` or `unknown`.
 
-Pure and deterministic: the same case gives the same verdict. The rules, in the order in which they are asked, with their
-reasons; the first that holds decides.
+Pure and deterministic: the same evidence gives the same diagnosis. When it is told is a matter of `held.py`. The rules, in
+the order in which they are asked, with their reasons; the first that holds decides.
 
 1. Liveness (a slow or silent rank) is `unknown`. A rank's time tells nothing about why: device, host, input pipeline and
    deadlock look alike.
-2. `hardware` by comparison: copies of one weight (or of its optimizer state) that were bit-identical, and are not. Data
-   cannot do that: reduced gradients are the same on all replicas, so that every copy takes the same update. Software can
-   (a weight loaded, scaled or left out of the reduction on some ranks; other kernels on other machines), but it changes
-   many tensors, or begins with the run, or makes all copies different. So one needs: copies compared and equal in earlier
-   steps of the attempt, one or two weights, one rank (not rank 0, which programs treat apart); and either most copies
-   equal, so that the odd one is named, or a difference of a single bit or a single element, which no program makes.
-   Otherwise `unknown`. Reduced gradients that differ on one rank in one step, and the weights that took them, are the
-   exchange: a program that leaves a gradient out does so in every step.
+2. Copies of the same numbers (a weight, its optimizer state, a reduced gradient) that were bit-identical, and are not. Data
+   cannot do that: reduced gradients are the same on all replicas, so that every copy takes the same update. A machine
+   changes one or two weights of one rank, a link one step's gradients on one rank: `hardware`, where most copies are equal,
+   so that the odd one is named, or where a single bit or a single absurd element parts them. A program changes many tensors
+   at once, differs from the first comparison on, or leaves a gradient out in step after step: `program`. Else `unknown`.
 3. `precision`: what a narrow type cannot hold. Shares of overflow or underflow that were reported first; infinities in
    float16 or float8 before any NaN; infinities in gradients alone while a loss scale is in force; a loss scale that falls
    again and again; gradients of several tensors that are exactly 0 together, with the forward as ever. In bfloat16 or
    float32 an infinity is no matter of precision: the value really grew.
-4. `batch` by reference: a sister run on the same data moved at the same step. Two trainings share nothing but the data.
-   A sister that did not move acquits the batch.
+4. `batch` by reference: another run on the same data moved at the same step. Two trainings share nothing but the data.
+   One that did not move acquits the batch.
 5. One element of a weight that no update makes (`element.py`): `hardware`, without a second copy.
-6. Non-finite values. Growth before them: `model`. Born in the data (the input of the whole model): `batch`. In every
-   replica at one step, and the next steps are well: `batch`, for only the data is of that step; still there: `model`.
-   Born again and again in several replicas: `model`. Whole rows, once: `batch`.
-   In one replica alone it may be that replica's part of the batch, or its machine. The data is acquitted when it had
-   passed at least one whole block well, measured tensor by tensor and like the other replicas', and the value was born
-   behind that, inside the network (not in the loss, where labels come in; not in experts, which see few tokens); when one
-   element alone went bad, for data fails by rows: a token, a sample; when the type is wide; when the weights are
-   bit-identical on all replicas, so that they are not to blame; when nothing was amiss in the steps before; and when it did
-   not come again in the same place, nor in another replica, for five steps (or is in the weights by now). Then it is
-   `hardware` (one replica, one rank, one moment). A gradient that is born bad with all of the forward well stays
-   `unknown`: roots and norms of zero do that to good data. Recurrence counts where chance does not explain it: n births
-   that all fall on one rank of R replicas, in several modules, are chance in 1 of R**(n-1); less than 1 in 100 is
-   `hardware`.
-7. Finite values. A learning rate that jumped just before: `model`. Optimizer state that fell faster than a mean can:
-   `model`. What came in with the data (`batch.py`): `batch`. An output out of its range with nothing before it amiss
-   is not the batch's (`element.py`). Weights or optimizer state that moved first, series
-   of states (dead, collapsed, drifting), or an excursion of 3 steps in a row: `model`, unless one replica alone keeps
-   moving, which its data and its machine explain alike: `unknown`. An excursion of at most two steps after which two whole
-   steps were well: `batch`: what is wrong with weights does not go away. A bad batch
-   leaves its mark, though: a jump of the loss or gradient norm that is highest at once, and falls below half of its height
-   within two steps or is gone within six, is `batch` too, and what is left its aftermath; what the model brings grows, or
-   stays. That holds for one replica too: its part of the batch, or one lost computation that did no harm; the data is the
-   likelier by far. A lone excursion of one tensor says nothing: `unknown`.
+6. Non-finite values (`nonfinite.py`). Growth before them: `model`. Born in the data (the input of the whole model):
+   `batch`. Born where a function that is not defined everywhere was computed of finite numbers, or in weights after a step
+   whose gradients all were finite (`program.py`): `program`. In every replica at one step, and the next steps are well:
+   `batch`, for only the data is of that step; still there: `model`. Born again and again in several replicas: `model`. Whole
+   rows, once: `batch`. In one replica alone: `unknown`. Replicas see other data, so that one of them proves nothing about its
+   machine; the next experiment is named (`advice.py`). What comes again with other data is no batch.
+7. Finite values (`finite.py`). A learning rate that jumped just before: `model`. Optimizer state that fell faster than a mean
+   can: `model`. What came in with the data (`batch.py`): `batch`. An output out of its range with nothing before it amiss is
+   not the batch's (`element.py`): `unknown`. A loss that jumped and is back where it was: `batch`, whatever gradients and
+   optimizer state keep of it. Weights or optimizer state that moved first, series of states (dead, collapsed, drifting), or
+   an excursion of 3 steps in a row: `model`, unless one replica alone keeps moving, which its data and its machine explain
+   alike: `unknown`. An excursion of at most two steps after which two whole steps were well: `batch`: what is wrong with
+   weights does not go away. A lone excursion of one tensor says nothing, nor do gradients of a young run while its loss
+   stays: `unknown`.
 
-What each layout can show. With one data-parallel replica, or with every weight sharded, there is no second copy: rule 2
-and the last two of 6 cannot hold, and only 5 says `hardware`; a tensor-parallel group holds copies of norms and biases.
-With two copies that differ, either may be wrong: only an absurd value tells which. A verdict changes when evidence comes,
-and then says so; what rests on a comparison (2) stays. `advice.py` says what to do.
+What each layout can show. With one data-parallel replica, or with every weight sharded, there is no second copy, and only 5
+says `hardware`; a tensor-parallel group holds copies of norms and biases. With two copies that differ, either may be wrong:
+only an absurd value tells which.
 """
 
 from __future__ import annotations
@@ -253,22 +240,22 @@ def by_precision(case: Evidence) -> Diagnosis | None:
         then = f", before the first non-finite value at step {first_bad}" if bad else ""
         return Diagnosis(verdict="precision", reasons=(f"{figures(one)} from step {one.first_step} on{then}",))
     if bad:
-        births = [birth for birth in case.births if birth.step == case.births[0].step]
-        narrow = [birth for birth in births if is_narrow(birth.dtype)]
-        infinite = next((birth for birth in narrow if birth.is_inf), None)
+        origins = [origin for origin in case.origins if origin.step == case.origins[0].step]
+        narrow = [origin for origin in origins if is_narrow(origin.dtype)]
+        infinite = next((origin for origin in narrow if origin.is_inf), None)
         if infinite is not None:
             what = f"{infinite.kind} of {infinite.name} ({infinite.dtype})"
             return Diagnosis(
                 verdict="precision",
                 reasons=(f"at step {infinite.step} {what} held infinities before anything held a NaN",),
             )
-        are_gradients = bool(births) and all(birth.phase in _GRADIENTS for birth in births)
-        if case.has_scaler and are_gradients and (narrow or any(birth.is_inf for birth in births)):
+        are_gradients = bool(origins) and all(origin.phase in _GRADIENTS for origin in origins)
+        if case.has_scaler and are_gradients and (narrow or any(origin.is_inf for origin in origins)):
             scale = "" if case.scale_before is None else f" of {case.scale_before:.6g}"
             return Diagnosis(
                 verdict="precision",
                 reasons=(
-                    f"at step {births[0].step} gradients overflowed under a loss scale{scale}, all of the forward finite",
+                    f"at step {origins[0].step} gradients overflowed under a loss scale{scale}, all of the forward finite",
                 ),
             )
     silent = [

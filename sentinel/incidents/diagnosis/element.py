@@ -28,7 +28,7 @@ from sentinel.incidents.diagnosis.claim import (
     times,
 )
 from sentinel.incidents.diagnosis.evidence import FLOW, Evidence, Sign
-from sentinel.incidents.diagnosis.step_facts import OddWeight, Stray
+from sentinel.incidents.diagnosis.step_facts import OddWeight, Outlier
 from sentinel.order.phase import Phase
 
 FAR = 10.0
@@ -83,32 +83,32 @@ def by_output(case: Evidence, acquitted: str) -> Diagnosis | None:
     found = _first_output(case)
     if found is None:
         return None
-    sign, stray = found
-    if sign.value == 0.0 and sign.statistic in ("norm", "rms") and len(sign.lanes) != 1 and stray.num_before:
-        return _of_nothing(sign, stray)
+    sign, outlier = found
+    if sign.value == 0.0 and sign.statistic in ("norm", "rms") and len(sign.lanes) != 1 and outlier.num_before:
+        return _of_nothing(sign, outlier)
     is_far = sign.statistic != "kurtosis" and times(sign) >= ABSURD
-    if not (is_far or stray.is_alone) or stray.num_before < 1 or sign.streak >= LASTING_STEPS:
+    if not (is_far or outlier.is_alone) or outlier.num_before < 1 or sign.streak >= LASTING_STEPS:
         return None
     own = [one for one in case.signs.values() if one.phase is Phase.PARAM and one.name.startswith(f"{sign.name}.")]
     if own or (case.jump is not None and is_after_jump(case, 0)):
         return None
     what = f"{figures(sign)} at step {sign.first_step}"
-    if stray.is_alone:
-        what += f": one element alone, {stray.value:.3g}"
-    passed = f"the {plural(stray.num_before, 'output')} measured before it were as ever: it did not come in with the data"
-    return Diagnosis(reasons=(what, passed, f"what its module computes, or its machine: {_doubt(case, sign, stray)}"))
+    if outlier.is_alone:
+        what += f": one element alone, {outlier.value:.3g}"
+    passed = f"the {plural(outlier.num_before, 'output')} measured before it were as ever: it did not come in with the data"
+    return Diagnosis(reasons=(what, passed, f"what its module computes, or its machine: {_doubt(case, sign, outlier)}"))
 
 
-def _of_nothing(sign: Sign, stray: Stray) -> Diagnosis:
+def _of_nothing(sign: Sign, outlier: Outlier) -> Diagnosis:
     """Return what an output of exactly 0 says, where what came before it was none."""
     what = f"{figures(sign)} from step {sign.first_step} on: exactly 0"
-    passed = f"the {plural(stray.num_before, 'output')} measured before it were as ever: it did not come in with the data"
+    passed = f"the {plural(outlier.num_before, 'output')} measured before it were as ever: it did not come in with the data"
     if sign.streak < LASTING_STEPS:
         return Diagnosis(reasons=(what, passed, "whether it stays is to be seen"))
     return Diagnosis(verdict="model", reasons=(what, passed, "its weights are zero, or what switches it off is wrong"))
 
 
-def _first_output(case: Evidence) -> tuple[Sign, Stray] | None:
+def _first_output(case: Evidence) -> tuple[Sign, Outlier] | None:
     """Return the first output in forward order that left its range in the first step; None: data came in so, or none did."""
     signs = [one for one in case.signs.values() if one.statistic != "checksum" and not one.is_bad]
     first = min((one.first_step for one in signs), default=-1)
@@ -117,17 +117,17 @@ def _first_output(case: Evidence) -> tuple[Sign, Stray] | None:
         return None
     # A probe of a module looks at what its output shows as well.
     front = min(of_step, key=lambda one: (one.depth, one.site_pos))
-    outputs = [one for one in of_step if one.kind == "activation" and one.name in case.strays]
+    outputs = [one for one in of_step if one.kind == "activation" and one.name in case.outliers]
     if front.is_entry or not outputs:
         return None
     # Of one output the statistic that says most.
     sign = min(outputs, key=lambda one: (one.depth, one.site_pos, one.statistic == "kurtosis", one.name))
-    return sign, case.strays[sign.name]
+    return sign, case.outliers[sign.name]
 
 
-def _doubt(case: Evidence, sign: Sign, stray: Stray) -> str:
+def _doubt(case: Evidence, sign: Sign, outlier: Outlier) -> str:
     """Return why an output does not tell which."""
-    functions = [name.partition(":")[0].rstrip("'") for name in stray.functions or ()]
+    functions = [name.partition(":")[0].rstrip("'") for name in outlier.functions or ()]
     if functions:
         return f"it computes {listed(dict.fromkeys(functions), 4)}, whose results have no bound"
     if case.num_lanes <= 1:
@@ -136,6 +136,6 @@ def _doubt(case: Evidence, sign: Sign, stray: Stray) -> str:
         return f"{sign.dtype} is scaled, and a scale may be wrong"
     if is_of_experts(sign.name) or sign.ep_size > 1:
         return "experts see few tokens"
-    if stray.upstream.unlike:
-        return f"{stray.upstream.unlike}, so that it came from before"
+    if outlier.upstream.unlike:
+        return f"{outlier.upstream.unlike}, so that it came from before"
     return "replicas see other data, and nothing was computed twice that would tell"

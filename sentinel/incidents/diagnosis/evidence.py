@@ -7,7 +7,16 @@ from collections.abc import Iterable
 import msgspec
 
 from sentinel.anomaly import Anomaly
-from sentinel.incidents.diagnosis.step_facts import Apart, Divergence, FirstBad, Maker, OddWeight, StepFacts, Stray, Upstream
+from sentinel.incidents.diagnosis.step_facts import (
+    Divergence,
+    FirstBad,
+    Maker,
+    OddWeight,
+    Outlier,
+    ReplicaDeviation,
+    StepFacts,
+    Upstream,
+)
 from sentinel.order.causal import is_nonfinite
 from sentinel.order.origin import Origin
 from sentinel.order.phase import Phase, phase_of
@@ -16,10 +25,10 @@ MAX_SIGNS = 256
 """Series of an incident that a verdict looks at, the earliest (chosen)."""
 MAX_NOTES = 64
 """Steps of an incident that are noted, the earliest half and the newest (chosen)."""
-MAX_BIRTHS = 32
+MAX_ORIGINS = 32
 """Places where non-finite values were born that are kept (chosen)."""
 MAX_DIVERGENCES = 32
-MAX_STRAYS = 16
+MAX_OUTLIERS = 16
 MAX_SAMPLES = 4096
 """Ids of samples that an incident lists (chosen)."""
 
@@ -96,7 +105,7 @@ class Note(msgspec.Struct, kw_only=True):
     is_skipped: bool = False
 
 
-class Birth(msgspec.Struct, frozen=True, kw_only=True):
+class NonFiniteOrigin(msgspec.Struct, frozen=True, kw_only=True):
     """A non-finite value that nothing before it explains."""
 
     step: int
@@ -149,23 +158,23 @@ class Evidence(msgspec.Struct, kw_only=True):
     """Of each loss: its median and spread in the steps before."""
     risen: dict[int, float] = {}
     """Step -> spreads by which a loss stood above its usual value in it; the first `MAX_NOTES` steps that were noted."""
-    strays: dict[str, Stray] = {}
-    """Of the step in which it opened: module -> what its output looked like; at most `MAX_STRAYS`."""
+    outliers: dict[str, Outlier] = {}
+    """Of the step in which it opened: module -> what its output looked like; at most `MAX_OUTLIERS`."""
     odd_weights: list[OddWeight] = []
-    """Those that were not so before; at most `MAX_STRAYS`."""
+    """Those that were not so before; at most `MAX_OUTLIERS`."""
     known_odd: tuple[str, ...] = ()
     """Weights that were so before it opened."""
-    apart: dict[int, Apart] = {}
+    apart: dict[int, ReplicaDeviation] = {}
     """Data-parallel replica -> the first of its outputs that was not like the others', at the newest onset in a loss."""
     odd_gradients: list[tuple[int, tuple[int, ...]]] = []
     """Steps in which copies of reduced gradients differed, with the rank of the odd one; without one where nobody can tell.
-    At most `MAX_STRAYS`."""
+    At most `MAX_OUTLIERS`."""
     finite_gradients: dict[int, int] = {}
     """Newest step -> weight gradients in it that were measured and finite; 0 where some were not."""
     missing: dict[int, tuple[int, ...]] = {}
-    """Step in which something was born non-finite -> ranks that had not spoken of it; at most `MAX_BIRTHS`."""
-    births: list[Birth] = []
-    num_births: int = 0
+    """Step in which something was born non-finite -> ranks that had not spoken of it; at most `MAX_ORIGINS`."""
+    origins: list[NonFiniteOrigin] = []
+    num_origins: int = 0
     divergences: list[Divergence] = []
     divergence_step: int = -1
     num_differing: int = 0
@@ -216,9 +225,9 @@ class Evidence(msgspec.Struct, kw_only=True):
             self._take(anomaly)
             if facts is None:
                 continue
-            stray = facts.strays.get(anomaly.tag_name) if anomaly.kind == "activation" else None
-            if stray is not None and anomaly.step == self.opened and len(self.strays) < MAX_STRAYS:
-                self.strays.setdefault(anomaly.tag_name, stray)
+            outlier = facts.outliers.get(anomaly.tag_name) if anomaly.kind == "activation" else None
+            if outlier is not None and anomaly.step == self.opened and len(self.outliers) < MAX_OUTLIERS:
+                self.outliers.setdefault(anomaly.tag_name, outlier)
 
     def _take(self, a: Anomaly) -> None:
         key = "\x1f".join(map(str, (a.rule, a.kind, a.tag_name, a.statistic, a.rank, a.micro_step)))
@@ -291,7 +300,7 @@ class Evidence(msgspec.Struct, kw_only=True):
         goes on has no record of its own.
         """
         in_forward = {one.lane: one for one in facts.first_bad} if facts is not None else {}
-        if facts is not None and facts.missing and len(self.missing) < MAX_BIRTHS:
+        if facts is not None and facts.missing and len(self.missing) < MAX_ORIGINS:
             self.missing[step] = facts.missing
         for a, born in causes:
             if in_forward and phase_of(a.kind, a.tag_name) not in (Phase.PARAM, Phase.FORWARD):
@@ -299,16 +308,16 @@ class Evidence(msgspec.Struct, kw_only=True):
                 if a.rank is not None and facts is not None:
                     lanes &= {facts.lanes.get(a.rank, 0)}
                 for lane in sorted(lanes):
-                    if not any(birth.step == step and birth.lane in (None, lane) for birth in self.births):
+                    if not any(origin.step == step and origin.lane in (None, lane) for origin in self.origins):
                         self._bear_in_forward(step, in_forward[lane], facts, a.ep_size)
                 if lanes:
                     continue
-            self.num_births += 1
-            if len(self.births) >= MAX_BIRTHS:
+            self.num_origins += 1
+            if len(self.origins) >= MAX_ORIGINS:
                 continue
             is_lane = born.rank is not None and a.dp_size > 1 and a.kind not in _SHARED_KINDS
-            self.births.append(
-                Birth(
+            self.origins.append(
+                NonFiniteOrigin(
                     step=step, phase=phase_of(a.kind, a.tag_name), kind=a.kind, name=born.name,
                     place=born.segment or born.module or born.name, rank=born.rank,
                     lane=a.place.get("dp") if is_lane else None, micro_step=born.micro_step,
@@ -321,10 +330,10 @@ class Evidence(msgspec.Struct, kw_only=True):
             )  # fmt: skip
 
     def _bear_in_forward(self, step: int, one: FirstBad, facts: StepFacts | None, ep_size: int) -> None:
-        self.num_births += 1
-        if len(self.births) < MAX_BIRTHS:
-            self.births.append(
-                Birth(
+        self.num_origins += 1
+        if len(self.origins) < MAX_ORIGINS:
+            self.origins.append(
+                NonFiniteOrigin(
                     step=step, phase=Phase.FORWARD, kind=one.kind, name=one.name, place=one.segment or one.name,
                     rank=one.rank, lane=one.lane if self.num_lanes > 1 else None, micro_step=None, is_inf=one.is_inf,
                     dtype=one.dtype, border=one.border, depth=one.depth, num_bad=one.num_bad, ep_size=ep_size,
@@ -371,7 +380,7 @@ class Evidence(msgspec.Struct, kw_only=True):
         self._compare(step, facts)
         known = {*self.known_odd, *(one.name for one in self.odd_weights)}
         news = [one for one in facts.odd_weights if one.name not in known]
-        self.odd_weights = [*self.odd_weights, *news][:MAX_STRAYS] if news else self.odd_weights
+        self.odd_weights = [*self.odd_weights, *news][:MAX_OUTLIERS] if news else self.odd_weights
         self.apart = facts.apart or self.apart
         self.num_outputs = facts.num_outputs or self.num_outputs
         self.has_narrow |= facts.has_narrow
@@ -387,7 +396,7 @@ class Evidence(msgspec.Struct, kw_only=True):
             self.divergence_step, self.num_differing = step, facts.num_differing
             self.divergences = list(facts.divergences[:MAX_DIVERGENCES])
         of_gradients = [one for one in facts.divergences if one.kind == "wgrad"]
-        if of_gradients and len(self.odd_gradients) < MAX_STRAYS:
+        if of_gradients and len(self.odd_gradients) < MAX_OUTLIERS:
             ranks = {one.accused for one in of_gradients if one.is_sure}
             self.odd_gradients = [*self.odd_gradients, (step, ranks.pop() if len(ranks) == 1 else ())]
 
@@ -395,11 +404,11 @@ class Evidence(msgspec.Struct, kw_only=True):
         """Take what is born non-finite anew in series whose episodes are still open: it has no record of its own."""
         last = max((note.step for note in self.notes if note.num_bad and note.step < step), default=-1)
         was_skipped = any(note.step == last and note.is_skipped for note in self.notes)
-        if last < 0 or any(birth.step == step for birth in self.births) or not (was_skipped or step - last > 2):
+        if last < 0 or any(origin.step == step for origin in self.origins) or not (was_skipped or step - last > 2):
             return  # Nothing before it; known; or what bad weights bring.
         if not any(note.step == step and note.num_bad for note in self.notes):
             return
-        ep_size = max((birth.ep_size for birth in self.births), default=1)
+        ep_size = max((origin.ep_size for origin in self.origins), default=1)
         for one in facts.first_bad:
             self._bear_in_forward(step, one, facts, ep_size)
 
@@ -416,14 +425,14 @@ class Evidence(msgspec.Struct, kw_only=True):
             note.has_state |= theirs.has_state
             note.is_skipped |= theirs.is_skipped
             note.lanes = tuple(sorted({*note.lanes, *theirs.lanes}))
-        self.births = sorted([*self.births, *other.births], key=lambda one: one.step)[:MAX_BIRTHS]
-        self.num_births += other.num_births
+        self.origins = sorted([*self.origins, *other.origins], key=lambda one: one.step)[:MAX_ORIGINS]
+        self.num_origins += other.num_origins
         self.num_quiet = min(self.num_quiet, other.num_quiet)
         if other.opened == self.opened:
-            for name, stray in other.strays.items():
-                if len(self.strays) < MAX_STRAYS:
-                    self.strays.setdefault(name, stray)
-        self.odd_weights = [*self.odd_weights, *other.odd_weights][:MAX_STRAYS]
+            for name, outlier in other.outliers.items():
+                if len(self.outliers) < MAX_OUTLIERS:
+                    self.outliers.setdefault(name, outlier)
+        self.odd_weights = [*self.odd_weights, *other.odd_weights][:MAX_OUTLIERS]
         for step, ids in other.samples.items():
             self.samples.setdefault(step, ids)
         if self.divergence_step < 0 <= other.divergence_step:

@@ -20,7 +20,7 @@ from sentinel.incidents.diagnosis.claim import (
     plural,
 )
 from sentinel.incidents.diagnosis.element import by_weight
-from sentinel.incidents.diagnosis.evidence import Birth, Evidence
+from sentinel.incidents.diagnosis.evidence import Evidence, NonFiniteOrigin
 from sentinel.incidents.diagnosis.program import by_function, by_update, functions_words
 from sentinel.order.phase import Phase
 
@@ -46,19 +46,19 @@ def nonfinite(case: Evidence, acquitted: str) -> Diagnosis:
         return of_weight
     if case.jump is not None and is_after_jump(case, next((n.index for n in case.notes if n.num_bad), 0)):
         return by_jump(case)
-    births = [one for one in case.births if one.step == case.births[0].step]
-    if not births:
+    origins = [one for one in case.origins if one.step == case.origins[0].step]
+    if not origins:
         return UNKNOWN
-    unheard = case.missing.get(births[0].step, ())
-    if unheard and births[0].rank not in unheard:
-        who = f"rank {listed(unheard)} had not spoken of step {births[0].step} when it was judged"
+    unheard = case.missing.get(origins[0].step, ())
+    if unheard and origins[0].rank not in unheard:
+        who = f"rank {listed(unheard)} had not spoken of step {origins[0].step} when it was judged"
         return Diagnosis(
             reasons=(f"{who}: it may have been born there",),
             next_step="sentinel replay --recompute judges the step with the rows that came later",
         )
-    steps = sorted({one.step for one in case.births})
-    from_data = [one for one in births if _is_input(one)]
-    one = births[0]
+    steps = sorted({one.step for one in case.origins})
+    from_data = [one for one in origins if _is_input(one)]
+    one = origins[0]
     if from_data and not acquitted:
         one = from_data[0]
         return Diagnosis(
@@ -75,11 +75,11 @@ def nonfinite(case: Evidence, acquitted: str) -> Diagnosis:
     recurring = _recurring(case, steps) if len(steps) > 1 else None
     if recurring is not None:
         return recurring
-    lanes = {birth.lane for birth in births if birth.lane is not None}
+    lanes = {origin.lane for origin in origins if origin.lane is not None}
     is_gone = case.num_quiet >= QUIET_STEPS
-    is_one = len(lanes) == 1 and all(birth.lane is not None for birth in births)
+    is_one = len(lanes) == 1 and all(origin.lane is not None for origin in origins)
     if _is_at_the_end(one) and not is_one:
-        return _of_labels(case, births, acquitted)
+        return _of_labels(case, origins, acquitted)
     if case.num_lanes > 1 and len(lanes) == case.num_lanes and one.ep_size <= 1:
         every = f"all {case.num_lanes} data-parallel replicas"
         if len(steps) >= LASTING_STEPS or _lasting_bad(case, first_bad):
@@ -97,7 +97,7 @@ def nonfinite(case: Evidence, acquitted: str) -> Diagnosis:
                 skip_steps=tuple(steps),
             )
         return Diagnosis(reasons=(f"{every} went non-finite at step {one.step}; whether it passes is to be seen",))
-    of_rows = _of_rows(case, births, steps, acquitted)
+    of_rows = _of_rows(case, origins, steps, acquitted)
     if of_rows is not None:
         return of_rows
     if case.num_lanes <= 1:
@@ -106,7 +106,7 @@ def nonfinite(case: Evidence, acquitted: str) -> Diagnosis:
         first = f"non-finite first in {one.kind} of {one.name} at step {one.step}"
         return Diagnosis(reasons=(first, alone, *([hint] if hint else ())))
     if is_one:
-        return _one_replica(case, births, acquitted)
+        return _one_replica(case, origins, acquitted)
     if lanes:
         return Diagnosis(
             reasons=(f"{len(lanes)} of {case.num_lanes} data-parallel replicas went non-finite at step {one.step}",)
@@ -116,13 +116,13 @@ def nonfinite(case: Evidence, acquitted: str) -> Diagnosis:
     )
 
 
-def _of_rows(case: Evidence, births: list[Birth], steps: list[int], acquitted: str) -> Diagnosis | None:
+def _of_rows(case: Evidence, origins: list[NonFiniteOrigin], steps: list[int], acquitted: str) -> Diagnosis | None:
     """Return what whole rows say that went non-finite once: tokens, samples; None: it was no such thing."""
-    one = births[0]
-    lanes = _lanes_of(births)
-    if acquitted or len(steps) > 1 or any(birth.phase is not Phase.FORWARD for birth in births) or is_narrow(one.dtype):
+    one = origins[0]
+    lanes = _lanes_of(origins)
+    if acquitted or len(steps) > 1 or any(origin.phase is not Phase.FORWARD for origin in origins) or is_narrow(one.dtype):
         return None
-    if any(birth.num_bad < 2 for birth in births) or len({birth.name for birth in births}) > 1:
+    if any(origin.num_bad < 2 for origin in origins) or len({origin.name for origin in origins}) > 1:
         return None
     if case.num_lanes > 1 and len(lanes) != 1:
         return None
@@ -143,12 +143,12 @@ def _of_rows(case: Evidence, births: list[Birth], steps: list[int], acquitted: s
     )  # fmt: skip
 
 
-def _lanes_of(births: Iterable[Birth]) -> tuple[int, ...]:
-    lanes = [one.lane for one in births]
+def _lanes_of(origins: Iterable[NonFiniteOrigin]) -> tuple[int, ...]:
+    lanes = [one.lane for one in origins]
     return () if None in lanes else tuple(sorted({lane for lane in lanes if lane is not None}))
 
 
-def _is_input(one: Birth) -> bool:
+def _is_input(one: NonFiniteOrigin) -> bool:
     """Tell whether the tensor is what the trainer fed in: the input of the whole model, at its first depth."""
     return one.kind == "activation_in" and one.border == "chunk_input" and one.depth == 0
 
@@ -157,14 +157,14 @@ def _lasting_bad(case: Evidence, first_bad: int) -> bool:
     return sum(note.num_bad > 0 for note in case.notes if note.step >= first_bad) >= LASTING_STEPS
 
 
-def _is_at_the_end(one: Birth) -> bool:
+def _is_at_the_end(one: NonFiniteOrigin) -> bool:
     """Tell whether it was born in the loss, where labels and masks come in."""
     return one.phase is Phase.LOSS or bool(_LOSS.search(one.name))
 
 
-def _of_labels(case: Evidence, births: list[Birth], acquitted: str) -> Diagnosis:
-    one = births[0]
-    lanes = _lanes_of(births)
+def _of_labels(case: Evidence, origins: list[NonFiniteOrigin], acquitted: str) -> Diagnosis:
+    one = origins[0]
+    lanes = _lanes_of(origins)
     who = "" if case.num_lanes <= 1 else f" on {len(lanes) or case.num_lanes} of {case.num_lanes} data-parallel replicas"
     seen = f"at step {one.step} all before the loss was finite, and {one.name} was not{who}"
     if case.num_quiet < QUIET_STEPS or acquitted:
@@ -176,23 +176,23 @@ def _of_labels(case: Evidence, births: list[Birth], acquitted: str) -> Diagnosis
     )  # fmt: skip
 
 
-def _one_replica(case: Evidence, births: list[Birth], acquitted: str) -> Diagnosis:
+def _one_replica(case: Evidence, origins: list[NonFiniteOrigin], acquitted: str) -> Diagnosis:
     """Return what one replica's non-finite value says: it sees other data than the others, so that it accuses no machine."""
-    one = births[0]
+    one = origins[0]
     seen = f"data-parallel replica {one.lane} alone of {case.num_lanes} went non-finite at step {one.step}, in {one.name}"
     if _is_at_the_end(one):
-        return _of_labels(case, births, acquitted)
-    hint = functions_words(one)
-    return Diagnosis(reasons=(seen, f"its data, its code or its machine: {_doubt(case, births)}", *([hint] if hint else ())))
+        return _of_labels(case, origins, acquitted)
+    hint, doubt = functions_words(one), _doubt(case, origins)
+    return Diagnosis(reasons=(seen, f"its data, its code or its machine: {doubt}", *([hint] if hint else ())))
 
 
-def _doubt(case: Evidence, births: list[Birth]) -> str:
+def _doubt(case: Evidence, origins: list[NonFiniteOrigin]) -> str:
     """Return what is known of where one replica's value came from, and why that does not tell its cause."""
-    one = births[0]
+    one = origins[0]
     upstream = one.upstream
     if one.phase is not Phase.FORWARD:
         return "it was born in the backward, where roots and norms of zero do it to good data"
-    if len({birth.name for birth in births}) > 1:
+    if len({origin.name for origin in origins}) > 1:
         return "it was born in several places at once"
     if is_narrow(one.dtype):
         return f"{one.dtype} overflows on good machines"
@@ -209,16 +209,16 @@ def _doubt(case: Evidence, births: list[Birth]) -> str:
 
 
 def _recurring(case: Evidence, steps: list[int]) -> Diagnosis | None:
-    """Return what births at several steps say; None: nothing beyond the first of them."""
-    known = [one for one in case.births if one.lane is not None]
+    """Return what origins at several steps say; None: nothing beyond the first of them."""
+    known = [one for one in case.origins if one.lane is not None]
     lanes = sorted({one.lane for one in known if one.lane is not None})
-    names = sorted({one.name for one in case.births})
+    names = sorted({one.name for one in case.origins})
     # A border says its block, and module monitoring then which module of it.
     names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
     at = f"at {len(steps)} steps ({listed(steps)})"
     is_often = len(steps) >= LASTING_STEPS
-    hints = list(dict.fromkeys(filter(None, map(functions_words, case.births))))[:2]
-    if all(_is_at_the_end(one) for one in case.births):
+    hints = list(dict.fromkeys(filter(None, map(functions_words, case.origins))))[:2]
+    if all(_is_at_the_end(one) for one in case.origins):
         return Diagnosis(
             reasons=(
                 f"{names[0]} was no number {at}, all before it finite, each time with other data",
@@ -229,7 +229,7 @@ def _recurring(case: Evidence, steps: list[int]) -> Diagnosis | None:
         if len(names) == 1 and is_often:
             return Diagnosis(verdict="model", reasons=(f"non-finite in {names[0]} {at}, each with other data",))
         return None
-    if len(known) < len(case.births) or any(one.ep_size > 1 for one in known):
+    if len(known) < len(case.origins) or any(one.ep_size > 1 for one in known):
         return None
     if len(lanes) > 1:
         if len(lanes) == case.num_lanes and not is_often:

@@ -11,7 +11,7 @@ the origin, not just the block around it.
 from __future__ import annotations
 
 from sentinel.incidents.diagnosis.claim import Diagnosis, is_narrow, listed, plural
-from sentinel.incidents.diagnosis.evidence import Birth, Evidence
+from sentinel.incidents.diagnosis.evidence import Evidence, NonFiniteOrigin
 from sentinel.incidents.diagnosis.step_facts import Maker, Reading
 from sentinel.order.phase import Phase
 
@@ -42,13 +42,13 @@ _GUARD = {
 def by_function(case: Evidence) -> Diagnosis | None:
     """Return what the functions say that made what was born non-finite; None: there is none, or it cannot be."""
     # What was seen from inside a module says more than its block's border did.
-    for one in sorted(case.births, key=lambda birth: bool(birth.border)):
+    for one in sorted(case.origins, key=lambda origin: bool(origin.border)):
         function, argument = _suspected(one)
         if function is None:
             continue
         name, _, of = function.partition(":")
         plain = name.rstrip("'")
-        steps = sorted({birth.step for birth in case.births if birth.name == one.name})
+        steps = sorted({origin.step for origin in case.origins if origin.name == one.name})
         again = f", and again at steps {listed(steps[1:])} with other data" if len(steps) > 1 else ""
         whose = "" if one.rank is None else f" on rank {one.rank}"
         if one.phase is Phase.FORWARD:
@@ -73,7 +73,7 @@ def by_function(case: Evidence) -> Diagnosis | None:
     return None
 
 
-def functions_words(one: Birth) -> str:
+def functions_words(one: NonFiniteOrigin) -> str:
     """Return the functions of an origin that are not suspected enough to be accused, in words; empty: there are none."""
     names = [name.partition(":")[0].rstrip("'") for name in (one.maker.functions or () if one.maker is not None else ())]
     if not names:
@@ -81,13 +81,13 @@ def functions_words(one: Birth) -> str:
     return f"{_module(one)} computes {listed(dict.fromkeys(names), 4)}, not defined everywhere: look there too"
 
 
-def _module(one: Birth) -> str:
+def _module(one: NonFiniteOrigin) -> str:
     """Return the module that is meant: the birthplace, or the one before it whose minus infinities made it."""
     is_other = one.maker is not None and one.phase is Phase.FORWARD and not one.border and one.maker.name != one.name
     return one.maker.name if is_other and one.maker is not None and one.kind == "activation" else one.name
 
 
-def by_update(one: Birth) -> Diagnosis | None:
+def by_update(one: NonFiniteOrigin) -> Diagnosis | None:
     """Return what weights say that were no numbers as a step began, after one whose gradients all were; None: nothing."""
     before = one.num_gradients
     if one.phase is not Phase.PARAM or not before or one.num_bad == 1:
@@ -107,7 +107,7 @@ def guard_words(function: str) -> str:
     return _GUARD.get(function, "clamp its argument, or add a small number to it")
 
 
-def _suspected(one: Birth) -> tuple[str | None, Reading | None]:
+def _suspected(one: NonFiniteOrigin) -> tuple[str | None, Reading | None]:
     """Return the function that most likely made a value, and its argument where that was measured; None: no function."""
     maker = one.maker
     if maker is None or not maker.functions or any(reading.is_bad for reading in maker.inputs):
@@ -135,7 +135,7 @@ def _suspected(one: Birth) -> tuple[str | None, Reading | None]:
     return function, argument
 
 
-def _is_of_kind(name: str, one: Birth) -> bool:
+def _is_of_kind(name: str, one: NonFiniteOrigin) -> bool:
     """Tell whether a function's result is of the kind that was found: infinities alone, or NaN too."""
     is_inf = one.maker.is_inf if one.maker is not None else one.is_inf
     return not (is_inf and name in _ONLY_NAN)

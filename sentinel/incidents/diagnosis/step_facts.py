@@ -78,7 +78,7 @@ class FirstBad(msgspec.Struct, frozen=True, kw_only=True):
     upstream: Upstream
 
 
-class Stray(msgspec.Struct, frozen=True, kw_only=True):
+class Outlier(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor of the forward that left its range, on the replica where it stands out most: what its numbers look like."""
 
     lane: int
@@ -98,7 +98,7 @@ class Stray(msgspec.Struct, frozen=True, kw_only=True):
     """As `TensorInfo.functions`."""
 
 
-class Apart(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaDeviation(msgspec.Struct, frozen=True, kw_only=True):
     """An output of one data-parallel replica that is not like the others'."""
 
     name: str
@@ -154,11 +154,11 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Weight gradients that were measured and finite."""
     num_outputs: int = 0
     """Tensors of the forward that were measured."""
-    strays: dict[str, Stray] = {}
+    outliers: dict[str, Outlier] = {}
     """Name of a module whose output left its range in this step -> what it looks like; the first few in forward order."""
     odd_weights: tuple[OddWeight, ...] = ()
     """In steps with an onset, and now and then in others: what was so before is no news."""
-    apart: dict[int, Apart] = {}
+    apart: dict[int, ReplicaDeviation] = {}
     """Data-parallel replica -> the first output of its forward that is not like the others'; in steps with an onset in a
     loss alone."""
     results: dict[str, float] = {}
