@@ -20,9 +20,9 @@ the order in which they are asked, with their reasons; the first that holds deci
 6. Non-finite values (`nonfinite.py`). Growth before them: `model`. Born in the data (the input of the whole model):
    `batch`. Born where a function that is not defined everywhere was computed of finite numbers, or in weights after a step
    whose gradients all were finite (`program.py`): `program`. In every replica at one step, and the next steps are well:
-   `batch`, for only the data is of that step; still there: `model`. Born again and again in several replicas: `model`. Whole
-   rows, once: `batch`. In one replica alone: `unknown`. Replicas see other data, so that one of them proves nothing about its
-   machine; the next experiment is named (`advice.py`). What comes again with other data is no batch.
+   `batch`, for only the data is of that step; still there: `model`. Born again and again in several replicas: `model`.
+   Whole rows, once: `batch`. In one replica alone: `unknown`. Replicas see other data, so that one of them proves nothing
+   about its machine; the next experiment is named (`advice.py`). What comes again with other data is no batch.
 7. Finite values (`finite.py`). A learning rate that jumped just before: `model`. Optimizer state that fell faster than a mean
    can: `model`. What came in with the data (`batch.py`): `batch`. An output out of its range with nothing before it amiss is
    not the batch's (`element.py`): `unknown`. A loss that jumped and is back where it was: `batch`, whatever gradients and
