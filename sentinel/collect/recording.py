@@ -140,9 +140,11 @@ class Recording:
 
         axis: what its dimensions count, as `messages.Vector`. Nobody may write into `values` afterwards. Does not wait.
         """
+        # Its values, and their shape, come when the step has ended.
         head = Vector(
-            tensor=entry.id, statistic=statistic, axis=axis, micro_step=micro_step, call_id=self.call_id, edges=edges
-        )
+            tensor=entry.id, statistic=statistic, axis=axis, micro_step=micro_step, call_id=self.call_id, edges=edges,
+            shape=(0,),
+        )  # fmt: skip
         self.vectors.add(head, values)
 
     def read_gradients(self, parameters: Parameters, which: list[Parameter], *, is_doomed: bool) -> None:

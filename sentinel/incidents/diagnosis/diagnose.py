@@ -23,14 +23,14 @@ the order in which they are asked, with their reasons; the first that holds deci
    `batch`, for only the data is of that step; still there: `model`. Born again and again in several replicas: `model`.
    Whole rows, once: `batch`. In one replica alone: `unknown`. Replicas see other data, so that one of them proves nothing
    about its machine; the next experiment is named (`advice.py`). What comes again with other data is no batch.
-7. Finite values (`finite.py`). A learning rate that jumped just before: `model`. Optimizer state that fell faster than a mean
-   can: `model`. What came in with the data (`batch.py`): `batch`. An output out of its range with nothing before it amiss is
-   not the batch's (`element.py`): `unknown`. A loss that jumped and is back where it was: `batch`, whatever gradients and
-   optimizer state keep of it. Weights or optimizer state that moved first, series of states (dead, collapsed, drifting), or
-   an excursion of 3 steps in a row: `model`, unless one replica alone keeps moving, which its data and its machine explain
-   alike: `unknown`. An excursion of at most two steps after which two whole steps were well: `batch`: what is wrong with
-   weights does not go away. A lone excursion of one tensor says nothing, nor do gradients of a young run while its loss
-   stays: `unknown`.
+7. Finite values (`finite.py`). A learning rate that jumped just before: `model`. Optimizer state that fell faster than a
+   mean can: `model`. What came in with the data (`batch.py`): `batch`. An output out of its range with nothing before it
+   amiss is not the batch's (`element.py`): `unknown`. A loss that jumped and is back where it was: `batch`, whatever
+   gradients and optimizer state keep of it. Weights or optimizer state that moved first, series of states (dead, collapsed,
+   drifting), or an excursion of 3 steps in a row: `model`, unless one replica alone keeps moving, which its data and its
+   machine explain alike: `unknown`. An excursion of at most two steps after which two whole steps were well: `batch`: what
+   is wrong with weights does not go away. A lone excursion of one tensor says nothing, nor do gradients of a young run while
+   its loss stays: `unknown`.
 
 What each layout can show. With one data-parallel replica, or with every weight sharded, there is no second copy, and only 5
 says `hardware`; a tensor-parallel group holds copies of norms and biases. With two copies that differ, either may be wrong:
