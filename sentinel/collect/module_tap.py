@@ -77,6 +77,8 @@ class ModuleTap:
         """In a compiled part: hooks stay on, whatever is wanted."""
         self.has_passed = False
         """Its module was called, and was seen."""
+        self._recomputed: set[str] = set()
+        """Paths of inputs that a gradient goes through, as reentrant checkpointing shows when it runs a forward again."""
         self.has_gradient = False
         """It gave out a tensor that a gradient goes through."""
         self._former: list[Any] = []
@@ -212,7 +214,9 @@ class ModuleTap:
                 was_first, is_first = is_first, False
                 # Beside the first, what carries no gradient is a mask or a table, and a mask may hold -inf by design; a
                 # parameter that is handed on (a tied weight, a bias to be fused) is measured as what it is.
-                if not was_first and (not self.takes_all or not tensor.requires_grad or isinstance(tensor, nn.Parameter)):
+                if not was_first and (
+                    not self.takes_all or not self._carries_gradient(path, tensor) or isinstance(tensor, nn.Parameter)
+                ):
                     continue
                 entry = chunk.known(tensor)
                 if entry is not None:
@@ -228,6 +232,10 @@ class ModuleTap:
                     continue
                 entry = self._own(path, tensor, True, was_first)
                 self._take(entry, tensor, Kind.ACTIVATION_IN, Kind.DGRAD_IN, path, self.takes_in)
+
+    def _carries_gradient(self, path: str, tensor: torch.Tensor) -> bool:
+        """Whether a gradient goes through an input; where checkpointing runs without a graph, as the recompute has shown."""
+        return tensor.requires_grad or (not torch.is_grad_enabled() and path in self._recomputed)
 
     def take_outputs(self, output: Any) -> None:
         """Measure the outputs that no inner site has measured in this forward, and name the others a second time."""
@@ -276,6 +284,8 @@ class ModuleTap:
         """Reentrant checkpointing ran the first forward without a graph: the gradients hang on the recomputed tensors."""
         chunk = self.chunk
         for path, tensor in tensors_in(values) if is_wanted else ():
+            if tensor.requires_grad and entries is self._inputs:
+                self._recomputed.add(path)
             entry = entries.get(path)
             if entry is None or entry.grad is None or entry.id not in chunk.without_graph:
                 continue

@@ -37,6 +37,12 @@ DETERMINED = ELEMENTWISE | frozenset((
     "ScaledDotProductFlashAttentionForCpu", "ScaledDotProductEfficientAttention", "ScaledDotProductCudnnAttention",
 ))  # fmt: skip
 """Operations that give the same on all ranks where their inputs are the same: nothing random, nothing picked by rank."""
+PER_HEAD = ELEMENTWISE | frozenset((
+    "Expand", "Repeat", "Slice", "Select", "Split", "SplitWithSizes", "Chunk", "Unbind", "Cat", "Stack", "Softmax",
+    "SafeSoftmax", "Where",
+))  # fmt: skip
+"""Operations that mix no two heads, on the way from projections that are cut by heads to the logits of attention."""
+PRODUCTS = frozenset(("Bmm", "Baddbmm", "Mm", "Matmul"))
 HANDED_ON = frozenset(("RegisterPostBackwardFunction", "RegisterPreBackwardFunction"))
 """FSDP's marks: each output is the input of the same number."""
 
@@ -108,6 +114,27 @@ class PlacementGraph:
         key = (self._leaves.get(id(node), 0), 0) if isinstance(node, torch.Tensor) else (id(node), number)
         both = self._values.get(key, UNKNOWN).word, self._gradients.get(key, UNKNOWN).word
         return tuple(word if word in ("replicate", "shard", "partial") else "unknown" for word in both)  # type: ignore[return-value]
+
+    def is_cut_by_heads(self, node: Any) -> bool:
+        """Whether what a module computed of queries and keys for each head has the heads of its own rank alone.
+
+        So it is where all that it was computed of is cut over the ranks, and nothing on the way mixes two heads: products of
+        attention are formed within a head.
+        """
+        todo, seen, found = [node], set(), False
+        while todo:
+            one = todo.pop()
+            if one is None or id(one) in seen:
+                continue
+            seen.add(id(one))
+            word = self._values.get((id(one), 0), UNKNOWN).word
+            if word == "shard":
+                found = True
+            elif word not in ("leaf", "replicate"):
+                if name_of(one) not in PER_HEAD | PRODUCTS:
+                    return False
+                todo += [source for source, _ in one.next_functions]
+        return found
 
     def _order(self, roots: list[Any]) -> None:
         """Depth first, without recursion: a model is deeper than Python's stack."""

@@ -35,8 +35,9 @@ class LocalTensors:
         """A site became known at once in the running forward."""
         self._answers: dict[int, tuple[str, str]] = {}
         """Id of an entry -> placement over tp of its tensor, and of the gradient of that."""
-        self._asked: dict[int, tuple[Entry, Any, int]] = {}
-        """Id of an entry -> entry, node that made its tensor (or the leaf itself), which output of the node."""
+        self._asked: dict[int, tuple[Entry, Any, int, bool]] = {}
+        """Id of an entry -> entry, node that made its tensor (or the leaf itself), which output of the node, and whether it
+        is computed for each head of an attention."""
         self._seen: dict[Key, tuple[Any, Entry]] = {}
 
     @property
@@ -95,8 +96,13 @@ class LocalTensors:
             node, number = node.next_functions[number]
         return None
 
-    def ask(self, entry: Entry, tensor: torch.Tensor, module: nn.Module, is_output: bool) -> None:
-        """Find out how a site's tensor is placed that does not say so: at once, or when the forward has ended."""
+    def ask(
+        self, entry: Entry, tensor: torch.Tensor, module: nn.Module, is_output: bool, of_heads: bool = False
+    ) -> None:
+        """Find out how a site's tensor is placed that does not say so: at once, or when the forward has ended.
+
+        of_heads: it was computed for each head of an attention by itself.
+        """
         if not self.is_split or not any(_is_open(one) for one in (entry, entry.grad)):
             return
         answer = self._answers.get(entry.id)
@@ -107,7 +113,7 @@ class LocalTensors:
             self.is_told |= _tell(entry, answer)
         else:
             node, number = self.origin(tensor) if is_dtensor(tensor) else (tensor.grad_fn, tensor.output_nr)
-            self._asked[entry.id] = (entry, tensor if node is None else node, number)
+            self._asked[entry.id] = (entry, tensor if node is None else node, number, of_heads)
 
     def resolve(self, outputs: Iterable[torch.Tensor]) -> bool:
         """Answer what was asked in the forward that has ended with `outputs`; True when a site became known in it."""
@@ -117,9 +123,12 @@ class LocalTensors:
             return is_changed
         # Each is tried once: a model that surprises us costs one exception, not one a step.
         self._answers.update(dict.fromkeys(asked, ("unknown", "unknown")))
-        graph = PlacementGraph(self.place, outputs, [(node, number) for _, node, number in asked.values()])
-        for entry, node, number in asked.values():
-            answer = self._answers[entry.id] = graph.words(node, number)
+        graph = PlacementGraph(self.place, outputs, [(node, number) for _, node, number, _ in asked.values()])
+        for entry, node, number, of_heads in asked.values():
+            answer = graph.words(node, number)
+            if of_heads and answer[0] == "unknown" and not isinstance(node, torch.Tensor) and graph.is_cut_by_heads(node):
+                answer = ("shard", answer[1])
+            self._answers[entry.id] = answer
             is_changed |= _tell(entry, answer)
         return is_changed
 

@@ -1,0 +1,35 @@
+"""Under tensor parallelism heads are disjoint: attention is that of one process."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from sentinel.ingest.merge import StepView
+
+from .builds import LAYOUTS, one
+from .layout import differences, heard, statistics, train
+
+KINDS = ["attention"]
+
+
+@functools.cache
+def alone() -> list[StepView]:
+    with tempfile.TemporaryDirectory() as folder:
+        train(Path(folder), one, 1, config={"kinds": KINDS})
+        return heard(Path(folder))
+
+
+@pytest.mark.parametrize("name", ["tp", "tp_x_dp", "tp_x_pp"])
+def test_attention_written_out_merges_over_heads_to_that_of_one_process(name: str, tmp_path: Path) -> None:
+    build, world = LAYOUTS[name]
+    train(tmp_path, build, world, config={"kinds": KINDS})
+
+    for view, truth in zip(heard(tmp_path), alone(), strict=True):
+        ours, theirs = statistics(view, "attention"), statistics(truth, "attention")
+        assert len(theirs) == 8
+        wrong = differences(ours, theirs, rel=1e-3)
+        assert not wrong, wrong[:10]
