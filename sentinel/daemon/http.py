@@ -227,7 +227,7 @@ def make_app(console: Console, gate: Gate) -> Starlette:
                 return problem(404, str(error))
             except (Unavailable, Busy) as error:
                 return problem(503, str(error))
-            except (SentinelError, msgspec.DecodeError, ValueError) as error:
+            except (SentinelError, msgspec.DecodeError, ValueError, RecursionError) as error:
                 return problem(400, str(error))
             except Exception:
                 log.exception("a request failed: %s %s", request.method, path)

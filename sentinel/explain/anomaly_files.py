@@ -204,7 +204,7 @@ def repaired(line: bytes) -> bytes | None:
     """Return a line that others wrote with bare NaN or Infinity in it as strict JSON; None when that is not what ails it."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return msgspec.json.encode(_strict(record)) if isinstance(record, dict) else None
 

@@ -65,3 +65,10 @@ class FrameWatch(Watch):
             message=said[0] + more,
             time=view.time,
         )
+
+    def series_keys(self) -> object:
+        """Return nothing: ranks are their own keys."""
+        return []
+
+    def take_series_keys(self, keys: object) -> None:
+        """Take nothing back."""

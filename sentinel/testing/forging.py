@@ -27,6 +27,8 @@ WORDS = (
     "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"),
     "|O",
 )
+MAX_FORGED_BYTES = 16 * 2**20
+"""A longer payload is not worth its time (chosen)."""
 HEADER_FIELDS = {
     "rank": 2**32, "seq": 2**64, "attempt": 2**32, "placement_epoch": 2**32, "layout_id": 2**32, "row_count": 2**32,
     "run_id": 2**64, "type": 2**8,
@@ -58,6 +60,8 @@ class Forger:
             payload = self._message(payload)
         else:
             payload = self.damaged(payload)
+        if len(payload) > MAX_FORGED_BYTES:
+            payload = self.damaged(bytes(frame.payload))
         head, body = encode_frame(header, payload)
         return head + bytes(body)
 

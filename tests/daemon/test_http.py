@@ -347,3 +347,10 @@ def test_a_request_for_series_that_cannot_be_answered_now_says_try_again(console
     assert busy.status_code == 503
     assert busy.json() == {"error": "the spool is being read"}
     assert [one.query.names for one in console.requests] == [("loss",), ("busy",)]
+
+
+@pytest.mark.parametrize("body", [b"[" * 60_000, b'{"a":' * 12_000, b'{"run": "a\xff"}'])
+def test_a_body_that_is_no_order_is_the_callers_mistake(body: bytes) -> None:
+    client = TestClient(make_app(FakeConsole(), Gate(HttpConfig(), TOKENS)), base_url="http://127.0.0.1")
+
+    assert client.post("/api/v1/control", content=body, headers=CONTROL).status_code == 400

@@ -235,6 +235,36 @@ def check(found: Judged) -> None:
     assert found.took_s < 5.0
 
 
+def test_a_restart_does_not_tell_of_an_impossible_frame_again(tmp_path: Path) -> None:
+    run = SyntheticRun(tmp_path / "run", layers=1, d_model=8, elements=8, micro_steps=1)
+    run.write(2)
+    forge_into(run, 0)
+    run.write(2)
+    judge, told = Judge(RulePacks([]).load()), []
+    follower = RunFollower(run.directory, on_problem=lambda problem: None)
+    assembler = StepAssembler("run", on_decision=lambda decision: None)
+
+    for _ in range(2):
+        assembler.take(follower.poll(), 0.0)
+        for view in assembler.close(0.0):
+            assert not isinstance(view, Tick)
+            told += [one.event for one in judge.judge(view.decision, view).anomalies if one.rule == "impossible-frame"]
+        again = Judge(RulePacks([]).load())
+        again.restore(judge.snapshot())
+        judge = again
+        forge_into(run, 0)
+        run.write(2)
+
+    assert told == ["onset"]
+
+
+def forge_into(run: SyntheticRun, rank: int) -> None:
+    """Have a rank write the end of a step that is none."""
+    spool = run._ranks[rank].spool
+    assert spool is not None
+    spool.append(FrameType.END_STEP, b"\xc1", step=run.step)
+
+
 def test_a_true_leap_is_believed(tmp_path: Path) -> None:
     run = SyntheticRun(tmp_path / "run", layers=1, d_model=8, elements=8, micro_steps=1)
     run.write(2)
