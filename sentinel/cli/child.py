@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
@@ -30,6 +31,8 @@ class Child:
         # Handlers first: a signal between start and handler would end us and leave the child alone.
         self.pid = 0
         self._early: list[int] = []
+        self.signals: tuple[tuple[str, float], ...] = ()
+        """(name, seconds since the epoch) of the signals handed on, oldest first."""
         for number in FORWARDED:
             if signal.getsignal(number) is signal.SIG_IGN and number == signal.SIGHUP:
                 continue  # nohup
@@ -73,6 +76,7 @@ class Child:
 
     def _send(self, number: int) -> None:
         if self.code is None:
+            self.signals = (*self.signals, (signal.Signals(number).name, time.time()))
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
 

@@ -79,7 +79,8 @@ def run(
     """Run COMMAND with a daemon beside it.
 
     The command gets SENTINEL_DIR and SENTINEL_RUN, its own stdin, stdout and stderr, and every signal sent to us. The exit
-    code is its own (128 + n for a signal) unless --fail-on says otherwise. A daemon that dies is started again. One that
+    code is its own (128 + n for a signal) unless --fail-on says otherwise: how the run ended counts as well, and a command that
+    never attached is not clean. A daemon that dies is started again. One that
     cannot start, or a directory that cannot be used, does not keep the command from running: it runs unwatched, and that is
     said at once and at the end; with --fail-on the exit code is then 1, for nobody can say that the run was clean.
     """
@@ -101,6 +102,7 @@ def run(
     # Whatever is wrong with the watch, the command runs. The child first: a process is forked safely only before it has
     # threads.
     problem = _prepare(run_dir)
+    began, note = time.time(), CommandNote()
     child = Child(command, {**os.environ, "SENTINEL_DIR": str(home), "SENTINEL_RUN": name})
     try:
         companion = None
@@ -115,7 +117,9 @@ def run(
             if problem and not is_told:
                 is_told = True
                 say(f"the command runs on UNWATCHED: {problem}")
+            note = _noted(run_dir, child, began, note, is_used=not problem)
             time.sleep(POLL_S)
+        _noted(run_dir, child, began, note, is_used=companion is not None)
         is_drained = companion is not None and companion.finish(drain_s)
         problem = companion.problem if companion is not None else problem
     finally:
@@ -133,6 +137,16 @@ def run(
     if code == 0 and fail_on is not None and (not is_drained or worst >= Severity(fail_on).level):
         return FOUND
     return code
+
+
+def _noted(run_dir: Path, child: Child, began: float, note: CommandNote, *, is_used: bool) -> CommandNote:
+    """Tell the daemon what it cannot see of the command, when that changed; returns what it was told."""
+    ended = 0.0 if child.code is None else time.time()
+    new = CommandNote(pid=child.pid, began=began, ended=ended, signals=child.signals, code=child.code)
+    if new != note and is_used:
+        with contextlib.suppress(OSError, StoreError):  # the daemon then knows of the ranks alone
+            write_note(run_dir, new)
+    return new
 
 
 def _prepare(run_dir: Path) -> str:
@@ -175,12 +189,12 @@ def make_report(run_dir: Path, exit_code: int, is_drained: bool) -> dict[str, An
     num_anomalies = sum(
         b'"event":"onset"' in line for file in sorted((run_dir / "anomalies").glob("*.jsonl")) for line in _lines(file)
     )
-    losses = RunLosses()
+    losses, course = RunLosses(), Course()
     paths = RunPaths.of(run_dir)
     if paths.journal.exists():
         journal = Journal(paths.journal, read_only=True)
         try:
-            losses = recorded_losses(journal)
+            losses, course = recorded_losses(journal), course_of(journal)
         finally:
             journal.close()
     return {
@@ -190,6 +204,7 @@ def make_report(run_dir: Path, exit_code: int, is_drained: bool) -> dict[str, An
         "is_complete": is_drained and losses.is_complete,
         "num_rows_lost": losses.num_rows,
         "losses": losses.words,
+        **course_report(course),
         "num_anomalies": num_anomalies,
         "incidents": [msgspec.to_builtins(incident) for incident in newest.values()],
     }
@@ -202,6 +217,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         f"run {report['run']}: {_number(report['num_anomalies'], 'anomaly', 'anomalies')}, "
         f"{_number(len(incidents), 'incident', 'incidents')}"
     ]
+    lines += [f"  {line}" for line in course_in(report).lines]
     if report.get("losses"):
         lines.append(f"  LOST     {report['losses']}: this report is not complete")
     ranked = sorted(incidents, key=lambda one: (-Severity(one["severity"]).level, one["opened_step"], one["id"]))

@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from sentinel.anomaly import Incident, Severity
+from sentinel.cli.course import Course, course_in, course_of, course_report, why_nothing
 from sentinel.cli.main import CLEAN, FOUND, say
 from sentinel.cli.places import find_run, runs_directory
 from sentinel.daemon.notes import Notes, note_lines
@@ -28,7 +29,7 @@ from sentinel.store.whereabouts import RunPaths, printable, runs_in
 def status(where: str | None, as_json: bool) -> int:
     """Say where each run stands. WHERE: a run, its name, or a directory of runs. Default: $SENTINEL_DIR.
 
-    Exit 1 when an incident that is a warning or worse is open.
+    Exit 1 when an incident that is a warning or worse is open, or when a run ended otherwise than in order.
     """
     home = runs_directory() if where is None else Path(where)
     runs = runs_in(home) or ([] if where is None else runs_in(find_run(where)))
@@ -43,13 +44,18 @@ def status(where: str | None, as_json: bool) -> int:
             is_clean = False
             continue
         open_incidents = [one for one in state["incidents"] if one["state"] == "open"]
-        is_clean = is_clean and not any(Severity(one["severity"]).level for one in open_incidents)
+        course = course_in(state)
+        is_clean = is_clean and not course.is_bad and not any(Severity(one["severity"]).level for one in open_incidents)
         if as_json:
             click.echo(json.dumps(state))
             continue
         daemon = f"judged by process {state['daemon']}" if state["daemon"] else "no daemon"
         step = "nothing judged" if state["step"] is None else f"attempt {state['attempt']}, step {state['step']} judged"
         click.echo(f"{printable(state['run'])}: {step}; {daemon}; {state['num_anomalies']} anomalies")
+        for line in course.lines:
+            click.echo(f"  {printable(line)}")
+        if not course.num_steps and (nothing := why_nothing(run, 0.0)):
+            click.echo(f"  {printable(nothing)}")
         if state["replicas"]:
             click.echo(f"  replicas: {state['replicas']}")
         if state["spool"]:
@@ -88,6 +94,7 @@ def run_status(run_dir: Path) -> dict[str, Any]:
         "notes": None,
         "num_rows_lost": 0,
         "is_complete": True,
+        **course_report(Course()),
         "incidents": [],
     }
     room = fullest(paths.run_dir)
@@ -100,6 +107,7 @@ def run_status(run_dir: Path) -> dict[str, Any]:
         state["num_decisions"], state["num_judged"] = journal.last_seq, journal.judged
         state["num_anomalies"] = journal.num_onsets()
         state["replicas"] = journal.recall("replicas")
+        state |= course_report(course_of(journal))
         losses = recorded_losses(journal)
         state["losses"], state["num_rows_lost"], state["is_complete"] = losses.words, losses.num_rows, losses.is_complete
         state["notes"] = json.loads(journal.recall("notes") or "null")

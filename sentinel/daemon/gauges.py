@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from sentinel.ingest.merge import Layout, StepView
     from sentinel.ingest.steps import StepAssembler
 
+WATCHED_FACT = "watched"
+"""Name under which the journal keeps how many ranks and tensors the newest layout has."""
 RECENT_POINTS = 2000
 """Newest values kept of each scalar, for the page and the API (chosen)."""
 RECENT_SCALARS = 64
@@ -29,6 +31,8 @@ class RunGauges:
         self.metrics = RunMetrics(run=run, rules=tuple(rules))
         self._anomalies: Counter[tuple[str, str]] = Counter()
         self._health: Counter[str] = Counter()
+        self.watched: dict[str, int] = {}
+        """How many ranks and tensors the newest layout has."""
         self.late: tuple[int, ...] = ()
         """Ranks that the newest judged step was closed without, because they were late."""
         self._bad: dict[tuple[int, str], tuple[int, int]] = {}
@@ -42,6 +46,7 @@ class RunGauges:
         missing = view.decision.missing if view.decision is not None else {}
         metrics = self.metrics
         metrics.attempt, metrics.judged_step = view.attempt, view.step
+        self.watched = {"ranks": len(view.places), "tensors": len(view.tensors)}
         self._take_scalars(view)
         num_compared, num_weights = view.layout.num_weights_compared
         metrics.weights = {"compared": num_compared, "unchecked": num_weights - num_compared}

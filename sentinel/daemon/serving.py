@@ -26,7 +26,7 @@ from sentinel.control.edits import ConfigInUse
 from sentinel.daemon.command_note import read_note
 from sentinel.daemon.commanding import Commanding
 from sentinel.daemon.config import DaemonConfig
-from sentinel.daemon.gauges import RunGauges, standing_of
+from sentinel.daemon.gauges import WATCHED_FACT, RunGauges, standing_of
 from sentinel.daemon.judge import Judge, Verdict
 from sentinel.daemon.notes import Notes, note_lines
 from sentinel.daemon.packs import RulePacks, decode_pack, encode_pack
@@ -98,6 +98,7 @@ class ServedRun:
         self._spool_watch = SpoolWatch(self.name, paths.run_dir)
         self._acts = ActInbox(paths.run_dir, log.warning)
         self._replicas = ""
+        self._watched: dict[str, int] = {}
         self._lock = RunLock(paths.lock_directory, f"run {paths.run_dir}")
         try:
             self.journal = Journal(paths.journal)
@@ -502,7 +503,10 @@ class ServedRun:
         self._published = msgspec.structs.replace(metrics)
 
     def _note_replicas(self) -> None:
-        """Write down, when it changes, how many weights have copies to compare: `sentinel status` says it."""
+        """Write down, when it changes, how much is watched, and how many weights have copies to compare: status says it."""
+        if self._gauges.watched != self._watched:
+            self._watched = self._gauges.watched
+            self.journal.remember(WATCHED_FACT, json_line(self._watched).decode())
         words = self._gauges.replica_words
         if words != self._replicas:
             self._replicas = words

@@ -220,6 +220,19 @@ class Journal:
                 return
             position = page[-1][0]
 
+    def newest_decisions(self, kind: str, limit: int) -> list[bytes]:
+        """Return the newest decisions of a kind, newest first."""
+        with self._mutex:
+            rows = self._db.execute(
+                "SELECT body FROM decisions WHERE kind = ? ORDER BY seq DESC LIMIT ?", (kind, limit)
+            ).fetchall()
+        return [bytes(row[0]) for row in rows]
+
+    def num_decisions(self, kind: str) -> int:
+        """Return how many decisions of a kind there are."""
+        with self._mutex:
+            return int(self._db.execute("SELECT count(*) FROM decisions WHERE kind = ?", (kind,)).fetchone()[0])
+
     def keep_pack(self, pack_hash: str, body: bytes) -> None:
         """Keep the text of a rule pack, so that a replay judges with the rules of the day."""
         with self._mutex, self._transaction():
