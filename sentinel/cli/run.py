@@ -19,9 +19,11 @@ from sentinel.anomaly import Incident, Severity
 from sentinel.cli.child import Child
 from sentinel.cli.code import allow_code_option
 from sentinel.cli.companion import Companion
+from sentinel.cli.course import Course, course_in, course_of, course_report, why_nothing
 from sentinel.cli.main import FOUND, say
 from sentinel.cli.places import run_name, runs_directory
 from sentinel.cli.status import recorded_losses
+from sentinel.daemon.command_note import CommandNote, write_note
 from sentinel.errors import MALFORMED, ConfigError, SentinelError, StoreError
 from sentinel.ingest.run_losses import RunLosses
 from sentinel.private_files import make_directory, refuse_foreign, tighten
@@ -79,7 +81,7 @@ def run(
     """Run COMMAND with a daemon beside it.
 
     The command gets SENTINEL_DIR and SENTINEL_RUN, its own stdin, stdout and stderr, and every signal sent to us. The exit
-    code is its own (128 + n for a signal) unless --fail-on says otherwise: how the run ended counts as well, and a command that
+    code is its own (128 + n for a signal) unless --fail-on says otherwise: how the run ended counts, and a command that
     never attached is not clean. A daemon that dies is started again. One that
     cannot start, or a directory that cannot be used, does not keep the command from running: it runs unwatched, and that is
     said at once and at the end; with --fail-on the exit code is then 1, for nobody can say that the run was clean.
@@ -128,6 +130,9 @@ def run(
     if not is_drained:
         say(f"NOT everything was watched: {problem}")
     report, *further = [_reported(one, code, is_drained) for one in (run_dir, *further_runs(run_dir))]
+    nothing = why_nothing(run_dir, began)
+    if nothing:
+        say(nothing)
     if not quiet:
         for line in [line for one in (report, *further) for line in report_lines(one)]:
             say(line)
@@ -135,6 +140,9 @@ def run(
         _write_report(Path(report_file), report | ({"further_runs": further} if further else {}))
     worst = max(_worst(one) for one in (report, *further))
     if code == 0 and fail_on is not None and (not is_drained or worst >= Severity(fail_on).level):
+    nothing = why_nothing(run_dir, began)
+    if nothing:
+        say(nothing)
         return FOUND
     return code
 

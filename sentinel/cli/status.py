@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def status(where: str | None, as_json: bool) -> int:
         click.echo(f"{printable(state['run'])}: {step}; {daemon}; {state['num_anomalies']} anomalies")
         for line in course.lines:
             click.echo(f"  {printable(line)}")
-        if not course.num_steps and (nothing := why_nothing(run, 0.0)):
+        if not course.num_steps and (nothing := why_nothing(run, math.inf)):
             click.echo(f"  {printable(nothing)}")
         if state["replicas"]:
             click.echo(f"  replicas: {state['replicas']}")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from sentinel.private_files import make_directory
 from sentinel.store.whereabouts import RunPaths, write_whole
 
 _NAME = "command.json"
@@ -44,7 +45,7 @@ SLACK_S = 1.0
 def write_note(run_dir: Path, note: CommandNote) -> None:
     """Leave a note for the daemon of a run. OSError when it cannot be written."""
     folder = RunPaths.of(run_dir).lock_directory
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_directory(folder)
     write_whole(folder / _NAME, msgspec.json.encode(note).decode() + "\n")
 
 
