@@ -40,9 +40,9 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
         lines = []
         if self.ended is not None:
             who = "every rank" if self.ended.rank is None else f"rank {self.ended.rank}"
-            first = "" if self.ended.rank is None else ", first of all"
-            at = f" at step {self.ended.step}" if self.ended.step >= 0 else ""
-            lines.append(f"ended: {who} {end_words(self.ended)}{at}{first}")
+            first = "" if self.ended.rank is None or self.num_ranks == 1 else "; it was the first to go"
+            at = f", in step {self.ended.step}," if self.ended.step >= 0 else ""
+            lines.append(f"ended: {who}{at} {end_words(self.ended)}{first}")
         if self.num_steps:
             counts = ((self.num_steps, "step"), (self.num_ranks, "rank"), (self.num_tensors, "tensor"))
             lines.append("watched: " + ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts))
@@ -50,8 +50,8 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Where(msgspec.Struct):
-    seq: int
     attempt: int
+    time: float = 0.0
     ended: RunEnd | None = None
 
 
@@ -66,7 +66,8 @@ def course_of(journal: Journal) -> Course:
     steps = [msgspec.msgpack.decode(body, type=_Where) for body in journal.newest_decisions(STEP, 1)]
     ticks = (msgspec.msgpack.decode(body, type=_Where) for body in journal.newest_decisions(TICK, MAX_TICKS))
     newest = next((one for one in ticks if one.ended is not None), None)
-    goes_on = newest is None or any(one.attempt >= newest.attempt and one.seq > newest.seq for one in steps)
+    # What the ranks wrote before their end may be decided behind it.
+    goes_on = newest is None or any(one.attempt >= newest.attempt and one.time > newest.time for one in steps)
     return Course(
         num_steps=journal.num_decisions(STEP), num_ranks=watched.ranks, num_tensors=watched.tensors,
         ended=None if newest is None or goes_on else newest.ended,

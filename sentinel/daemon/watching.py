@@ -8,7 +8,7 @@ import msgspec
 
 from sentinel.daemon.command_note import CommandNote
 from sentinel.ingest.decision import RankFacts, Tick
-from sentinel.ingest.ends import REPLACED_S, SETTLE_S, Ends, run_end
+from sentinel.ingest.ends import READ_S, REPLACED_S, SETTLE_S, Ends, run_end
 from sentinel.ingest.follow import Life, RunFollower
 from sentinel.ingest.liveness import LivenessTracker
 from sentinel.ingest.processes import ProcessTable
@@ -18,8 +18,6 @@ from sentinel.wire.pulse import read_pulse
 
 WATCH_S = 0.25
 """Least seconds between two looks at who lives."""
-READ_S = 0.2
-"""Seconds after the last rank was found gone in which what it wrote at its end is read."""
 
 
 class RunWatch:
@@ -51,7 +49,7 @@ class RunWatch:
         if is_replaying:
             return
         now = self.tracker.now
-        self._ends.look(self._follower.lives.values(), now)
+        self._ends.look(self._follower.lives.values(), behind, now)
         if mono < self._due:
             return
         self._looked = mono
@@ -92,7 +90,7 @@ class RunWatch:
     def finish(self, wall: float) -> Iterator[Tick]:
         """Yield the ends of what is over, now that the command is."""
         now, note, lives = self.tracker.now, self._note(), self._follower.lives
-        self._ends.look(lives.values(), now, is_forced=True)
+        self._ends.look(lives.values(), (), now, is_forced=True)
         for number, ranks in self._groups().items():
             if note.code is not None and note.covers(max(one.time for one in ranks)):
                 ranks = tuple(self._ends.by_code(one, lives[one.life], note.pid, note.code) for one in ranks)

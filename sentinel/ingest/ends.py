@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -35,6 +35,10 @@ from sentinel.run_end import (
 LOOK_S = 0.05
 """Least seconds between two looks at the processes: a launcher asks for its dead ten times a second, and then nobody else
 can know how they died."""
+MANY_LIVES = 256
+"""More lives than these are looked at as much less often (chosen): thousands of ranks must not cost a core."""
+READ_S = 0.2
+"""Seconds after a rank was found gone in which what it wrote at its end is read."""
 SETTLE_S = 2.0
 """Seconds from the first end until it is said which rank was first (chosen): what the others say comes within one."""
 SILENT_S, QUIET_S = 30.0, 120.0
@@ -74,19 +78,22 @@ class Ends:
         self._memory_kills: int | None = None
         self._process: dict[bytes, ProcessId] = {}
 
-    def look(self, lives: Iterable[Life], now: float, *, is_forced: bool = False) -> None:
+    def look(self, lives: Collection[Life], behind: Collection[bytes], now: float, *, is_forced: bool = False) -> None:
         """Look at the processes of lives that are not over, and note who has left. now: seconds watched.
 
-        is_forced: however short a time ago the last look was.
+        behind: lives with more on disk than was read. is_forced: however short a time ago the last look was.
         """
         if now < self._due and not is_forced:
             return
-        self._due = now + LOOK_S
+        self._due = now + LOOK_S * max(1.0, len(lives) / MANY_LIVES)
         kills = self._processes.memory_kills()
         has_killed = kills is not None and self._memory_kills is not None and kills > self._memory_kills
         self._memory_kills = kills
         for life in lives:
             found = self._found.get(life.id)
+            if found is not None and found.is_gone and not life.has_left and life.id not in behind:
+                # All that it wrote is read: no step waits for it any more.
+                life.has_left = now - found.at >= READ_S
             if found is not None and (found.is_gone or now - found.at > SETTLE_S):
                 continue
             seen = self._processes.look(self._process_of(life))

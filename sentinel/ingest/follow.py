@@ -69,7 +69,7 @@ class Life:
     bye: Bye | None = None
     """Read ahead: what came before it may not be taken in yet."""
     has_left: bool = False
-    """Its bye was taken in."""
+    """Its bye was taken in, or its process is gone and all that it wrote was."""
     num_frames: int = 0
     num_lost: int = 0
     """Numbers that never came, as far as is known."""

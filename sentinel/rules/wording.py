@@ -204,10 +204,10 @@ def slow(
 
 def ended(rank: int | None, end: RunEnd | RankEnd, all_ranks: Sequence[RankFacts]) -> str:
     """Return the message of an end: who went first and how, what became of the others, and what to do."""
-    at = f" at step {end.step}" if end.step >= 0 else ""
+    at = f", in step {end.step}," if end.step >= 0 else ""
     others = [one for one in all_ranks if one.rank != rank]
     if rank is not None:
-        text = f"rank {rank} {end_words(end)}{at}" + (", first of all ranks" if others else "")
+        text = f"rank {rank}{at} {end_words(end)}" + ("; it was the first to go" if others else "")
         after = [one.rank for one in others if one.end is not None]
         here = [one.rank for one in others if one.end is None]
         if after:
@@ -216,7 +216,7 @@ def ended(rank: int | None, end: RunEnd | RankEnd, all_ranks: Sequence[RankFacts
             text += f"; {ranks(here)} {'is' if len(here) == 1 else 'are'} still there"
     else:
         gone = [one.rank for one in others if one.end is not None]
-        text = f"{ranks(gone)} {end_words(end)}{at}"
+        text = f"{ranks(gone)}{at} {end_words(end)}"
         if len(gone) > 1 and not end.is_asked:
             text += "; nothing tells which of them went first"
     if isinstance(end, RunEnd) and end.found_late_s >= 60.0:

@@ -196,7 +196,7 @@ def test_the_first_to_hang_is_named_and_the_others_wait(watched: Callable[..., W
     run.assert_replays(tmp_path / "again")
 
 
-def test_a_rank_that_raised_is_named_and_not_those_it_left(watched: Callable[..., Watched]) -> None:
+def test_a_rank_that_raised_is_named_and_not_those_it_left(watched: Callable[..., Watched], tmp_path: Path) -> None:
     run = watched()
     run.train(20)
     run.source.end(3, reason="exception")
@@ -205,8 +205,16 @@ def test_a_rank_that_raised_is_named_and_not_those_it_left(watched: Callable[...
 
     (onset,) = run.found
     assert (onset.rule, onset.rank, onset.step) == ("run-ended", 3, 19)
-    assert onset.message.startswith("rank 3 raised an exception at step 19, first of all ranks")
+    assert onset.message.startswith("rank 3, in step 19, raised an exception; it was the first to go")
     assert "ranks 0, 1, 2 are still there" in onset.message
+
+    run.source.end()
+    run.wait(10)
+
+    assert [(one.event, one.rank) for one in run.found] == [("onset", 3), ("end", 3)], "the run is over, once"
+    assert run.incidents[-1].state == "ended"
+    run.stop()
+    run.assert_replays(tmp_path / "again")
 
 
 def test_what_others_do_in_a_hang_is_no_news_and_ends_with_the_run(watched: Callable[..., Watched]) -> None:

@@ -32,6 +32,9 @@ OPEN = an_incident()
         (OPEN, an_incident(state="resolved"), "resolved"),
         (OPEN, an_incident(state="settled"), "settled"),
         (OPEN, an_incident(state="merged"), "merged"),
+        (OPEN, an_incident(state="ended"), "ended"),
+        (None, an_incident(state="ended"), "opened"),
+        (None, an_incident(state="ended", severity=INFO), None),
         (an_incident(severity=INFO), an_incident(severity=INFO, state="resolved"), None),
         (an_incident(severity=INFO), OPEN, "opened"),
         (an_incident(state="resolved"), an_incident(state="resolved", last_step=9), None),
@@ -72,6 +75,15 @@ def test_an_incident_pages_once_however_it_grows():
         ("opened", False), ("raised", True), ("refined", False), ("resolved", False), ("opened", False),
     ]  # fmt: skip
     assert len({alert.key for alert in alerts}) == 5
+
+
+def test_an_incident_that_is_the_end_of_its_run_pages_though_it_is_over_at_once():
+    died = an_incident(state="ended", severity=CRITICAL, paged=True)
+
+    (alert,) = alerts_for(None, died, [("slack", RouteConfig())], 1.0)
+
+    assert (alert.change, alert.is_page, alert.is_closed) == ("opened", True, True)
+    assert standing([died], "slack", RouteConfig(), 1.0) == []
 
 
 def test_a_sink_not_told_of_openings_still_hears_the_page():

@@ -208,6 +208,28 @@ def test_alertmanager_is_told_of_the_end_and_then_no_more():
     assert sink.keep_alive(5000.0) == (None, None)
 
 
+def test_alertmanager_keeps_the_end_of_a_run_for_an_hour_and_nothing_keeps_it_alive():
+    sink, poster = alertmanager()
+    died = an_alert("am", after=an_incident(state="ended", detectors=("RunEnded",)))
+
+    sink.deliver([died], now=1000.0)
+
+    (alert,) = posted(poster)
+    assert alert["endsAt"] == "1970-01-01T01:16:40.000Z", "resolved at once, nobody would be told of it"
+    assert "resolution" not in alert["annotations"]
+    assert sink.keep_alive(5000.0) == (None, None)
+
+
+def test_alertmanager_resolves_what_a_run_left_open_with_its_end():
+    sink, poster = alertmanager()
+    sink.deliver([an_alert("am")], now=1000.0)
+
+    sink.deliver([an_alert("am", before=an_incident(), after=an_incident(revision=2, state="ended"))], now=1030.0)
+
+    assert posted(poster)[0]["endsAt"] == "1970-01-01T00:17:10.000Z"
+    assert posted(poster)[0]["annotations"]["resolution"] == "ended"
+
+
 def test_a_raised_severity_takes_the_old_labels_back():
     sink, poster = alertmanager()
     mild = an_incident(severity=Severity.WARNING)
