@@ -138,11 +138,8 @@ def run(
             say(line)
     if report_file:
         _write_report(Path(report_file), report | ({"further_runs": further} if further else {}))
-    worst = max(_worst(one) for one in (report, *further))
-    if code == 0 and fail_on is not None and (not is_drained or worst >= Severity(fail_on).level):
-    nothing = why_nothing(run_dir, began)
-    if nothing:
-        say(nothing)
+    worst, is_clean = max(_worst(one) for one in (report, *further)), is_drained and not nothing
+    if code == 0 and fail_on is not None and (not is_clean or worst >= Severity(fail_on).level):
         return FOUND
     return code
 
