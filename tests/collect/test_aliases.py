@@ -84,3 +84,16 @@ def test_a_step_that_the_trainer_finished_takes_what_is_logged_until_the_next(ru
     assert [(end.step, end.is_skipped) for end in ends] == [(5, False), (6, True), (7, False)]
     assert not any(end.is_partial for end in ends)
     assert [end.scalars["after"] for end in ends] == [0, 1, 2]
+
+
+def test_a_tensor_handed_on_leads_back_to_where_its_whole_gradient_arrives() -> None:
+    aliases = Aliases(frozenset({"HandOnBackward"}))
+    leaf = torch.ones(3, requires_grad=True)
+    made = leaf * 2
+    handed = HandOn.apply(HandOn.apply(made))
+
+    origin = aliases.origin(handed)
+
+    assert isinstance(origin, tuple) and origin == (made.grad_fn, made.output_nr)
+    assert aliases.origin(HandOn.apply(leaf)) is leaf
+    assert aliases.origin(made) is None and aliases.origin(leaf) is None
