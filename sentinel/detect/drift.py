@@ -20,6 +20,15 @@ FIRST_POINTS = 32
 """Points whose mean size is the series' first size."""
 LEVEL_CLIP = 3.0
 """Standard deviations past which a point moves the level no further."""
+CHANGE_TO_SIGMA = MEAN_TO_SIGMA / math.sqrt(2.0)
+"""And over the mean absolute difference of neighbours."""
+CHANGES = 3.0
+"""Times the deviation told from neighbours that the one about the level may be: between them lies what neighbours share."""
+WANDER_CLIP = 1.5
+"""Times what is normal that a level teaches of its wandering at most."""
+TOLD = 0.5
+"""Share of the highest rise told that counts as wandering once it is over: with `slack_wander` 3 a rise is news again where
+it is half as high again."""
 STEP_CLIP = 2.0
 """And past which it adds no more to the sum: a spike of a few points is no drift, for another detector tells of it."""
 
@@ -101,6 +110,9 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Relative rise above the best level that is always normal."""
     slack_sigmas: float = 0.75
     """And how many standard deviations of one point, where that is more."""
+    slack_wander: float = 3.0
+    """And how many times as far as the level has stood above its best in the run so far (root mean square), where that is
+    more: what a run has always done is no drift. 0: the past is no measure."""
     sides: Literal["up", "both"] = "up"
     """`up`: against the lowest level so far, whose own fall is no drift. `both`: up and down, against a level of sixteen
     times the memory."""
@@ -118,9 +130,10 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError(f"settle_after must be in [0, 65536], got {self.settle_after}")
 
     def state(self, num_series: int) -> State:
-        """Return 81 bytes a series."""
+        """Return 121 bytes a series."""
         state = self._new(num_series)
-        state |= {name: np.zeros(num_series) for name in ("best", "above", "below", "mark")}
+        names = ("best", "above", "below", "mark", "last", "change", "wander", "known", "told")
+        state |= {name: np.zeros(num_series) for name in names}
         state["run"] = np.zeros(num_series, dtype=np.int64)
         state["settled"] = np.zeros(num_series, dtype=bool)
         return state
@@ -128,8 +141,7 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def _sums(self, values: np.ndarray, state: State) -> tuple[np.ndarray, np.ndarray]:
         """Return the sums upward and downward with this point in."""
         z, _ = self._residual(values, state)
-        noise = np.maximum(state["noise"], 1e-9)
-        slack = np.maximum(math.log1p(self.slack), self.slack_sigmas * noise)
+        noise, slack = self._noise(state), self._slack(state)
         ready = (state["count"] >= self.warmup) & np.isfinite(values)
         excess = z - state["best"]
 
@@ -139,6 +151,16 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
         down = add(state["below"], -excess) if self.sides == "both" else state["below"]
         return add(state["above"], excess), down
+
+    def _noise(self, state: State) -> np.ndarray:
+        """Return the deviation of one point: about the level, and no more than CHANGES times that of neighbours."""
+        return np.asarray(np.maximum(np.minimum(state["noise"], CHANGES * state["change"]), 1e-9))
+
+    def _slack(self, state: State) -> np.ndarray:
+        """Return the rise above the best level that is normal."""
+        own = np.maximum(math.log1p(self.slack), self.slack_sigmas * self._noise(state))
+        past = self.slack_wander * np.maximum(np.sqrt(state["known"]), np.where(state["run"] > 0, 0.0, TOLD * state["told"]))
+        return np.asarray(np.maximum(own, past))
 
     def score(self, values: np.ndarray, state: State) -> Scores:
         """Score the larger sum / threshold; 0.0 in the warm-up and for what is not finite."""
@@ -158,18 +180,47 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Follow the level; the best level moves with what is not flagged, and where a flagged level has come to rest."""
         state["settled"].fill(False)
         state["above"], state["below"] = self._sums(values, state)
+        self._follow_change(values, state)
         ready = self._follow(values, state, anomalous)
         seen = np.isfinite(values) & (state["count"] > FIRST_POINTS)
         young = seen & ~ready
         state["best"][young] = state["level"][young]
         calm = ready & ~anomalous
         state["run"][calm] = 0
+        flagged = ready & anomalous
+        apart = np.abs(state["level"] - state["best"])
+        state["told"][flagged] = np.maximum(state["told"], apart)[flagged]
         if self.sides == "up":
             state["best"][calm] = np.minimum(state["best"][calm], state["level"][calm])
         else:
             state["best"][calm] += (state["level"][calm] - state["best"][calm]) / (16.0 * self.memory)
+        self._follow_wander(state, calm)
         if self.settle_after:
-            self._settle(state, ready & anomalous)
+            self._settle(state, flagged)
+
+    def _follow_change(self, values: np.ndarray, state: State) -> None:
+        """Take in how far a point is from the one before."""
+        z, _ = self._residual(values, state)
+        age = state["count"] - FIRST_POINTS
+        known = np.isfinite(values) & (age >= 0)
+        change = CHANGE_TO_SIGMA * np.abs(z - state["last"])
+        least = np.maximum(state["change"], 1e-9)
+        change = np.where(age <= self.memory, change, np.minimum(change, 4.0 * least))
+        rate = 1.0 / np.minimum(np.maximum(age, 1), 4.0 * self.memory)
+        later = known & (age > 0)
+        state["change"][later] += (rate * (change - state["change"]))[later]
+        state["last"][known] = z[known]
+
+    def _follow_wander(self, state: State, calm: np.ndarray) -> None:
+        """Take in how far the level stands from its best.
+
+        What is known of it changes when the run is twice as old: a divergence does not become its own measure.
+        """
+        apart = np.minimum(np.abs(state["level"] - state["best"]), WANDER_CLIP * self._slack(state))
+        count = state["count"]
+        state["wander"][calm] += ((apart * apart - state["wander"]) / np.maximum(count, 1))[calm]
+        due = calm & (count & (count - 1) == 0)
+        state["known"][due] = state["wander"][due]
 
     def _settle(self, state: State, flagged: np.ndarray) -> None:
         run = state["run"]
@@ -191,7 +242,7 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def rearm(self, state: State) -> None:
         """Begin anew with the next point, all series: after a resume what came before is no measure any more."""
         self._begin_anew(state)
-        for name in ("above", "below", "run"):
+        for name in ("above", "below", "run", "wander", "known", "told"):
             state[name].fill(0)
 
 

@@ -19,8 +19,24 @@ STEP_TO_SIGMA = 1.0483565417151464
 UNIT_EVERY = 16
 """Points between two looks at whether a series has come to zero."""
 
-LOW, QUARTER, HALF, THREE, HIGH = range(5)
-"""Marks: order statistics of the residuals at a tenth, a quarter, a half, three quarters and nine tenths."""
+LATEST = 8
+"""Points whose largest is the baseline where it lies below the median: a loss in steep fall lies below it all the time."""
+YOUNG = 128
+"""Residuals until which a rise that began with the series is no spike: there the least of the latest points is the baseline
+where all lie above the median, as under a learning rate's warm-up."""
+FEW = 16.0
+"""Until then the deviation, of few residuals, counts for 1 + FEW / their number - FEW / YOUNG times itself."""
+PLACE = (5, 8)
+"""Share of the window behind which the point lies whose residual is kept. At the end trends and steps of the level would be
+noise; in the middle what neighbours share would be none. Chosen."""
+APART, APART_RISE = 0.5, 1.3862943611198906
+"""A point is anomalous, whatever the deviation, above the largest residual kept by this share of it and log(4): excursions
+that were not flagged cannot hide one that is far above them all."""
+STEPS = 50.0
+"""Smallest steps between neighbours that are linear at the least where a window comes to zero: digits are no ratio."""
+
+LOW, QUARTER, THREE, HIGH, TOP = range(5)
+"""Marks: order statistics of the residuals at a tenth, a quarter, three quarters and nine tenths, and the largest."""
 MANY, EVERY, OUTER_EVERY = 64, 32, 64
 """From so many residuals on, marks are formed anew every 32nd point, the outer ones every 64th: few new ones among many
 move them little."""
@@ -80,15 +96,9 @@ def scan(p: Parameters, values: np.ndarray, state: State) -> np.ndarray:
     return scores
 
 
-def bias(state: State) -> np.ndarray:
-    """Return the median residual of each series: what its trend leaves; 0.0 while none are kept."""
-    return np.asarray(state["marks"][:, HALF].astype(np.float64))
-
-
-def spread(state: State) -> np.ndarray:
-    """Return the robust deviation of each series' residuals; 0.0 while none are kept."""
-    marks = state["marks"].astype(np.float64)
-    return np.asarray((marks[:, THREE] - marks[:, QUARTER]) * HALF_TO_SIGMA)
+def baseline(p: Parameters, state: State) -> np.ndarray:
+    """Return what points are measured from, on the asinh scale: [series] float64, the median or less (see LATEST)."""
+    return _base(p, state, np.arange(len(state["center"])))
 
 
 # -- the reference: plain numpy, in the order of native/rolling.h --------------------------------------------------------
@@ -137,11 +147,33 @@ def _middle(ordered: np.ndarray, count: np.ndarray) -> np.ndarray:
     return np.asarray(0.5 * (low + ordered[rows, count // 2].astype(np.float64)))
 
 
-def _bound(p: Parameters, marks: np.ndarray) -> np.ndarray:
+def _bound(p: Parameters, marks: np.ndarray, kept: np.ndarray) -> np.ndarray:
     half = (marks[:, THREE] - marks[:, QUARTER]) * HALF_TO_SIGMA
     most = (marks[:, HIGH] - marks[:, LOW]) * MOST_TO_SIGMA
     bound = p.k * np.where(half > most, half, most)
+    num = np.where(kept < MANY, kept, kept - kept % EVERY).astype(np.float64)
+    bound = np.where(num < YOUNG, bound * (1.0 + (FEW / num - FEW / YOUNG)), bound)
+    top = np.where(marks[:, TOP] > 0.0, marks[:, TOP], 0.0)
+    more = APART * top
+    apart = top + np.where(more > APART_RISE, more, APART_RISE)
+    bound = np.where(bound < apart, bound, apart)
     return np.where(bound > p.floor, bound, p.floor)
+
+
+def _base(p: Parameters, state: State, rows: np.ndarray) -> np.ndarray:
+    """Return the median of each row's window, or the nearest of its latest points where all of them lie below it.
+
+    Above it too, while a series is young.
+    """
+    center: np.ndarray = state["center"][rows]
+    if p.window < LATEST:
+        return center
+    latest = (state["at"][rows, None].astype(np.int64) - 1 - np.arange(LATEST)) % p.window
+    points = np.take_along_axis(state["recent"][rows], latest, axis=1)
+    largest, least = points.max(axis=1).astype(np.float64), points.min(axis=1).astype(np.float64)
+    base = np.where(largest < center, largest, np.where((state["kept"][rows] < YOUNG) & (least > center), least, center))
+    found: np.ndarray = np.where(state["filled"][rows] >= LATEST, base, center)
+    return found
 
 
 def _score(p: Parameters, values: np.ndarray, state: State) -> np.ndarray:
@@ -150,8 +182,8 @@ def _score(p: Parameters, values: np.ndarray, state: State) -> np.ndarray:
     if at.size:
         marks = state["marks"][at].astype(np.float64)
         z = asinh(values[at], state["unit"][at]).astype(np.float32).astype(np.float64)
-        rise = z - state["center"][at] - marks[:, HALF]
-        found[at] = np.maximum(rise / _bound(p, marks), 0.0)
+        rise = z - _base(p, state, at)
+        found[at] = np.maximum(rise / _bound(p, marks, state["kept"][at]), 0.0)
     return found
 
 
@@ -169,14 +201,6 @@ def _learn(p: Parameters, values: np.ndarray, state: State, anomalous: np.ndarra
 def _take(p: Parameters, values: np.ndarray, state: State, rows: np.ndarray) -> None:
     new = values[rows]
     point = _held(asinh(new, state["unit"][rows]))
-    is_due = state["seen"][rows] >= p.warmup
-    due = rows[is_due]
-    if due.size:
-        kept = state["kept"][due]
-        residual = point[is_due].astype(np.float64) - state["center"][due]
-        state["residuals"][due, kept % p.memory] = _held(residual)
-        state["kept"][due] = kept + 1
-        _mark(p, state, due)
     at = state["at"][rows]
     state["recent"][rows, at] = point
     state["points"][rows, at] = new
@@ -184,6 +208,15 @@ def _take(p: Parameters, values: np.ndarray, state: State, rows: np.ndarray) -> 
     filled = np.minimum(state["filled"][rows] + 1, p.window)
     state["filled"][rows] = filled
     _center(state, rows)
+    due = rows[state["seen"][rows] >= p.warmup]
+    if due.size:
+        # Of a point amid the window, from the median about it: a trend or a step of the level is hardly noise.
+        kept, count = state["kept"][due], state["filled"][due]
+        first = np.where(count < p.window, 0, state["at"][due])
+        middle = state["recent"][due, (first + PLACE[0] * count // PLACE[1]) % p.window].astype(np.float64)
+        state["residuals"][due, kept % p.memory] = _held(middle - state["center"][due])
+        state["kept"][due] = kept + 1
+        _mark(p, state, due)
     seen = state["seen"][rows] + 1
     state["seen"][rows] = seen
     state["run"][rows] = 0
@@ -199,7 +232,7 @@ def _mark(p: Parameters, state: State, rows: np.ndarray) -> None:
         return
     kept = state["kept"][rows]
     ordered, count, here = np.sort(state["residuals"][rows], axis=1), np.minimum(kept, p.memory), np.arange(len(rows))
-    for mark, index in ((QUARTER, count // 4), (HALF, count // 2), (THREE, (3 * count) // 4)):
+    for mark, index in ((QUARTER, count // 4), (THREE, (3 * count) // 4), (TOP, count - 1)):
         state["marks"][rows, mark] = ordered[here, index]
     outer = (kept < MANY) | (kept % OUTER_EVERY == 0)
     for mark, index in ((LOW, count // 10), (HIGH, (9 * count) // 10)):
@@ -214,17 +247,20 @@ def _center(state: State, rows: np.ndarray) -> None:
 def _choose_unit(p: Parameters, state: State, row: int) -> None:
     """Decide below what the scale is linear: at the end of the warm-up, and when a window comes to zero and below.
 
-    To zero: within three standard deviations, told from the median step, which a decay does not move much.
+    The noise is told from the median step, which a decay does not move much, and where most steps are none from the
+    smallest: few digits.
     """
     points = state["points"][row, : state["filled"][row]]
     if len(points) < 2:
         return
-    noise = STEP_TO_SIGMA * _median(np.abs(np.diff(points)))
-    size = _median(np.abs(points))
-    is_close = bool((points <= 0.0).any()) and size < 3.0 * noise
+    steps = np.abs(np.diff(points))
+    is_close = bool((points <= 0.0).any())
     if not is_close and state["seen"][row] != p.warmup:
         return
-    unit = 4.0 * noise if is_close else p.near_zero * size
+    unit = p.near_zero * _median(np.abs(points))
+    if is_close:
+        noise, least = STEP_TO_SIGMA * _median(steps), float(np.where(steps > 0.0, steps, np.inf).min())
+        unit = max(4.0 * noise, STEPS * least if least < np.inf else 0.0)
     if unit > state["unit"][row]:
         state["unit"][row] = min(unit, 1e300)
         _rescale(p, state, row)

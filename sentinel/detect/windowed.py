@@ -1,10 +1,10 @@
 """LossSpike and GradNormSpike: scalars against the rolling median of their last points, on an asinh scale.
 
-Far from zero asinh is a logarithm, so one setting fits losses of any unit, decays included; near zero and below it is
-linear, so losses that are negative or reach zero do no harm. A residual is what a point stands above the median of the
-points before it; the median of past residuals is taken off it again, for a loss that falls stands below its own median
-all the time, and would hide in that what a flat one shows. Tuned on one half of ../shared/trainlogs
-(benchmarks/detection.py).
+Far from zero asinh is a logarithm, so one setting fits losses of any unit and decays of many decades; once a series comes to
+zero or below it is linear about zero. The noise is what points stand apart from the median of the points about them, which a
+trend or a step of the level hardly moves, and is told from the middle half of the last such residuals; what is far above the
+largest of them is anomalous whatever that half says. Tuned on all logs of ../shared/trainlogs; benchmarks/detection.py reports
+what constants find that were chosen without the repository scored (loro).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sentinel.errors import ConfigError
 SURE_SCORE = 4.0
 SURE_RISE = math.log(1.3)
 SURE_MULTIPLE = math.log(2.0)
-"""One point alone is certain at this score (32 robust sigma by default) and this rise, or where it is anomalous at all
+"""One point alone is certain at this score (33 robust sigma by default) and this rise, or where it is anomalous at all
 (8 robust sigma) and twice the median: healthy noise, heavy-tailed noise of a few percent included, is nowhere near. What
 is less far is certain when it lasts."""
 
@@ -34,20 +34,20 @@ class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     statistics: ClassVar[tuple[str, ...]] = ("value",)
     raw_values: ClassVar[bool] = False
 
-    k: float = 8.2
+    k: float = 8.3
     """Robust deviations (the width of the residuals' middle half / 1.349) that are still normal."""
     floor: float = 0.09
     """Relative rise that is always normal."""
     window: int = 47
     """Points the median is taken over."""
-    memory: int = 192
+    memory: int = 160
     """Residuals the deviation is taken over."""
     warmup: int = 16
     """Points before residuals are kept; twice as many before any point is judged."""
     settle_after: int = 20
     """Consecutive flagged points at a new level that make it the new normal; 0: never."""
-    near_zero: float = 0.02
-    """Share of the first median below which changes count absolutely, no more as ratios: a loss near zero may double."""
+    near_zero: float = 1e-6
+    """Share of the first median below which changes count absolutely, no more as ratios."""
 
     def __post_init__(self) -> None:
         for name, low, high in (("window", 4, 4096), ("memory", 8, 4096), ("warmup", 4, self.window)):
@@ -75,7 +75,7 @@ class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         score = rolling.score(self.numbers, values, state)
 
         def explain() -> Explanation:
-            unit, center = state["unit"], state["center"] + rolling.bias(state)
+            unit, center = state["unit"], rolling.baseline(self.numbers, state)
             with np.errstate(over="ignore", invalid="ignore"):
                 rise = np.where(score > 0.0, rolling.asinh(values, unit) - center, 0.0)
                 baseline = np.where(state["seen"] > 0, unit * np.sinh(center), np.nan)
@@ -104,9 +104,7 @@ class GradNormSpike(RollingMedian, frozen=True, kw_only=True, forbid_unknown_fie
 
     summary: ClassVar[str] = "a gradient norm that jumps above the rolling median of its last points"
 
-    k: float = 6.5
+    k: float = 7.0
     """Robust deviations (the width of the residuals' middle half / 1.349) that are still normal."""
-    floor: float = 0.92
+    floor: float = 0.95
     """Relative rise that is always normal."""
-    near_zero: float = 0.001
-    """Share of the first median below which changes count absolutely, no more as ratios."""

@@ -17,7 +17,7 @@ typedef struct {
 #define MEAN_TO_SIGMA 1.2533141373155001
 
 typedef struct {
-    double threshold, log_slack, slack_sigmas, share, patience, log_improvement;
+    double threshold, log_slack, slack_sigmas, slack_wander, share, patience, log_improvement;
     int64_t memory, warmup, is_both;
 } LevelParameters;
 
@@ -59,48 +59,87 @@ static inline double drift_sum(const LevelParameters *p, double total, double to
     return moved < 0.0 ? 0.0 : moved > most ? most : moved;
 }
 
-static void drift_sums(const LevelParameters *p, void **arrays, int64_t i, double x, double *up, double *down)
+typedef struct {
+    Level level;
+    double *best, *above, *below, *last, *change, *wander, *known, *told;
+    int64_t *run;
+    uint8_t *settled;
+} DriftState;
+
+/* Drift: unit, level, noise, size, count, best, above, below, run, settled, last, change, wander, known, told. */
+static DriftState drift_state(void **a)
 {
-    const double *unit = arrays[0], *noises = arrays[2], *best = arrays[5], *above = arrays[6], *below = arrays[7];
-    const int64_t *count = arrays[4];
-    *up = above[i];
-    *down = below[i];
-    if (!(fabs(x) < INFINITY) || count[i] < p->warmup) return;
-    const double z = count[i] >= FIRST_POINTS ? rolling_asinh(x, unit[i]) : 0.0, excess = z - best[i];
-    const double noise = larger(noises[i], 1e-9), slack = larger(p->log_slack, p->slack_sigmas * noise);
-    *up = drift_sum(p, above[i], excess, slack, noise);
-    if (p->is_both) *down = drift_sum(p, below[i], -excess, slack, noise);
+    return (DriftState){{a[0], a[1], a[2], a[3], a[4]}, a[5], a[6], a[7], a[10], a[11], a[12], a[13], a[14], a[8], a[9]};
 }
 
-/* Drift: unit, level, noise, size, count, best, above, below, run, settled. */
+static double drift_noise(const DriftState *s, int64_t i) { return larger(smaller(s->level.noise[i], 3.0 * s->change[i]), 1e-9); }
+
+static double drift_slack(const LevelParameters *p, const DriftState *s, int64_t i)
+{
+    const double own = larger(p->log_slack, p->slack_sigmas * drift_noise(s, i));
+    return larger(own, p->slack_wander * larger(sqrt(s->known[i]), s->run[i] > 0 ? 0.0 : 0.5 * s->told[i]));
+}
+
+static void drift_sums(const LevelParameters *p, const DriftState *s, int64_t i, double x, double *up, double *down)
+{
+    const int64_t count = s->level.count[i];
+    *up = s->above[i];
+    *down = s->below[i];
+    if (!(fabs(x) < INFINITY) || count < p->warmup) return;
+    const double z = count >= FIRST_POINTS ? rolling_asinh(x, s->level.unit[i]) : 0.0, excess = z - s->best[i];
+    const double noise = drift_noise(s, i), slack = drift_slack(p, s, i);
+    *up = drift_sum(p, s->above[i], excess, slack, noise);
+    if (p->is_both) *down = drift_sum(p, s->below[i], -excess, slack, noise);
+}
+
+/* Drift._follow_change for a finite point. */
+static void follow_change(const LevelParameters *p, const DriftState *s, int64_t i, double x)
+{
+    const int64_t age = s->level.count[i] - FIRST_POINTS;
+    if (age < 0) return;
+    const double z = rolling_asinh(x, s->level.unit[i]), most = 4.0 * larger(s->change[i], 1e-9);
+    double change = MEAN_TO_SIGMA / 1.4142135623730951 * fabs(z - s->last[i]);
+    if (age > p->memory) change = smaller(change, most);
+    if (age > 0) s->change[i] += 1.0 / smaller((double)age, 4.0 * (double)p->memory) * (change - s->change[i]);
+    s->last[i] = z;
+}
+
+/* Drift._follow_wander for a point that is not anomalous. */
+static void follow_wander(const LevelParameters *p, const DriftState *s, int64_t i)
+{
+    const int64_t count = s->level.count[i];
+    const double apart = smaller(fabs(s->level.level[i] - s->best[i]), 1.5 * drift_slack(p, s, i));
+    s->wander[i] += (apart * apart - s->wander[i]) / (double)count;
+    if (!(count & (count - 1))) s->known[i] = s->wander[i];
+}
+
 static int quick_drift(const QuickRule *r, const double *values)
 {
     const LevelParameters *p = r->parameters;
-    void **arrays = r->arrays;
-    const Level s = {arrays[0], arrays[1], arrays[2], arrays[3], arrays[4]};
-    double *best = arrays[5], *above = arrays[6], *below = arrays[7], up, down;
-    int64_t *run = arrays[8];
-    uint8_t *settled = arrays[9];
+    const DriftState s = drift_state(r->arrays);
+    double up, down;
     for (int64_t n = 0; n < r->num; n++) {
-        const int64_t i = r->series[n];
         const double x = values[r->values[n]];
-        drift_sums(p, arrays, i, x, &up, &down);
+        drift_sums(p, &s, r->series[n], x, &up, &down);
         if (fabs(x) < INFINITY && larger(up, down) / p->threshold >= 1.0) return 0;
     }
     for (int64_t n = 0; n < r->num; n++) {
         const int64_t i = r->series[n];
         const double x = values[r->values[n]];
-        drift_sums(p, arrays, i, x, &up, &down);
-        settled[i] = 0;
-        above[i] = up;
-        below[i] = down;
+        drift_sums(p, &s, i, x, &up, &down);
+        s.settled[i] = 0;
+        s.above[i] = up;
+        s.below[i] = down;
         if (!(fabs(x) < INFINITY)) continue;
-        if (follow_level(p, &s, i, x)) {
-            run[i] = 0;
-            if (p->is_both) best[i] += (s.level[i] - best[i]) / (16.0 * (double)p->memory);
-            else best[i] = smaller(best[i], s.level[i]);
-        } else if (s.count[i] > FIRST_POINTS) {
-            best[i] = s.level[i];
+        follow_change(p, &s, i, x);
+        if (follow_level(p, &s.level, i, x)) {
+            s.run[i] = 0;
+            const double level = s.level.level[i];
+            if (p->is_both) s.best[i] += (level - s.best[i]) / (16.0 * (double)p->memory);
+            else s.best[i] = smaller(s.best[i], level);
+            follow_wander(p, &s, i);
+        } else if (s.level.count[i] > FIRST_POINTS) {
+            s.best[i] = s.level.level[i];
         }
     }
     return 1;

@@ -30,9 +30,9 @@ enum { ROLLING_SCORE = 1, ROLLING_LEARN = 2 };
 typedef RollingState Rolling;
 
 /* marks: order statistics of the residuals. */
-enum { MARK_LOW, MARK_QUARTER, MARK_HALF, MARK_THREE, MARK_HIGH, NUM_MARKS };
-/* detect/rolling.py: MANY, EVERY, OUTER_EVERY, UNIT_EVERY. */
-enum { ROLLING_MANY = 64, ROLLING_EVERY = 32, ROLLING_OUTER_EVERY = 64, ROLLING_UNIT_EVERY = 16 };
+enum { MARK_LOW, MARK_QUARTER, MARK_THREE, MARK_HIGH, MARK_TOP, NUM_MARKS };
+/* detect/rolling.py: MANY, EVERY, OUTER_EVERY, UNIT_EVERY, LATEST, YOUNG; FEW is 16. */
+enum { ROLLING_MANY = 64, ROLLING_EVERY = 32, ROLLING_OUTER_EVERY = 64, ROLLING_UNIT_EVERY = 16, ROLLING_LATEST = 8, ROLLING_YOUNG = 128 };
 #define ROLLING_AHEAD 32
 #define ROLLING_WIDTH(size) (((size) + 15) & ~15)
 
@@ -161,16 +161,16 @@ ROLLING_INLINE void rolling_mark(const RollingParameters *p, Rolling *s, Rolling
             rolling_replace(young->ordered, ROLLING_MANY, INFINITY, s->residuals[young->num], isa);
         m[MARK_LOW] = young->ordered[num / 10];
         m[MARK_QUARTER] = young->ordered[num / 4];
-        m[MARK_HALF] = young->ordered[num / 2];
         m[MARK_THREE] = young->ordered[(3 * num) / 4];
         m[MARK_HIGH] = young->ordered[(9 * num) / 10];
+        m[MARK_TOP] = young->ordered[num - 1];
         return;
     }
     /* Some 16 residuals lie within that of each; as many came and went since. Only speed depends on it. */
     const float *a = s->residuals, reach = 20.0f / (float)num * (m[MARK_THREE] - m[MARK_QUARTER]);
     m[MARK_QUARTER] = rolling_select_near(a, width, num / 4, m[MARK_QUARTER], reach, isa);
-    m[MARK_HALF] = rolling_select_near(a, width, num / 2, m[MARK_HALF], reach, isa);
     m[MARK_THREE] = rolling_select_near(a, width, (3 * num) / 4, m[MARK_THREE], reach, isa);
+    m[MARK_TOP] = rolling_look(a, width, INFINITY, isa).below;
     if (kept >= ROLLING_MANY && kept % ROLLING_OUTER_EVERY != 0) return;
     m[MARK_LOW] = rolling_select_near(a, width, num / 10, m[MARK_LOW], 1.5f * reach, isa);
     m[MARK_HIGH] = rolling_select_near(a, width, (9 * num) / 10, m[MARK_HIGH], 1.5f * reach, isa);
@@ -189,25 +189,7 @@ static double rolling_median(double *numbers, int num)
     return 0.5 * (numbers[(num - 1) / 2] + numbers[num / 2]);
 }
 
-/* The normal rise: k spreads, at least `floor`. Where the middle half says nothing (few digits) four fifths do. */
-static inline double rolling_bound(const RollingParameters *p, const float *marks)
-{
-    const double half = ((double)marks[MARK_THREE] - (double)marks[MARK_QUARTER]) * 0.7413011092528009;
-    const double most = ((double)marks[MARK_HIGH] - (double)marks[MARK_LOW]) * 0.19507602886806754;
-    const double bound = p->k * (half > most ? half : most);
-    return bound > p->floor ? bound : p->floor;
-}
-
-static inline int rolling_is_judged(const RollingParameters *p, const Rolling *s)
-{
-    return *s->seen >= 2 * (int64_t)p->warmup && *s->kept > 0;
-}
-
-/* Below zero where a point lies below the median; the caller writes 0.0 then. */
-static inline double rolling_score(double z, double center, double half, double bound)
-{
-    return ((double)(float)z - center - half) / bound;
-}
+#include "rolling_measure.h"
 
 /* A number as windows hold it: zero without a sign, so that what is equal is the same bits, in whatever order. */
 static inline float rolling_held(double x) { return (float)x + 0.0f; }
@@ -232,16 +214,23 @@ ROLLING_INLINE void rolling_choose_unit(const RollingParameters *p, Rolling *s, 
     if (num < 2) return;
     /* A point at or below zero is needed for any other choice. */
     if (*s->seen != p->warmup && s->ordered[0] > 0.0f) return;
-    for (int i = 0; i + 1 < num; i++) scratch[i] = fabs(s->points[i + 1] - s->points[i]);
-    const double noise = 1.0483565417151464 * rolling_median(scratch, num - 1);
+    double unit, least = INFINITY;
     for (int i = 0; i < num; i++) {
         scratch[i] = fabs(s->points[i]);
         num_low += s->points[i] <= 0.0;
     }
-    const double size = rolling_median(scratch, num);
-    const int is_close = num_low > 0 && size < 3.0 * noise;
-    if (!is_close && *s->seen != p->warmup) return;
-    double unit = is_close ? 4.0 * noise : p->near_zero * size;
+    if (!num_low && *s->seen != p->warmup) return;
+    unit = p->near_zero * rolling_median(scratch, num);
+    if (num_low) {
+        for (int i = 0; i + 1 < num; i++) {
+            const double step = fabs(s->points[i + 1] - s->points[i]);
+            least = step > 0.0 && step < least ? step : least;
+            scratch[i] = step;
+        }
+        const double noise = 4.0 * (1.0483565417151464 * rolling_median(scratch, num - 1));
+        const double digits = least < INFINITY ? 50.0 * least : 0.0;
+        unit = noise > digits ? noise : digits;
+    }
     if (!(unit > *s->unit)) return;
     *s->unit = unit < 1e300 ? unit : 1e300;
     rolling_rescale(p, s, isa);
@@ -324,7 +313,8 @@ ROLLING_INLINE int64_t rolling_stretch(const RollingParameters *p, Rolling *s, i
     const int filled = *s->filled + (*s->filled < p->window), low = (filled - 1) / 2, high = filled / 2;
     float *const recent = s->recent + *s->at, *const residuals = s->residuals + *s->kept % p->memory;
     double *const points = s->points + *s->at;
-    float point[ROLLING_AHEAD], middle[ROLLING_AHEAD][2];
+    float latest[ROLLING_LATEST + ROLLING_AHEAD], middle[ROLLING_AHEAD][2], half[ROLLING_AHEAD];
+    float *const point = latest + ROLLING_LATEST;
     double center[ROLLING_AHEAD + 1], rise[ROLLING_AHEAD];
     int64_t num = *due;
     int is_well = 1;
@@ -343,10 +333,15 @@ ROLLING_INLINE int64_t rolling_stretch(const RollingParameters *p, Rolling *s, i
     for (int64_t i = 0; i < num; i++) center[i + 1] = 0.5 * ((double)middle[i][0] + (double)middle[i][1]);
     if (is_judged) {
         /* A quotient below 1 is not rounded to 1: score >= 1 and rise >= bound are the same. */
-        const double half = (double)s->marks[MARK_HALF], bound = rolling_bound(p, s->marks);
+        const double bound = rolling_bound(p, s);
+        double base[ROLLING_AHEAD];
+        if (num > 1)
+            rolling_bases(s, p->window, latest, center, num, base);
+        else
+            base[0] = rolling_base(p, s);
         is_well = 1;
         for (int64_t i = 0; i < num; i++) {
-            rise[i] = (double)(float)z[i] - center[i] - half;
+            rise[i] = (double)(float)z[i] - base[i];
             is_well &= rise[i] < bound;
         }
         if (!is_well && !flags) {
@@ -365,12 +360,13 @@ ROLLING_INLINE int64_t rolling_stretch(const RollingParameters *p, Rolling *s, i
         for (int64_t i = 0; i < num; i++) scores[i * stride] = 0.0;
     }
     if (!num) return 0;
+    if (is_kept) rolling_middles(s, p->window, point, num, half);
     for (int64_t i = 0; i < num; i++) {
         recent[i] = point[i];
         points[i] = values[i * stride];
     }
     if (is_kept)
-        for (int64_t i = 0; i < num; i++) residuals[i] = rolling_held((double)point[i] - center[i]);
+        for (int64_t i = 0; i < num; i++) residuals[i] = rolling_held((double)half[i] - center[i + 1]);
     *s->center = center[num];
     *s->at = *s->at + (int32_t)num == p->window ? 0 : *s->at + (int32_t)num;
     *s->filled = filled;
@@ -414,7 +410,7 @@ ROLLING_INLINE void rolling_series(const RollingParameters *p, Rolling *s, int64
             double score = 0.0;
             if (fabs(x) < INFINITY) {
                 if (rolling_is_judged(p, s))
-                    score = rolling_score(z[i - first], *s->center, (double)s->marks[MARK_HALF], rolling_bound(p, s->marks));
+                    score = rolling_score(z[i - first], rolling_base(p, s), rolling_bound(p, s));
                 rolling_hold(p, s, x, scratch, isa);
             }
             if (scores) scores[i * stride] = score > 0.0 ? score : 0.0;
@@ -438,12 +434,12 @@ ROLLING_INLINE void rolling_run(const RollingParameters *p, const RollingState *
                            flags ? flags + j : NULL, num_points == 1 ? z + at : NULL, scratch, width, isa);
             continue;
         }
-        const double half = (double)s.marks[MARK_HALF], bound = rolling_bound(p, s.marks);
+        const double base = rolling_base(p, &s), bound = rolling_bound(p, &s);
         const int is_judged = rolling_is_judged(p, &s);
         for (int64_t i = 0; i < num_points; i++) {
             const double x = values[i * num_series + j];
             const double y = num_points == 1 ? z[at] : rolling_asinh(x, *s.unit);
-            const double score = is_judged && isfinite(x) ? rolling_score(y, *s.center, half, bound) : 0.0;
+            const double score = is_judged && isfinite(x) ? rolling_score(y, base, bound) : 0.0;
             scores[i * num_series + j] = score > 0.0 ? score : 0.0;
         }
     }

@@ -19,7 +19,7 @@ from sentinel.rules.programme import describe_form
 
 _LEVEL = ("unit", "level", "noise", "size", "count", "best")
 _ARRAYS = {
-    "drift": (*_LEVEL, "above", "below", "run", "settled"),
+    "drift": (*_LEVEL, "above", "below", "run", "settled", "last", "change", "wander", "known", "told"),
     "plateau": (*_LEVEL, "best_at"),
     "hidden": ("last", "size", "change", "resolution", "changes", "repeated"),
     "rolling": tuple(name for name, _ in rolling.ARRAYS),
@@ -53,7 +53,8 @@ class Quick:
         if self._kind == "drift":
             return native.LevelParameters(
                 threshold=detector.threshold, log_slack=math.log1p(detector.slack), slack_sigmas=detector.slack_sigmas,
-                memory=detector.memory, warmup=detector.warmup, is_both=detector.sides == "both",
+                slack_wander=detector.slack_wander, memory=detector.memory, warmup=detector.warmup,
+                is_both=detector.sides == "both",
             )  # fmt: skip
         if self._kind == "plateau":
             return native.LevelParameters(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from sentinel.detect import Drift, Plateau
 
@@ -112,3 +113,65 @@ def test_a_loss_below_zero_or_near_it_drifts_too(rng):
     flagged, _ = judge(Drift(), loss)
 
     assert not flagged[:1500].any() and flagged[1500:].any()
+
+
+def autoregressive(rng, points, phi):
+    out, last = np.empty(points), 0.0
+    for at, noise in enumerate((rng.standard_normal(points) * np.sqrt(1.0 - phi * phi)).tolist()):
+        last = phi * last + noise
+        out[at] = last
+    return out
+
+
+def told(flagged):
+    """Return how often a flag comes up after 256 points without one."""
+    rows = np.flatnonzero(flagged)
+    return len(rows[:1]) + int((np.diff(rows) > 256).sum())
+
+
+def test_what_a_long_run_has_always_done_is_no_drift(rng):
+    """56,000 rows of ordinary wander, epochs, waves: told thrice at most, each half as high again as the one before."""
+    n = 56_000
+    t, noise = np.arange(n), 0.02 * rng.standard_normal((n, 7))
+    level = 2.5 * (1.0 + t / 300.0) ** -0.1
+    z = np.stack(
+        [
+            0.03 * autoregressive(rng, n, 0.999), 0.06 * autoregressive(rng, n, 0.999),
+            0.05 * autoregressive(rng, n, 0.9999),
+            -0.08 * (t % 3000) / 3000, -0.04 * (t % 700) / 700, 0.05 * np.sin(t / 900.0), np.zeros(n),
+        ],
+        axis=1,
+    )  # fmt: skip
+
+    flagged, _ = judge(Drift(), level[:, None] * np.exp(z + noise))
+    unmeasured, _ = judge(Drift(slack_wander=0.0), level[:6000, None] * np.exp(z + noise)[:6000])
+
+    assert max(told(flagged[:, at]) for at in range(7)) <= 3
+    assert not flagged[:, 6].any()
+    assert told(unmeasured[:, 1]) > 3, "the case is one"
+
+
+def test_a_run_that_wanders_is_still_told_of_a_divergence(rng):
+    n = 9000
+    wander = np.stack([0.02 * autoregressive(rng, n, 0.999) for _ in range(4)], axis=1)
+    loss = 2.5 * np.exp(wander + 0.02 * rng.standard_normal((n, 4)))
+    loss[6000:] *= np.exp(5e-4 * np.arange(n - 6000))[:, None]
+
+    flagged, _ = judge(Drift(), loss)
+
+    assert flagged[6000:7000].any(axis=0).all()
+
+
+@pytest.mark.parametrize("begins", [600, 3000])
+def test_a_climb_on_a_loss_that_falls_fast_is_called_half_way(begins, rng):
+    """A full batch: what the level lags behind a steep fall is no noise."""
+    t = np.arange(4000)[:, None]
+    loss = np.concatenate([(1.0 + t / 30.0) ** -1.2, 1.0 + 10.0 * np.exp(-t / 400.0)], axis=1)
+    loss *= np.exp(1e-4 * rng.standard_normal(loss.shape))
+    climbs = loss * 2.4 ** np.clip((t - begins) / 60.0, 0.0, 1.0)
+
+    quiet, _ = judge(Drift(), loss)
+    flagged, _ = judge(Drift(), climbs)
+
+    assert not quiet.any() and not flagged[:begins].any()
+    assert flagged[begins : begins + 30].any(axis=0).all()
