@@ -2,9 +2,9 @@
 
 usage: detection.py [--logs ../shared/trainlogs] [--frontier OUT.csv] [--backtest ALARMS.jsonl] [PART ...]
 
-PART: quality, loro, unseen, frontier, robust, altered, recur, slow, sisters, speed; none: all. Prints tables. --backtest scores
-also what `sentinel rules backtest LOGS/series/*.csv --json` printed: the whole way through the judge. The logs are data
-from elsewhere (their README says where from) and no part of this project; without them only speed is measured.
+PART: quality, loro, unseen, frontier, robust, altered, recur, slow, sisters, speed; none: all. Prints tables.
+--backtest scores also what `sentinel rules backtest LOGS/series/*.csv --json` printed: the whole way through the judge. The
+logs are data from elsewhere (their README says where from) and no part of this project; without them only speed is measured.
 
 Structure and defaults were chosen with all repositories in view; the half TUNED is the one of 2026-11-21. What constants
 find that were chosen without the repository scored: loro.

@@ -104,7 +104,7 @@ class GradNormSpike(RollingMedian, frozen=True, kw_only=True, forbid_unknown_fie
 
     summary: ClassVar[str] = "a gradient norm that jumps above the rolling median of its last points"
 
-    k: float = 7.0
+    k: float = 8.0
     """Robust deviations (the width of the residuals' middle half / 1.349) that are still normal."""
     floor: float = 0.95
     """Relative rise that is always normal."""

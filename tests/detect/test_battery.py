@@ -226,9 +226,6 @@ def test_healthy_series_stay_silent(name, healthy, healthy_kinds):
     if "linear" in name:
         # On a linear scale what is normal in logarithms is heavy-tailed.
         heavy |= {"wide": 1e-2, "laplace": 1e-2, "autoregressive": 1e-3}
-    if name == "GradNormSpike":
-        # Ten residuals of an autoregression over 20 points are not its whole width; k 8 is silent, and misses an event more.
-        heavy |= {"autoregressive": 1e-3}
     each = 8 if CASES[name].statistics == ("value",) else 100
     values = np.concatenate([healthy(kind, 1000, each) for kind in healthy_kinds], axis=1)
     values = 1.0 + values if name == "KurtosisSpike" else in_its_unit(name, values)
