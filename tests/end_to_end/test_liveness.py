@@ -70,7 +70,7 @@ class Ranks:
     @property
     def found(self) -> list[Anomaly]:
         """What is said of ranks but that one is slow: with more ranks than cores that is true now and then."""
-        return [one for one in anomalies(self.run_dir) if one.rule in ("stale-rank", "replica-divergence")]
+        return [one for one in anomalies(self.run_dir) if one.rule in ("stale-rank", "run-ended", "replica-divergence")]
 
     def has_trained(self, num_steps: int) -> bool:
         """Whether all ranks have come so far, with the daemon beside them: it accuses nobody whom it has not heard live."""
@@ -123,9 +123,9 @@ def test_a_killed_rank_is_named(start: Callable[..., Ranks]) -> None:
     wait_for("training", lambda: run.has_trained(8))
 
     run.ranks[1].kill()
-    onset = wait_for("the silence", lambda: run.found)[0]
+    onset = wait_for("the end", lambda: run.found)[0]
 
-    assert (onset.rank, onset.statistic) == (1, "silent_s")
+    assert (onset.rule, onset.rank) == ("run-ended", 1)
 
 
 def test_a_rank_that_hangs_in_its_step_is_named_with_its_module(start: Callable[..., Ranks]) -> None:
