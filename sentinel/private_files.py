@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -22,9 +23,9 @@ def make_directory(path: Path) -> None:
     for one in reversed(missing):
         try:
             one.mkdir(mode=0o700)
-        except FileExistsError:
+        except FileExistsError as error:
             if not one.is_dir():
-                raise
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(one)) from error
         else:
             one.chmod(0o700)
 

@@ -177,7 +177,7 @@ def test_only_kinds_and_steps_that_ask_pay(run: Path) -> None:
     model = TinyModel()
     probes = {"wgrad": {"histogram": True, "step_interval": 2, "targets": ["head"]}}
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    bare = sentinel.attach(TinyModel(), None, {"kinds": ["param"]})
+    bare = sentinel.attach(TinyModel(), None, {"kinds": ["param"], "run": "bare"})
     monitor = sentinel.attach(model, optimizer, {"kinds": ["param"], "probes": probes})
     looking = [len(one.recording.onlookers) for one in (bare, monitor)]
     for step in range(4):
