@@ -13,7 +13,8 @@ import msgspec
 from sentinel.anomaly import Anomaly, Incident, IncidentAct, Severity, anomaly_id
 from sentinel.control.policy import DUMP, Proposal, propose
 from sentinel.daemon.step_facts import FactReader
-from sentinel.incidents.tracker import IncidentConfig, IncidentTracker
+from sentinel.incidents.peers import IncidentConfig
+from sentinel.incidents.tracker import IncidentTracker
 from sentinel.order.causal import sort_key
 from sentinel.rules.engine import Engine
 

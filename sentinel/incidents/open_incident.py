@@ -195,6 +195,16 @@ class OpenIncident(msgspec.Struct, kw_only=True):
         other.episodes = {}
         other.incident = msgspec.structs.replace(b, state="merged", merged_into=a.id)
 
+    def overflow(self, step: int, cause: Anomaly, born: Origin) -> None:
+        """Go on as a non-finite incident: what exploded has overflowed."""
+        self.nature = "nonfinite"
+        words = born_words(cause, born)
+        self.incident = msgspec.structs.replace(
+            self.incident, title=f"{self.incident.title}; then {words}", segment=born.segment, module=born.module,
+            nature=self.nature,
+        )  # fmt: skip
+        self.revise(evidence=f"turned non-finite at step {step}: {words}")
+
     def retell(self, root: Anomaly, born: Origin, why: str) -> None:
         """Tell it by another root from now on; what was told before stays among the facts."""
         before = self.incident.title

@@ -17,8 +17,8 @@ from sentinel.order.wording import is_liveness
 SEVERAL = 3.0
 """Times its size from which an anomaly is several times worse than what its incident told (chosen)."""
 
-_OF_ONE_RANK = frozenset({"StaleRank", "SlowRank", "RankEnd"})
-"""Detectors whose anomalies are about ranks themselves: a late, silent or dead rank is a subject of its own."""
+_OF_ONE_RANK = frozenset({"StaleRank", "SlowRank"})
+"""Detectors whose anomalies are about ranks themselves: a late or silent rank is a subject of its own."""
 
 _DEVIATIONS = frozenset({"RankSkew", "GainSkew", "TwinRanks", "ReplicaDivergence"})
 """Detectors that hold ranks against one another: what one rank does differently is another subject than another rank's."""

@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
-from sentinel.anomaly import Anomaly, Incident, IncidentAct, Severity, incident_id
+from sentinel.anomaly import Anomaly, Incident, IncidentAct, incident_id
 from sentinel.errors import ConfigError
 from sentinel.incidents.diagnosis.background import MIN_LOSSES, Background
 from sentinel.incidents.diagnosis.claim import JUMP_STEPS, usual
@@ -35,50 +35,20 @@ from sentinel.incidents.open_incident import (
     OpenIncident,
     age,
     as_seen,
-    has_bad_episode,
-    is_same_place,
     opening_facts,
     refine,
     says_settled,
 )
-from sentinel.incidents.scope import (
-    deviating_rank,
-    is_connected,
-    lineage_of,
-    nature_of,
-    series_of,
-    size_of,
-    subject_of,
-)
+from sentinel.incidents.peers import IncidentConfig, Peers
+from sentinel.incidents.scope import nature_of, size_of, subject_of
 from sentinel.order.causal import sort_key
 from sentinel.order.causes import leading_causes
 from sentinel.order.origin import origin
-from sentinel.order.wording import born_words, root_words, title_words
+from sentinel.order.wording import root_words, title_words
 from sentinel.run_end import RunEnd
 
 MAX_CLOSED = 64
 """Closed incidents that are remembered, for a person to reopen (chosen)."""
-
-
-class IncidentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When incidents close, and how far apart two steps may be and still belong together."""
-
-    quiet_steps: int = 20
-    """Steps without a new anomaly, and with no episode of one still going on, after which an incident is resolved."""
-
-    near_steps: int = 2
-    """Steps back within which growth counts as going on."""
-
-    episode_quiet_steps: int = 20
-    """The engine's setting: 0 says that episodes have no end records, so that none are waited for."""
-
-    rules_without_ends: tuple[str, ...] = ()
-    """Names of rules whose own setting is 0: no ends are waited for after their onsets."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("quiet_steps", 1), ("near_steps", 1), ("episode_quiet_steps", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"incidents.{name} must be at least {least}, got {getattr(self, name)}")
 
 
 class _State(msgspec.Struct, kw_only=True):
@@ -286,13 +256,12 @@ class IncidentTracker:
         for anomaly in of_nature["liveness"]:
             self._take_liveness(anomaly)
 
-    def _take_finite(
-        self, finite: list[Anomaly], bad: list[Anomaly], of_bad: OpenIncident | None, step: int
-    ) -> None:
+    def _take_finite(self, finite: list[Anomaly], bad: list[Anomaly], of_bad: OpenIncident | None, step: int) -> None:
+        peers = self._peers
         known: dict[str, tuple[OpenIncident, list[Anomaly]]] = {}
         rest = []
         for anomaly in finite:
-            owner = self._owner(anomaly)
+            owner = peers.owner(anomaly)
             if owner is None:
                 rest.append(anomaly)
             else:
@@ -300,8 +269,8 @@ class IncidentTracker:
         if rest:
             explained = [(of_bad, bad)] if of_bad is not None else []
             explained += [(owner, theirs) for owner, theirs in sorted(known.values(), key=lambda one: age(one[0]))]
-            one = next((owner for owner, theirs in explained if self._explains(owner, theirs, rest, step)), None)
-            one = one or self._carrying(rest, step)
+            one = next((owner for owner, theirs in explained if peers.explains(owner, theirs, rest, step)), None)
+            one = one or peers.carrying(rest, step)
             if one is None:
                 self._mint("finite", rest)
             else:
@@ -310,122 +279,47 @@ class IncidentTracker:
             self._join(self._survivor(owner), theirs)
 
     def _take_liveness(self, anomaly: Anomaly) -> None:
-        subject = subject_of(anomaly)
-        mine = [one for one in self._peers("liveness") if not set(subject).isdisjoint(one.subject)]
-        near = [one for one in mine if self._may_explain(one, anomaly, one.incident.last_step)]
-        if near:
-            one = min(near, key=age)
-            one.subject = tuple(sorted({*one.subject, *subject}))
-            self._join(one, [anomaly])
+        one = self._peers.of_subject(anomaly)
+        if one is None:
+            self._mint("liveness", [anomaly]).subject = subject_of(anomaly)
         else:
-            self._mint("liveness", [anomaly]).subject = subject
+            one.subject = tuple(sorted({*one.subject, *subject_of(anomaly)}))
+            self._join(one, [anomaly])
 
-    def _peers(self, *natures: str) -> list[OpenIncident]:
-        """Open incidents of the attempt at hand, of these natures."""
-        return [one for one in self._state.open if one.incident.attempt == self._attempt and one.nature in natures]
-
-    def _is_near(self, one: OpenIncident, step: int, last_step: int) -> bool:
-        """Tell whether a step lies in the time of an incident, or a little before or behind it."""
-        near = self.config.near_steps * self._stride
-        return one.incident.opened_step - near <= step <= last_step + near
+    @property
+    def _peers(self) -> Peers:
+        return Peers(self._state.open, self._attempt, self.config, self._stride)
 
     def _take_nonfinite(self, bad: list[Anomaly], step: int, closed: list[OpenIncident]) -> OpenIncident:
+        peers = self._peers
         causes = [bad[i] for i in leading_causes(bad)]
         born = origin(causes[0], bad)
-        open_bad = self._peers("nonfinite")
-        recurring = [one for one in open_bad if is_same_place(one, causes, born)]
-        spreading = [
-            one
-            for one in open_bad
-            if not one.was_skipped and (self._is_near(one, step, one.last_bad_step) or has_bad_episode(one))
-        ]
-        exploding = [
-            one
-            for one in self._peers("finite")
-            if one.incident.severity is Severity.CRITICAL and self._is_near(one, step, one.incident.last_step)
-        ]
-        is_going_on = any(not one.was_skipped and self._is_near(one, step, one.last_bad_step) for one in open_bad)
-        # What bad weights bring is not born anew.
-        bearing = [] if is_going_on else [(cause, origin(cause, bad)) for cause in causes[:MAX_FIRST_CAUSES]]
+        recurring = peers.recurring(causes, born)
         # An episode that goes on has no record in this step: its rows are the cause, and what follows of them is no other.
-        ongoing = self._facts.ongoing if self._facts is not None else frozenset()
-        going_on = [one for one in open_bad if one.goes_on_before(causes, step, ongoing)]
-        if going_on and not recurring:
-            bearing = []
-        explaining = sorted({one.incident.id: one for one in (*recurring, *spreading, *going_on)}.values(), key=age)
-        if not explaining and exploding:
-            one = min(exploding, key=age)
+        going_on = peers.going_on(causes, step, self._facts.ongoing if self._facts is not None else ())
+        explaining = sorted(
+            {one.incident.id: one for one in (*recurring, *peers.spreading(step), *going_on)}.values(), key=age
+        )
+        is_new = not peers.is_in_the_weights(step) and (bool(recurring) or not going_on)
+        bearing = [(cause, origin(cause, bad)) for cause in causes[:MAX_FIRST_CAUSES]] if is_new else []
+        exploding = None if explaining else peers.exploding(step)
+        if exploding is not None:
+            one = exploding
             self._join(one, bad)
-            one.case.bear(step, bearing, self._facts)
-            one.nature = "nonfinite"
-            words = born_words(causes[0], born)
-            one.incident = msgspec.structs.replace(
-                one.incident, title=f"{one.incident.title}; then {words}", segment=born.segment, module=born.module,
-                nature=one.nature,
-            )
-            one.revise(evidence=f"turned non-finite at step {step}: {words}")
-            return one
-        if not explaining:
+            one.overflow(step, causes[0], born)
+        elif not explaining:
             one = self._mint("nonfinite", bad)
-            one.case.bear(step, bearing, self._facts)
-            return one
-        first, *others = explaining
-        for other in others:
-            self._merge(other, first)
-            closed.append(other)
-        self._join(first, bad)
-        first.case.bear(step, bearing, self._facts)
-        if first in recurring:
-            first.leads = [*first.leads, *causes][-MAX_FIRST_CAUSES:]
-            refine(first, causes[0], born)
-        return first
-
-    def _may_explain(self, one: OpenIncident, anomaly: Anomaly, last_step: int) -> bool:
-        """Tell whether something of one subject, last seen in an incident at `last_step`, may belong to it still.
-
-        Within the quiet window what is no graver does; what is graver only while it goes on.
-        """
-        since = abs(anomaly.step - last_step)
-        if one.incident.severity.level >= anomaly.severity.level:
-            return since <= self.config.quiet_steps * self._stride
-        return since <= self.config.near_steps * self._stride
-
-    def _owner(self, anomaly: Anomaly) -> OpenIncident | None:
-        """Return the incident that had the series of an anomaly, else one that had its module."""
-        series, lineage = series_of(anomaly), lineage_of(anomaly)
-        peers = self._peers("nonfinite", "finite")
-        own = [one for one in peers if series in one.series and self._may_explain(one, anomaly, one.series[series])]
-        if own:
-            return min(own, key=age)
-        of_module = [
-            one
-            for one in peers
-            if lineage in one.lineages
-            and one.incident.severity.level >= anomaly.severity.level
-            and self._may_explain(one, anomaly, one.lineages[lineage])
-        ]
-        return min(of_module, key=age, default=None)
-
-    def _explains(self, one: OpenIncident, sources: list[Anomaly], rest: list[Anomaly], step: int) -> bool:
-        """Tell whether an incident that has other anomalies of this very step explains the rest of it."""
-        worst = max(a.severity.level for a in rest)
-        if max(one.incident.severity.level, 0) < worst or not _is_of_same_ranks(one, rest):
-            return False
-        # What a young incident and its step show at once has one cause, measured or not. Of an old one a path must tell.
-        is_young = step - one.incident.opened_step <= self.config.quiet_steps * self._stride
-        return is_young or is_connected(sources, rest)
-
-    def _carrying(self, group: list[Anomaly], step: int) -> OpenIncident | None:
-        """Return the incident whose harm the weights carried on to this step."""
-        worst = max(a.severity.level for a in group)
-        near = [
-            one
-            for one in self._peers("nonfinite", "finite")
-            if one.incident.severity.level >= max(worst, Severity.WARNING.level)
-            and _is_of_same_ranks(one, group)
-            and self._is_near(one, step, one.carried_step)
-        ]
-        return min(near, key=age, default=None)
+        else:
+            one, *others = explaining
+            for other in others:
+                self._merge(other, one)
+                closed.append(other)
+            self._join(one, bad)
+        one.case.bear(step, bearing, self._facts)
+        if one in recurring:
+            one.leads = [*one.leads, *causes][-MAX_FIRST_CAUSES:]
+            refine(one, causes[0], born)
+        return one
 
     def _mint(self, nature: str, group: list[Anomaly]) -> OpenIncident:
         causes = [group[i] for i in leading_causes(group)]
@@ -532,12 +426,6 @@ class IncidentTracker:
 
 def _first(known: dict[str, int]) -> dict[str, int]:
     return dict(list(known.items())[:MAX_CLOSED])
-
-
-def _is_of_same_ranks(one: OpenIncident, group: Iterable[Anomaly]) -> bool:
-    """Tell whether the ranks that anomalies say deviate from their peers are those of an incident, or either says none."""
-    odd = {rank for a in group if (rank := deviating_rank(a)) is not None}
-    return not odd or not one.deviating or not odd.isdisjoint(one.deviating)
 
 
 def _end_words(ended: RunEnd) -> str:

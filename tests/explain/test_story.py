@@ -11,8 +11,9 @@ from sentinel.anomaly import Anomaly, Incident, Severity, anomaly_id
 from sentinel.command import EnableMonitoring
 from sentinel.errors import ConfigError
 from sentinel.explain.story import Told, story_of, tell
+from sentinel.incidents.peers import IncidentConfig
 from sentinel.incidents.revisions import incident_revisions
-from sentinel.incidents.tracker import IncidentConfig, IncidentTracker
+from sentinel.incidents.tracker import IncidentTracker
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -7,7 +7,8 @@ import pytest
 
 from sentinel.anomaly import Anomaly, Incident, IncidentAct, Severity, anomaly_id
 from sentinel.errors import ConfigError
-from sentinel.incidents.tracker import IncidentConfig, IncidentTracker
+from sentinel.incidents.peers import IncidentConfig
+from sentinel.incidents.tracker import IncidentTracker
 from sentinel.report.alert import RouteConfig, change_of
 from sentinel.run_end import RunEnd
 

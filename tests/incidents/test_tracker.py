@@ -10,7 +10,8 @@ import pytest
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.errors import ConfigError
 from sentinel.incidents.diagnosis.step_facts import StepFacts
-from sentinel.incidents.tracker import IncidentConfig, IncidentTracker
+from sentinel.incidents.peers import IncidentConfig
+from sentinel.incidents.tracker import IncidentTracker
 
 
 def anomaly(kind="activation", name="blocks.2", step=41, **fields):
