@@ -1,0 +1,228 @@
+"""What Sentinel costs a small step: processor time of the training thread, by model and size, and the fixed cost of a row.
+
+    python benchmarks/small_steps.py --threads 1 --write     # also writes benchmarks/results/<date>-small_steps.md
+    python benchmarks/small_steps.py --sizes 5 20 --models gpt --variants default
+
+Each model is held once a variant, and the copies take turns step by step, so that a machine that is shared or warms up
+slows all alike. `cpu` is the ratio of processor seconds of the training thread, `wall` that of the clock; `process` counts
+all threads, the writer's too. `us/step` is what a step costs in addition by the processor's time, and `us/row` that by the
+rows that a variant measures. Of the models of size 0 the tensors are so small that reading them costs nothing: what is
+left is what Sentinel itself does for a step, and for a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import sentinel
+from sentinel.monitor_config import MEASURED_LABELS
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "examples" / "gpt"))
+
+from model import GPT, GPTConfig, next_token_loss  # noqa: E402
+
+MODULE_KINDS = ["activation", "activation_in", "dgrad", "dgrad_in"]
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "without": None,
+    "off": {"kinds": [], "black_box": False},
+    "default": {},
+    "activations": {"kinds": ["param", "wgrad", *MODULE_KINDS]},
+    "everything": {"kinds": list(MEASURED_LABELS)},
+}
+WARM = 3
+"""Steps of each copy that do not count."""
+
+
+class ConvNet(nn.Module):
+    """A stem, 53 blocks of convolution, norm and activation, and a head: 160 modules below the root. images: [N, 3, s, s]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        blocks = [
+            nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)) for _ in range(52)
+        ]
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(width, 10)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(images)
+        for block in self.blocks:
+            hidden = hidden + F.relu(block(hidden))
+        return self.head(self.norm(hidden.mean((2, 3))))
+
+
+class Recurrent(nn.Module):
+    """A recurrent language model. tokens: int64 [N, length]."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(256, width)
+        self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(layers))
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.tokens(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)[0]
+        return self.head(hidden)
+
+
+Loss = Callable[[nn.Module], torch.Tensor]
+
+
+def text_loss(batch: int, length: int) -> Loss:
+    """Return the loss of a language model on one batch of random bytes."""
+    tokens = torch.randint(0, 256, (batch, length + 1))
+    return lambda model: next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
+
+
+def image_loss(batch: int, side: int) -> Loss:
+    """Return the loss of a classifier on one batch of random images."""
+    images, classes = torch.randn(batch, 3, side, side), torch.randint(0, 10, (batch,))
+    return lambda model: F.cross_entropy(model(images), classes)
+
+
+def gpt(width: int, layers: int, batch: int, length: int) -> tuple[nn.Module, Loss]:
+    """Return the example's GPT, and its loss."""
+    return GPT(GPTConfig(width=width, layers=layers, sequence=length)), text_loss(batch, length)
+
+
+MODELS: dict[str, dict[int, Callable[[], tuple[nn.Module, Loss]]]] = {
+    "gpt": {
+        0: lambda: gpt(8, 4, 1, 4),
+        5: lambda: gpt(48, 2, 2, 32),
+        20: lambda: gpt(128, 4, 2, 48),
+        50: lambda: gpt(192, 4, 4, 64),
+        200: lambda: gpt(256, 4, 8, 128),
+    },
+    "convnet": {
+        0: lambda: (ConvNet(4), image_loss(1, 2)),
+        20: lambda: (ConvNet(8), image_loss(4, 8)),
+        50: lambda: (ConvNet(16), image_loss(8, 12)),
+        200: lambda: (ConvNet(32), image_loss(16, 16)),
+    },
+    "lstm": {
+        0: lambda: (Recurrent(8, 2), text_loss(1, 2)),
+        5: lambda: (Recurrent(32, 2), text_loss(2, 12)),
+        20: lambda: (Recurrent(96, 2), text_loss(4, 32)),
+        50: lambda: (Recurrent(160, 3), text_loss(8, 32)),
+        200: lambda: (Recurrent(256, 3), text_loss(16, 64)),
+    },
+}
+"""Model -> about how many milliseconds a step of it takes on the machine of the results -> how it is made."""
+
+
+class Copy:
+    """One copy of a model that trains, watched or not."""
+
+    def __init__(self, model: nn.Module, loss: Loss, settings: dict[str, Any] | None, run: str) -> None:
+        self.model, self.loss = copy.deepcopy(model), loss
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=True)
+        self.monitor: Any = None
+        if settings is not None:
+            self.monitor = sentinel.attach(self.model, self.optimizer, {"run": run, **settings})
+        self.num_rows = 0
+        self.times: list[tuple[float, float, float]] = []
+
+    def step(self) -> None:
+        """Do one training step, and note its seconds: of the training thread, by the clock, of all threads."""
+        began = time.thread_time(), time.perf_counter(), time.process_time()
+        loss = self.loss(self.model)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        if self.monitor is not None:
+            self.monitor.log(loss=loss, lr=1e-3)
+        self.optimizer.zero_grad()
+        ended = time.thread_time(), time.perf_counter(), time.process_time()
+        self.times.append((ended[0] - began[0], ended[1] - began[1], ended[2] - began[2]))
+        if self.monitor is not None:
+            self.num_rows = self.monitor.recording.rows.num_rows
+
+
+def measure(name: str, size: int, variants: list[str], rounds: int) -> list[str]:
+    """Train one model in all variants in turns; return a line of the table for each."""
+    torch.manual_seed(0)
+    model, loss = MODELS[name][size]()
+    copies = {one: Copy(model, loss, VARIANTS[one], f"{name}-{size}-{one}") for one in variants}
+    for turn in range(rounds + WARM):
+        for one in (variants[turn % len(variants) :] + variants[: turn % len(variants)]):
+            copies[one].step()
+    for one in copies.values():
+        if one.monitor is not None:
+            one.monitor.detach()
+    base = copies["without"].times[WARM:]
+    bare_ms = 1e3 * statistics.median(cpu for cpu, _, _ in base)
+    lines = []
+    for one in variants:
+        own = copies[one].times[WARM:]
+        ratios = sorted(a[0] / b[0] for a, b in zip(own, base, strict=True))
+        wall = statistics.median(a[1] / b[1] for a, b in zip(own, base, strict=True))
+        process = statistics.median(a[2] / b[2] for a, b in zip(own, base, strict=True))
+        added = 1e6 * statistics.median(a[0] - b[0] for a, b in zip(own, base, strict=True))
+        rows = copies[one].num_rows
+        lines.append(
+            f"| {name} {size} | {bare_ms:.1f} | {one} | {statistics.median(ratios):.3f} | "
+            f"{ratios[len(ratios) // 10]:.2f}-{ratios[-1 - len(ratios) // 10]:.2f} | {wall:.3f} | {process:.3f} | "
+            f"{added:.0f} | {rows} | {f'{added / rows:.1f}' if rows else ''} |"
+        )
+        print(lines[-1], flush=True)
+    return lines
+
+
+def main() -> None:
+    """Measure what was asked for, and print the table."""
+    parser = argparse.ArgumentParser(description="What Sentinel costs a small step.")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--sizes", nargs="+", type=int, default=[0, 5, 20, 50, 200])
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS)[1:], default=list(VARIANTS)[1:])
+    parser.add_argument("--rounds", type=int, default=60, help="steps of each variant that count")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--write", action="store_true", help="write the results into benchmarks/results")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    variants = ["without", *options.variants]
+    head = [
+        "| model | bare ms | variant | cpu | p10-p90 | wall | process | us/step | rows | us/row |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    print("\n".join(head), flush=True)
+    lines = []
+    with tempfile.TemporaryDirectory(prefix="sentinel-small-steps-") as folder:
+        os.environ["SENTINEL_DIR"] = folder
+        for name in options.models:
+            for size in options.sizes:
+                if size in MODELS[name]:
+                    lines += measure(name, size, variants, options.rounds)
+    if options.write:
+        date = datetime.datetime.now(datetime.UTC).date().isoformat()
+        path = ROOT / "benchmarks" / "results" / f"{date}-small_steps.md"
+        told = (
+            f"# Small steps, {date}\n\n`python benchmarks/small_steps.py --threads {options.threads} --rounds "
+            f"{options.rounds}`, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, python "
+            f"{platform.python_version()}, torch {torch.__version__}; columns: the head of the script.\n\n"
+        )
+        path.write_text(told + "\n".join([*head, *lines]) + "\n")
+        print(f"written to {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
