@@ -1,10 +1,10 @@
 """What Sentinel costs a small step: processor time of the training thread, by model and size, and the fixed cost of a row.
 
-    python benchmarks/small_steps.py --threads 1 --write     # also writes benchmarks/results/<date>-small_steps.md
+    python benchmarks/small_steps.py --write     # also writes benchmarks/results/<date>-small_steps.md
     python benchmarks/small_steps.py --sizes 5 20 --models gpt --variants default
 
-Each model is held once a variant, and the copies take turns step by step, so that a machine that is shared or warms up
-slows all alike. `cpu` is the ratio of processor seconds of the training thread, `wall` that of the clock; `process` counts
+A watched copy of each model and a bare one take turns step by step, so that a machine that is shared or warms up slows
+both alike. `cpu` is the ratio of processor seconds of the training thread, `wall` that of the clock; `process` counts
 all threads, the writer's too. `us/step` is what a step costs in addition by the processor's time, and `us/row` that by the
 rows that a variant measures. Of the models of size 0 the tensors are so small that reading them costs nothing: what is
 left is what Sentinel itself does for a step, and for a row.
@@ -38,8 +38,7 @@ sys.path.insert(0, str(ROOT / "examples" / "gpt"))
 from model import GPT, GPTConfig, next_token_loss  # noqa: E402
 
 MODULE_KINDS = ["activation", "activation_in", "dgrad", "dgrad_in"]
-VARIANTS: dict[str, dict[str, Any] | None] = {
-    "without": None,
+VARIANTS: dict[str, dict[str, Any]] = {
     "off": {"kinds": [], "black_box": False},
     "default": {},
     "activations": {"kinds": ["param", "wgrad", *MODULE_KINDS]},
@@ -50,14 +49,12 @@ WARM = 3
 
 
 class ConvNet(nn.Module):
-    """A stem, 53 blocks of convolution, norm and activation, and a head: 160 modules below the root. images: [N, 3, s, s]."""
+    """A stem, 52 blocks of convolution and norm, and a head: 160 modules below the root. images: [N, 3, side, side]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, padding=1)
-        blocks = [
-            nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)) for _ in range(52)
-        ]
+        blocks = [nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)) for _ in range(52)]
         self.blocks = nn.ModuleList(blocks)
         self.head = nn.Linear(width, 10)
         self.norm = nn.LayerNorm(width)
@@ -158,34 +155,25 @@ class Copy:
             self.num_rows = self.monitor.recording.rows.num_rows
 
 
-def measure(name: str, size: int, variants: list[str], rounds: int) -> list[str]:
-    """Train one model in all variants in turns; return a line of the table for each."""
+def measure(name: str, size: int, variant: str, rounds: int) -> str:
+    """Train two copies of a model in turns, one of them watched; return the line of the table."""
     torch.manual_seed(0)
     model, loss = MODELS[name][size]()
-    copies = {one: Copy(model, loss, VARIANTS[one], f"{name}-{size}-{one}") for one in variants}
+    bare, watched = Copy(model, loss, None, ""), Copy(model, loss, VARIANTS[variant], f"{name}-{size}-{variant}")
     for turn in range(rounds + WARM):
-        for one in (variants[turn % len(variants) :] + variants[: turn % len(variants)]):
-            copies[one].step()
-    for one in copies.values():
-        if one.monitor is not None:
-            one.monitor.detach()
-    base = copies["without"].times[WARM:]
-    bare_ms = 1e3 * statistics.median(cpu for cpu, _, _ in base)
-    lines = []
-    for one in variants:
-        own = copies[one].times[WARM:]
-        ratios = sorted(a[0] / b[0] for a, b in zip(own, base, strict=True))
-        wall = statistics.median(a[1] / b[1] for a, b in zip(own, base, strict=True))
-        process = statistics.median(a[2] / b[2] for a, b in zip(own, base, strict=True))
-        added = 1e6 * statistics.median(a[0] - b[0] for a, b in zip(own, base, strict=True))
-        rows = copies[one].num_rows
-        lines.append(
-            f"| {name} {size} | {bare_ms:.1f} | {one} | {statistics.median(ratios):.3f} | "
-            f"{ratios[len(ratios) // 10]:.2f}-{ratios[-1 - len(ratios) // 10]:.2f} | {wall:.3f} | {process:.3f} | "
-            f"{added:.0f} | {rows} | {f'{added / rows:.1f}' if rows else ''} |"
-        )
-        print(lines[-1], flush=True)
-    return lines
+        for one in (bare, watched) if turn % 2 else (watched, bare):
+            one.step()
+    watched.monitor.detach()
+    pairs = list(zip(watched.times[WARM:], bare.times[WARM:], strict=True))
+    cpu = sorted(own[0] / base[0] for own, base in pairs)
+    wall, process = (statistics.median(own[at] / base[at] for own, base in pairs) for at in (1, 2))
+    added = 1e6 * statistics.median(own[0] - base[0] for own, base in pairs)
+    rows = watched.num_rows
+    return (
+        f"| {name} {size} | {1e3 * statistics.median(base[0] for _, base in pairs):.1f} | {variant} | "
+        f"{statistics.median(cpu):.3f} | {cpu[len(cpu) // 10]:.2f}-{cpu[-1 - len(cpu) // 10]:.2f} | {wall:.3f} | "
+        f"{process:.3f} | {added:.0f} | {rows} | {f'{added / rows:.1f}' if rows else ''} |"
+    )
 
 
 def main() -> None:
@@ -193,13 +181,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What Sentinel costs a small step.")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--sizes", nargs="+", type=int, default=[0, 5, 20, 50, 200])
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS)[1:], default=list(VARIANTS)[1:])
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--rounds", type=int, default=60, help="steps of each variant that count")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--write", action="store_true", help="write the results into benchmarks/results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    variants = ["without", *options.variants]
     head = [
         "| model | bare ms | variant | cpu | p10-p90 | wall | process | us/step | rows | us/row |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -210,8 +197,9 @@ def main() -> None:
         os.environ["SENTINEL_DIR"] = folder
         for name in options.models:
             for size in options.sizes:
-                if size in MODELS[name]:
-                    lines += measure(name, size, variants, options.rounds)
+                for variant in options.variants if size in MODELS[name] else ():
+                    lines.append(measure(name, size, variant, options.rounds))
+                    print(lines[-1], flush=True)
     if options.write:
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
         path = ROOT / "benchmarks" / "results" / f"{date}-small_steps.md"
