@@ -91,7 +91,8 @@ class Parameters:
         """Return the known ones among `tensors`; None: all."""
         if tensors is None:
             return self.all
-        return [self._by_id[id(t)] for t in tensors if id(t) in self._by_id]
+        find = self._by_id.get
+        return [one for t in tensors if (one := find(id(t))) is not None]
 
     def of_grads(self, grads: Iterable[torch.Tensor]) -> list[Parameter]:
         """Return the parameters whose gradients these are."""
@@ -101,8 +102,9 @@ class Parameters:
     def measurable(self, parameters: Iterable[Parameter]) -> tuple[list[Entry], list[torch.Tensor]]:
         """Return entries and local tensors of the parameters themselves."""
         entries, tensors = [], []
+        measures, hold = self._plan.measures, self.holding.param
         for one in parameters:
-            tensor = self._local(one, one.entry, self.holding.param(one.param)) if self._plan.measures(one.entry) else None
+            tensor = self._local(one, one.entry, hold(one.param)) if measures(one.entry) else None
             if tensor is not None:
                 entries.append(one.entry)
                 tensors.append(tensor)
@@ -116,16 +118,18 @@ class Parameters:
         A gradient that is the very tensor read in an earlier step, unchanged, belongs to that step: it is left out.
         """
         found = []
+        measures, hold, read = self._plan.measures, self.holding.wgrad, self.read
         for one in parameters:
             key = id(one.param)
-            row = self.read.get(key)
+            row = read.get(key)
             is_final = row is not None and key not in self.reopened and (is_doomed or key not in self.doomed)
-            if is_final or not self._plan.measures(one.wgrad):
+            if is_final or not measures(one.wgrad):
                 continue
-            held = self.holding.wgrad(one.param)
+            held = hold(one.param)
             if held is None:
                 continue
-            grad = one.param.grad if one.param.grad is not None else held.tensor
+            own = one.param.grad
+            grad = held.tensor if own is None else own
             version = grad._version
             if row is None and one.last_read is not None and one.last_read() is grad and one.last_version == version:
                 continue
@@ -133,7 +137,7 @@ class Parameters:
             if local is None:
                 continue
             # A trainer that keeps gradients elsewhere may have noted those of `.grad` on their way there.
-            touched = one.param.grad is not None and 0 <= one.version_after_backward != version
+            touched = own is not None and 0 <= one.version_after_backward != version
             one.last_read, one.last_version = weakref.ref(grad), version
             self.reopened.discard(key)
             if is_doomed:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from sentinel.collect.placements import is_dtensor, local_of, part_of, placements_of
+from sentinel.collect.placements import ORDINARY, is_dtensor, local_of, part_of, placements_of
 from sentinel.place import Place
 from sentinel.record import Kind
 
@@ -80,6 +80,9 @@ class TorchHolding:
         self._pieces: dict[int, FlatPiece] = {}
         self._replicated: frozenset[str] = frozenset()
         """Axes over which plain parameters are copies, for others of the same model are DTensors on them."""
+        self._plain: dict[Kind, dict[str, str]] = {}
+        """Kind -> placements of whatever is no DTensor and not cut, where `_plain_place` is this rank's place."""
+        self._plain_place: Place | None = None
 
     def look(self, params: Iterable[torch.Tensor]) -> None:
         """Find out what FSDP1 cut, and over which axes the model is made of DTensors."""
@@ -89,6 +92,7 @@ class TorchHolding:
         self._replicated = frozenset(
             axis for param in params if is_dtensor(param) for axis in placements_of(param, Kind.PARAM, self.place)
         )
+        self._plain_place = None
 
     def param(self, param: torch.Tensor) -> Held | None:
         """Return the parameter's local piece."""
@@ -111,6 +115,17 @@ class TorchHolding:
         return None
 
     def _held(self, param: torch.Tensor, tensor: Any, kind: Kind) -> Held:
+        if type(tensor) in ORDINARY and not self._pieces:
+            # All of them lie alike: a small step has no time to find that out again for each.
+            if self._plain_place is not self.place:
+                self._plain, self._plain_place = {}, self.place
+            known = self._plain.get(kind)
+            if known is None:
+                known = self._plain[kind] = self._whole(param, tensor, kind).placements
+            return Held(tensor, known)
+        return self._whole(param, tensor, kind)
+
+    def _whole(self, param: torch.Tensor, tensor: Any, kind: Kind) -> Held:
         piece = self._pieces.get(id(param))
         if piece is not None:
             placements = placements_of(tensor, kind, self.place)

@@ -16,9 +16,15 @@ PLACEMENTS = ("replicate", "shard", "owned", "partial", "unknown")
 """Words for one axis. Shards merge, replicas are compared, an owned tensor is held by one rank of the axis alone; of
 partial sums only what is not finite is judged, and unknown stays apart on each rank."""
 
+ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
+"""Types of tensors that are what they seem: no DTensor, and nothing that a collective still writes."""
+
 
 def local_of(tensor: Any) -> torch.Tensor:
     """Return what this rank holds of a tensor: the local shard of a DTensor, itself otherwise. No collective, no copy."""
+    if type(tensor) in ORDINARY:
+        plain: torch.Tensor = tensor
+        return plain
     local: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
     whole: torch.Tensor = tensor
     return whole if local is None else local
@@ -31,6 +37,8 @@ def is_dense(tensor: Any) -> bool:
 
 def is_async(tensor: Any) -> bool:
     """Whether a collective still writes this tensor, or the shard in it; it is read at its consumer."""
+    if type(tensor) in ORDINARY:
+        return False
     module = sys.modules.get("torch.distributed._functional_collectives")
     return module is not None and isinstance(local_of(tensor), module.AsyncCollectiveTensor)
 
@@ -43,6 +51,8 @@ def arrived(tensor: Any) -> torch.Tensor:
 
 def is_dtensor(tensor: Any) -> bool:
     """Whether the tensor itself says how it is placed."""
+    if type(tensor) in ORDINARY:
+        return False
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 

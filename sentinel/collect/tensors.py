@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from sentinel.messages import TensorInfo
@@ -12,6 +13,11 @@ SHAPED_KINDS = frozenset(
 )
 """Kinds that have the shape of a weight, which is news when it changes. All others follow the batch: tokens of an expert,
 lengths of sequences. Their rows carry the number of elements; the table tells the shape that was seen first."""
+
+
+@functools.cache
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class Entry:
@@ -136,7 +142,7 @@ class TensorTable:
             shape = entry.shape
         elif shape is None:
             shape = tuple(tensor.shape)
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = _name_of(tensor.dtype)
         if (entry.shape, entry.dtype, entry.placements, entry.part) != (shape, dtype, placements, part):
             entry.shape, entry.dtype, entry.placements, entry.part = shape, dtype, placements, part
             if "unknown" in placements.values():

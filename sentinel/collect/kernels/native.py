@@ -10,6 +10,7 @@ import torch
 from sentinel import native
 from sentinel.collect.buffer import StepRows
 from sentinel.collect.kernels.reading import pieces, plain
+from sentinel.collect.placements import ORDINARY
 from sentinel.errors import SentinelError
 from sentinel.native import layout
 from sentinel.record import ROW_DTYPE
@@ -42,20 +43,21 @@ WORTH_THREADS = 800_000
 """Below this the library would use one thread anyway; asking torch for its number costs a tenth of a microsecond."""
 
 _ROW_BYTES = ROW_DTYPE.itemsize
-_ORDINARY = (torch.Tensor, torch.nn.Parameter)
+_BEYOND_OFFSETS = 2**44
+"""No storage has so many bytes: an address from here on is more than an offset. On Linux nearly every address is."""
 
 
 def _lies_open(tensor: torch.Tensor) -> bool:
     """Return whether memory holds the tensor as it is, strided or not: nothing to copy or unwrap."""
     # A lazy negation (an imaginary part of a conjugate) is in the tensor, not in its memory.
     return (
-        type(tensor) in _ORDINARY
+        type(tensor) in ORDINARY
         and tensor.dtype in CODES
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and not tensor.is_neg()
         # FSDP frees storages under living tensors: then only the offset is left of the address.
-        and tensor.data_ptr() != tensor.storage_offset() * tensor.itemsize
+        and ((at := tensor.data_ptr()) >= _BEYOND_OFFSETS or at != tensor.storage_offset() * tensor.itemsize)
     )
 
 
@@ -105,8 +107,11 @@ class NativeKernel:
         self._numels[:num] = [t.numel() for t in read]
         self._codes[:num] = [CODES[t.dtype] for t in read]
         layouts = None
-        if not all(t.is_contiguous() for t in read):
-            layouts = native.pack_layouts([None if t.is_contiguous() else (t.shape, t.stride()) for t in read])
+        are_contiguous = [t.is_contiguous() for t in read]
+        if not all(are_contiguous):
+            layouts = native.pack_layouts(
+                [None if dense else (t.shape, t.stride()) for t, dense in zip(read, are_contiguous, strict=True)]
+            )
         native.measure(
             self._pointers[:num], self._numels[:num], self._codes[:num], rows.array[first_row : first_row + num],
             zero_eps, checksum, num_threads=torch.get_num_threads(), layouts=layouts,
