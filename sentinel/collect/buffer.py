@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from sentinel.collect.tensors import Entry
 from sentinel.native.fallback import point_at_own
 from sentinel.record import NONE_ID, ROW_DTYPE, STATS_DTYPE, STATS_OFFSET, Flag, Kind
 
@@ -101,27 +100,6 @@ class StepRows:
         )  # fmt: skip
         self.num_rows = row + 1
         return row
-
-    def add_all(self, tensors: Sequence[Entry], flags: Sequence[int], micro_step: int, call_id: int) -> int:
-        """Begin a row for each of several tensors, one call behind the other; return the first, the others follow.
-
-        IndexError where the buffer is full.
-        """
-        first, num = self.num_rows, len(tensors)
-        if first + num > self.capacity:
-            raise IndexError(f"the buffer of this step is full: {first} rows, and {num} more are asked for")
-        rows = self.array[first : first + num]
-        rows["tensor"] = [one.id for one in tensors]
-        rows["kind"] = [one.kind for one in tensors]
-        rows["flags"] = [one.flags | more for one, more in zip(tensors, flags, strict=True)]
-        rows["site_pos"] = [one.site_pos for one in tensors]
-        rows["micro_step"] = micro_step
-        rows["call_id"] = np.arange(call_id, call_id + num, dtype=np.uint32)
-        rows["num_folded"] = 1
-        rows["bad_call_id"] = rows["max_call_id"] = NONE_ID
-        rows["bad_micro_step"] = rows["max_micro_step"] = -1
-        self.num_rows = first + num
-        return first
 
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` rows; what was written stays. Allocates; does not wait for an accelerator."""

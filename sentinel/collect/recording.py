@@ -109,8 +109,10 @@ class Recording:
             return rows.num_rows
         if rows.num_rows + len(entries) > rows.capacity:
             self._make_room(len(entries))
-        first = rows.add_all(entries, flags, micro_step, self.call_id)
-        self.call_id += len(entries)
+        first = rows.num_rows
+        for entry, flag in zip(entries, flags, strict=True):
+            rows.add(entry.id, entry.kind, entry.flags | flag, micro_step, self.call_id, entry.site_pos)
+            self.call_id += 1
         self.at = entries[-1]
         return first
 

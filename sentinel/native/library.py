@@ -102,7 +102,7 @@ class Library:
         self._isa = best if isa is None else min(best, ISAS.index(isa))
         self.implementation = ISAS[self._isa]
         """The instruction set in use: `avx512`, `avx2` or `portable`."""
-        self._measure = slow.sentinel_measure
+        self._measure, self._measure_quickly = slow.sentinel_measure, quick.sentinel_measure
         self._measure_one = slow.sentinel_measure_one
         self._measure_one_quickly = quick.sentinel_measure_one
         self._count_below = slow.sentinel_count_below
@@ -127,7 +127,7 @@ class Library:
         num_threads: int = 1,
         layouts: np.ndarray | None = None,
     ) -> None:
-        """Write the statistics of n tensors in CPU memory into the n rows of `out`. Releases the GIL.
+        """Write the statistics of n tensors in CPU memory into the n rows of `out`. Releases the GIL unless all are small.
 
         pointers: [n] uint64, to the first element; numels: [n] int64; dtypes: [n] uint8 codes of layout.py.
         out: [n] of any dtype that holds the twelve STATS words side by side (STATS or whole rows), of any stride.
@@ -146,7 +146,8 @@ class Library:
             layouts = check_layouts(layouts, num)
         if num == 0:
             return
-        bad = self._measure(
+        call = self._measure_quickly if int(numels.sum()) < QUICK_ELEMENTS else self._measure
+        bad = call(
             num, pointers.ctypes.data, numels.ctypes.data, dtypes.ctypes.data,
             None if layouts is None else layouts.ctypes.data, stats_address(out), out.strides[0],
             zero_eps, _WITH_CHECKSUM if checksum else 0, num_threads, self._isa,
