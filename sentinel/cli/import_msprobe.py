@@ -15,9 +15,10 @@ import click
 import msgspec
 
 from sentinel.cli.main import CLEAN, FOUND, say
-from sentinel.cli.places import RUN_NAME, runs_directory
+from sentinel.cli.places import runs_directory
 from sentinel.errors import ConfigError
 from sentinel.place import Place
+from sentinel.run_name import FOLDER
 
 if TYPE_CHECKING:
     from sentinel.daemon.imported import ImportedRank
@@ -67,7 +68,7 @@ def msprobe(
 
     attempts = rank_folders(directory)
     target = output or runs_directory() / f"msprobe-{directory.resolve().name}"
-    if not RUN_NAME.fullmatch(target.name):
+    if not FOLDER.fullmatch(target.name):
         raise ConfigError(f'-o: expected a plain name for the run, got "{target.name}"')
     if target.exists():
         raise ConfigError(f"{target}: expected no such run yet; give another one with -o, or remove it")

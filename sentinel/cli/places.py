@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 from datetime import UTC, datetime
 from pathlib import Path
 
 from sentinel.errors import ConfigError
 from sentinel.run_name import FOLDER, folder_name
-
-RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def runs_directory(given: str | None = None) -> Path:
@@ -21,12 +18,7 @@ def runs_directory(given: str | None = None) -> Path:
 
 def run_name(given: str | None = None) -> str:
     """Return the run's name: what was given, else $SENTINEL_RUN, else the time and four random digits."""
-    name = given or os.environ.get("SENTINEL_RUN") or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-    if not RUN_NAME.fullmatch(name):
-        raise ConfigError(
-            f'run name: expected letters, digits, ".", "_" and "-", at most 128 and not a dot first, got "{name}"'
-        )
-    return name
+    return given or os.environ.get("SENTINEL_RUN") or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def find_run(given: str | None) -> Path:

@@ -27,6 +27,7 @@ from sentinel.daemon.command_note import CommandNote, write_note
 from sentinel.errors import MALFORMED, ConfigError, SentinelError, StoreError
 from sentinel.ingest.run_losses import RunLosses
 from sentinel.private_files import make_directory, refuse_foreign, tighten
+from sentinel.run_name import folder_name
 from sentinel.store.journal import Journal
 from sentinel.store.whereabouts import RunPaths, further_runs
 
@@ -89,7 +90,7 @@ def run(
     home, name = runs_directory(directory), run_name(name)
     if shutil.which(command[0]) is None:
         raise ConfigError(f'command "{command[0]}": expected a program that we may run, found none')
-    run_dir = home / name
+    run_dir = home / folder_name(name)
     state = Path(state_dir).absolute() if state_dir else run_dir / ".daemon"
     arguments = [str(run_dir), "--owned", "--listen", listen]
     for pack in packs:

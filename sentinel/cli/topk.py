@@ -12,7 +12,7 @@ import msgspec
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, say
-from sentinel.cli.places import RUN_NAME, find_run, runs_directory
+from sentinel.cli.places import find_run, runs_directory
 from sentinel.cli.table import show_table
 from sentinel.explain.selection import ORDERS
 from sentinel.explain.topk import RESULT_NAME, Entry, TopK
@@ -20,6 +20,7 @@ from sentinel.explain.topk import topk as find_topk
 from sentinel.order.causes import leading_causes
 from sentinel.order.origin import origin
 from sentinel.order.wording import born_words
+from sentinel.run_name import FOLDER
 
 MAX_STEPS = 1_000_000
 """Steps that may be named (chosen): each is held."""
@@ -115,7 +116,7 @@ def place_of(directory: str | None, incident: str | None) -> str:
     if directory is None:
         return str(find_run(None) if incident is None else run_with_incident(incident, None))
     path = Path(directory)
-    if not path.exists() and RUN_NAME.fullmatch(directory) and (runs_directory() / directory).is_dir():
+    if not path.exists() and FOLDER.fullmatch(directory) and (runs_directory() / directory).is_dir():
         return str(runs_directory() / directory)
     is_of_runs = path.is_dir() and incident is not None and not _is_one_run(path)
     return str(run_with_incident(incident, directory)) if is_of_runs and incident is not None else directory
