@@ -70,13 +70,17 @@ def born_words(anomaly: Anomaly, born: Origin | None = None) -> str:
 
 
 def place_words(anomaly: Anomaly) -> str:
-    """`activation of blocks.2: NaN on rank 3, micro_step 1, step 41`"""
+    """`activation of blocks.2: NaN on rank 3, micro_step 1, step 41`; of ranks and rows that do not come, their message."""
+    if is_liveness(anomaly) and anomaly.message:
+        return anomaly.message
     what = anomaly.tag_name if anomaly.kind == "scalar" else f"{anomaly.kind} of {anomaly.tag_name}"
     return f"{what}: {value_words(anomaly)} {where_words(anomaly.rank, anomaly.micro_step, anomaly.step)}"
 
 
 def root_words(root: Anomaly, born: Origin) -> str:
-    """`blocks.2.mlp.fc1 (activation) rank 3 micro_step 1`"""
+    """`blocks.2.mlp.fc1 (activation) rank 3 micro_step 1`; `rank 3` of what is about the rank itself."""
+    if is_liveness(root) and (root.rank is not None or root.ranks):
+        return f"rank {root.rank}" if root.rank is not None else "ranks " + ", ".join(map(str, root.ranks[:8]))
     words = [born.name, f"({root.kind})"]
     if born.rank is not None:
         words.append("rank " + " or ".join(map(str, born.ranks or (born.rank,))))

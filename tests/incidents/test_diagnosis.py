@@ -783,3 +783,16 @@ def test_each_verdict_says_what_to_do() -> None:
     run.take(diverged(30), num_differing=1, divergences=(differing(),))
     found = run.well(num_differing=1, divergences=(differing(),))
     assert "drain the node of rank 2 and test it; go on from a checkpoint before step 30" in said(found)
+
+
+def test_a_rank_that_is_gone_is_not_called_late_nor_looked_into_with_a_debugger() -> None:
+    gone = anomaly(
+        "health", "run", 40, statistic="ended", rule="run-ended", detector="RunEnded", rank=1, ranks=(1,), value=None,
+        message="rank 1 was killed",
+    )  # fmt: skip
+
+    (incident,) = IncidentTracker().update(40, [gone])
+
+    told = " ".join(incident.evidence)
+    assert "the process is gone" in told
+    assert "py-spy" not in told and "late or silent" not in told

@@ -11,8 +11,8 @@ TO_DO = "to do: "
 
 def advice(case: Evidence, found: Diagnosis) -> str:
     """Return what to do; empty: wait for the steps that the reasons ask for."""
-    if case.is_about_rows:
-        return ""  # What to do depends on where they were lost: the anomaly says it.
+    if case.is_about_rows or case.is_about_an_end:
+        return ""  # What to do depends on where rows were lost, or on how the run ended: the anomaly says it.
     if case.is_liveness:
         return f"{TO_DO}look at the rank itself: its stack (py-spy dump), its loader, its device's log and clock"
     if found.next_step:

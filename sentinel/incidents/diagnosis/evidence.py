@@ -215,6 +215,11 @@ class Evidence(msgspec.Struct, kw_only=True):
         """Whether it is about rows that were lost, and not about ranks."""
         return bool(self.signs) and all(sign.statistic == "rows_lost" for sign in self.signs.values())
 
+    @property
+    def is_about_an_end(self) -> bool:
+        """Whether it is about how a run, or a rank of it, ended."""
+        return any(sign.statistic == "ended" for sign in self.signs.values())
+
     def join(self, group: Iterable[Anomaly], facts: StepFacts | None) -> None:
         """Take anomalies that became members."""
         if facts is not None and facts.num_lanes > 1:
