@@ -30,9 +30,10 @@ from sentinel.collect.gradient_taps import GradientTap, SummandTap
 from sentinel.collect.inert import inert_methods
 from sentinel.collect.nesting import tensors_in
 from sentinel.collect.placements import is_async, local_of
+from sentinel.collect.sites import BORDER
 from sentinel.collect.structure import Border
 from sentinel.collect.tensors import Entry
-from sentinel.record import Flag, Kind
+from sentinel.record import Kind
 
 if TYPE_CHECKING:
     from sentinel.collect.taps import Chunk
@@ -132,7 +133,7 @@ class ModuleTap:
     def rest(self) -> None:
         """A whole forward has passed: find out whether this tap is needed where only the black box is measured."""
         entries = [*self._inputs.values(), *self._outputs.values()]
-        self.may_rest = not self.borders and not any(entry.flags & Flag.BORDER for entry in entries)
+        self.may_rest = not self.borders and not any(entry.flags & BORDER for entry in entries)
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -209,7 +210,7 @@ class ModuleTap:
         if not self.takes_in:
             return
         is_first = True
-        for source in (args, kwargs):
+        for source in (args, kwargs) if kwargs else (args,):
             for path, tensor in tensors_in(source):
                 was_first, is_first = is_first, False
                 # Beside the first, what carries no gradient is a mask or a table, and a mask may hold -inf by design; a
@@ -378,7 +379,7 @@ class ModuleTap:
         border = self.borders.get(is_input)
         if was_first and border is not None and not entry.border:
             entry.border, entry.border_index = border.label, border.index
-            entry.flags |= Flag.BORDER
+            entry.flags |= BORDER
         return entry
 
     def _own_gradient(self, entry: Entry, tensor: torch.Tensor, grad_kind: Kind, path: str) -> Entry:
@@ -389,7 +390,7 @@ class ModuleTap:
             entry.grad = grad
             grad.border, grad.border_index = entry.border, entry.border_index
             grad.consumers, grad.also = list(entry.consumers), list(entry.also)
-            grad.flags |= entry.flags & Flag.BORDER
+            grad.flags |= entry.flags & BORDER
         grad.site_pos = entry.site_pos
         return grad
 
@@ -424,7 +425,7 @@ class ModuleTap:
             return
         if not entry.border:
             entry.border, entry.border_index = border.label, border.index
-            entry.flags |= Flag.BORDER
+            entry.flags |= BORDER
             self.chunk.recorder.sites.placed(True)
         grad = entry.grad
         if grad is not None and grad.border_index < border.index:
@@ -434,7 +435,7 @@ class ModuleTap:
             is_received = grad.border == "chunk_input" and self.chunk.depth > 0
             if grad.border != "block_output" and not is_received:
                 grad.border = border.label
-            grad.flags |= Flag.BORDER
+            grad.flags |= BORDER
             self.chunk.recorder.sites.placed(True)
 
 

@@ -395,7 +395,7 @@ class Monitor:
         named = f"{site}:{probe}" if probe and probe != site else site
         self.recording.tell("hook_failed", message, named, self.current_step)
         if self.recording.at is not None:
-            self.recording.at.flags |= Flag.DEGRADED
+            self.recording.at.flags |= int(Flag.DEGRADED)
 
     @property
     def _is_measuring(self) -> bool:

@@ -153,7 +153,7 @@ class Recording:
         again = [item for item in fresh if item[3] is not None]
         for one, local, touched, row in again:
             assert row is not None
-            self.rows.array["flags"][row] = one.wgrad.flags | (Flag.POST_CLIP if touched else 0)
+            self.rows.array["flags"][row] = one.wgrad.flags | (int(Flag.POST_CLIP) if touched else 0)
             self.kernel.measure((local,), self.rows, row, zero_eps=self.zero_eps, checksum=self.checksum)
         new = [item for item in fresh if item[3] is None]
         flags = [int(Flag.POST_CLIP) if touched else 0 for _, _, touched, _ in new]

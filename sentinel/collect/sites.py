@@ -15,6 +15,9 @@ from sentinel.monitor_config import MODULE_KINDS
 from sentinel.place import Place
 from sentinel.record import Flag, Kind
 
+BORDER = int(Flag.BORDER)
+"""As a plain int: asked for each tensor, a flag enumeration would cost a microsecond each time."""
+
 SitePlacements = Callable[[str, bool], Mapping[str, str] | None]
 """(local name of a module, whether its output is meant) -> axis to placement of its plain tensors; None: not known."""
 
@@ -74,7 +77,7 @@ class Sites:
 
     def is_measured(self, entry: Entry) -> bool:
         """Whether the running step measures this tensor."""
-        return bool(entry.flags & Flag.BORDER) or (self.is_due and self._plan.measures(entry))
+        return bool(entry.flags & BORDER) or (self.is_due and self._plan.measures(entry))
 
     def is_looked_at(self, entry: Entry) -> bool:
         """Whether the running step measures this tensor, or shows it to somebody who may."""

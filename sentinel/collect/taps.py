@@ -416,6 +416,8 @@ class Chunk:
 
     def source(self, tensor: torch.Tensor) -> Entry | None:
         """Return the entry of the logical tensor that this one holds in another way: made a DTensor, gathered, localised."""
+        if not self.locals.is_split:
+            return None
         found = self.locals.source(tensor)
         entry = self.known(found) if isinstance(found, torch.Tensor) else found
         # Of a sum that was not formed yet only the summands were measured: what is formed of it is measured by itself.

@@ -140,7 +140,7 @@ def _tell(entry: Entry, answer: tuple[str, str]) -> bool:
         if one is not None and _is_open(one) and word != "unknown":
             one.placements = {**one.placements, "tp": word}
             if "unknown" not in one.placements.values():
-                one.flags &= ~Flag.PER_RANK
+                one.flags &= ~int(Flag.PER_RANK)
             is_changed = True
     return is_changed
 

@@ -36,6 +36,7 @@ class Entry:
         self.site_pos = 0
         self.generation = -1
         self.flags = 0
+        """Of `Flag`, as a plain int: what a flag enumeration computes costs a microsecond each time."""
         self.shape: tuple[int, ...] = ()
         self.dtype = ""
         self.border = ""
@@ -146,7 +147,7 @@ class TensorTable:
         if (entry.shape, entry.dtype, entry.placements, entry.part) != (shape, dtype, placements, part):
             entry.shape, entry.dtype, entry.placements, entry.part = shape, dtype, placements, part
             if "unknown" in placements.values():
-                entry.flags |= Flag.PER_RANK
+                entry.flags |= int(Flag.PER_RANK)
             self._touched.append(entry)
 
     def add_consumer(self, entry: Entry, module: str) -> None:

@@ -404,7 +404,7 @@ class Communication:
             name = f"{site.name}:{path}" if path else site.name
             vpp_stage = self._context.chunks[0].vpp_stage if self._context.chunks else 0
             entry = self._entries[site, path] = self._context.table.entry(vpp_stage, name, Kind.COMM)
-            entry.flags |= Flag.PER_RANK
+            entry.flags |= int(Flag.PER_RANK)
         told = None if tensor is None else (tensor.shape, tensor.dtype)
         if self._told.get(entry.id, ()) != told:
             self._told[entry.id] = told
