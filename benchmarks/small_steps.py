@@ -182,11 +182,16 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--sizes", nargs="+", type=int, default=[0, 5, 20, 50, 200])
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--kinds", nargs="*", choices=MEASURED_LABELS, help="each alone, instead of variants; none: all")
     parser.add_argument("--rounds", type=int, default=60, help="steps of each variant that count")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--write", action="store_true", help="write the results into benchmarks/results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    variants = options.variants
+    if options.kinds is not None:
+        variants = options.kinds or list(MEASURED_LABELS)
+        VARIANTS.update({kind: {"kinds": [kind], "black_box": False} for kind in variants})
     head = [
         "| model | bare ms | variant | cpu | p10-p90 | wall | process | us/step | rows | us/row |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -197,7 +202,7 @@ def main() -> None:
         os.environ["SENTINEL_DIR"] = folder
         for name in options.models:
             for size in options.sizes:
-                for variant in options.variants if size in MODELS[name] else ():
+                for variant in variants if size in MODELS[name] else ():
                     lines.append(measure(name, size, variant, options.rounds))
                     print(lines[-1], flush=True)
     if options.write:
