@@ -124,7 +124,7 @@ MODELS: dict[str, dict[int, Callable[[], tuple[nn.Module, Loss]]]] = {
         200: lambda: (Recurrent(256, 3), text_loss(16, 64)),
     },
 }
-"""Model -> about how many milliseconds a step of it takes on the machine of the results -> how it is made."""
+"""Model -> its size, which names the milliseconds aimed at (how long a step takes is measured) -> how it is made."""
 
 
 class Copy:
