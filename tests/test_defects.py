@@ -9,7 +9,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 DEFECTS: dict[int, tuple[str, str, str]] = {
-    1: ("three alarms of a tensor leave one", "order/test_topk.py", "test_several_rules_on_one_tensor_are_all_kept"),
+    1: ("three alarms of a tensor leave one", "explain/test_topk.py", "test_several_rules_on_one_tensor_are_all_kept"),
     2: ("a first rule hides a second", "rules/test_engine.py", "test_several_rules_all_kept"),
     3: ("one NaN blinds a baseline", "detect/test_battery.py", "test_nan_never_enters_a_baseline"),
     4: ("inf unseen without a threshold", "rules/test_engine.py", "test_infinities_fire_without_a_threshold"),

@@ -218,8 +218,8 @@ class OptimizerHooks:
 
     def _join(self, outer: Watched, inner: Any) -> None:
         """`inner` writes parameters of a watched optimizer: it is what that one is made of."""
-        if inner is outer.optimizer() or any(one() is inner for one in outer.inner):
-            return
+        if any(w.optimizer() is inner for w in self.watched) or any(one() is inner for one in outer.inner):
+            return  # One of two that step some parameters both is no part of the other.
         held = {id(p) for p in outer.params()}
         if not any(id(p) in held for p in params_of(inner)):
             return

@@ -52,7 +52,7 @@ class RankEpisodes(Watch):
             if onset is not None and scores.score[one] <= (onset.score or 0.0):
                 continue
             anomaly = make(one, self.rule.severity if full else Severity.INFO)
-            if onset is not None and anomaly.excess < SEVERAL * onset.excess:
+            if onset is not None and not anomaly.excess >= SEVERAL * onset.excess > 0.0:
                 continue
             found.append(anomaly)
             if is_open and quiet:

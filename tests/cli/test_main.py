@@ -38,17 +38,10 @@ def test_bad_usage_is_2_and_said_on_stderr(arguments: list[str], capsys: pytest.
     assert captured.err
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--", "no-such-program"],
-        ["--name", "../x", "--", "true"],
-    ],
-)
-def test_mistakes_are_found_before_the_command_runs_and_leave_no_run(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_command_that_is_none_is_found_before_and_leaves_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_cli(["run", "--dir", str(tmp_path), *arguments]) == 2
+    assert run_cli(["run", "--dir", str(tmp_path), "--", "no-such-program"]) == 2
     assert capsys.readouterr().err.startswith("sentinel: ")
     assert not list(tmp_path.iterdir())
 
@@ -73,7 +66,7 @@ def test_a_broken_journal_hides_no_other_run(tmp_path: Path, capsys: pytest.Capt
     assert run_cli(["status", str(tmp_path)]) == 1
     captured = capsys.readouterr()
     assert captured.out.startswith("b: nothing judged")
-    assert "expected a journal" in captured.err
+    assert "the file is no journal" in captured.err and "move it away" in captured.err
 
 
 def test_the_nearest_verb_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,14 +103,6 @@ def test_runs_are_found_by_name_path_and_age(tmp_path: Path, monkeypatch: pytest
         find_run("c")
 
 
-@pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "x" * 200, "a b"])
-def test_run_names_are_safe(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SENTINEL_RUN", name or "/")
-
-    with pytest.raises(ConfigError, match="run name"):
-        run_name()
-
-
 def test_a_run_without_a_name_is_called_after_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SENTINEL_RUN", raising=False)
 
@@ -135,7 +120,7 @@ def incident(name: str, revision: int, severity: str, state: str = "open") -> di
 
 def test_the_report_says_the_newest_of_each_incident(tmp_path: Path) -> None:
     (tmp_path / "anomalies").mkdir()
-    (tmp_path / "anomalies" / "000001.jsonl").write_text("{}\n{}\n{}\n")
+    (tmp_path / "anomalies" / "000001.jsonl").write_text('{"event":"onset"}\n' * 3 + '{"event":"end"}\n')
     revisions = [incident("i1", 1, "warning"), incident("i2", 1, "info"), incident("i1", 2, "critical", "resolved")]
     (tmp_path / "incidents.jsonl").write_text("".join(json.dumps(one) + "\n" for one in revisions))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -181,23 +180,18 @@ def test_rules_are_read_again_and_broken_ones_are_not_used(tmp_path: Path, serve
     assert "the former ones stay in use" in talk
 
 
-def test_a_run_that_others_may_write_is_refused(tmp_path: Path, serve: Callable[..., Served]) -> None:
+def test_a_run_of_ours_that_others_may_write_is_taken_from_them_and_judged(
+    tmp_path: Path, serve: Callable[..., Served]
+) -> None:
     directory = home(tmp_path)
     record(directory / "open", 5)
-    record(directory / "closed", 5)
     (directory / "open").chmod(0o777)
 
     daemon = serve(directory)
-    wait_for("the closed run", lambda: daemon.judged("closed") == 4)
+    wait_for("the run", lambda: daemon.judged("open") == 4)
 
-    health = daemon.get("/healthz")
-    assert health["status"] == "degraded"
-    assert "chmod go-w" in " ".join(health["problems"])
-    assert [one["run"] for one in daemon.get("/api/v1/runs")["runs"]] == ["closed"]
-    daemon.stop()
-    alone = subprocess.run([*SENTINEL, "serve", str(directory / "open")], capture_output=True, text=True, timeout=30)
-    assert alone.returncode == 1
-    assert re.search(r"mode 0777, which everybody may write; run: chmod go-w", alone.stderr)
+    assert (directory / "open").stat().st_mode & 0o022 == 0
+    assert daemon.get("/healthz")["status"] == "ok"
 
 
 def test_a_second_daemon_is_refused(tmp_path: Path, serve: Callable[..., Served]) -> None:
@@ -304,7 +298,9 @@ def test_run_judges_a_command_that_dies_in_mid_step(tmp_path: Path) -> None:
     result = run_it(tmp_path, command=trainer(tmp_path, nan=29, end="os.kill(os.getpid(), 9)"))
 
     assert result.returncode == 137
-    assert "1 incident" in result.stderr
+    assert "2 incidents" in result.stderr, result.stderr
+    assert "CRITICAL NaN born in" in result.stderr
+    assert "ended: " in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -353,13 +349,3 @@ def test_signals_pass_through_to_the_command(tmp_path: Path) -> None:
     process.send_signal(signal.SIGUSR1)
 
     assert process.wait(30) == 9
-
-
-def test_mistakes_are_said_before_the_training_starts(tmp_path: Path) -> None:
-    started = tmp_path / "started"
-
-    result = run_it(tmp_path, "--rules", "/no/such/rules.yaml", command=["touch", str(started)])
-
-    assert result.returncode == 2
-    assert "no such file" in result.stderr
-    assert not started.exists()

@@ -215,5 +215,6 @@ def test_nothing_is_said_to_be_unwatched_where_all_was(tmp_path: Path) -> None:
     done = run(tmp_path / "runs", "--report", str(tmp_path / "report.json"), "--", "true")
 
     assert done.returncode == 0
-    assert "watched" not in done.stderr.lower()
+    assert "unwatched" not in done.stderr.lower() and "NOT everything" not in done.stderr
+    assert "nothing was watched: the command never attached" in done.stderr, "which is true of it"
     assert json.loads((tmp_path / "report.json").read_text())["is_complete"]

@@ -92,7 +92,7 @@ def test_share_and_cosine_are_those_of_the_momentum_before_the_step(
     assert not said.health
 
 
-@pytest.mark.parametrize(("name", "is_known"), [("adamw", True), ("sgd", True), ("adam_l2", False)])
+@pytest.mark.parametrize(("name", "is_known"), [("adamw", True), ("sgd", True), ("adam_l2", True)])
 def test_behind_a_closure_the_momentum_of_before_is_worked_out(name: str, is_known: bool, run: Path) -> None:
     model = TinyModel()
     optimizer = OPTIMIZERS[name](model.parameters())
