@@ -302,7 +302,7 @@ def disabled(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
 
 def twice(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """Attached twice, the second changes nothing; a broken holding is said and the run goes on as it was."""
+    """Attached twice, the second takes the place of the first; a broken holding is said and the run goes on as it was."""
     import sentinel
 
     job = Job(stage=2)
@@ -312,16 +312,15 @@ def twice(rank: int, world: int, folder: Path) -> dict[str, Any]:
     cost = num_collectives() - first
     engine = make_engine(job)
     first = num_collectives()
+    former = sentinel.attach_deepspeed(engine, EVERYTHING)
     monitor = sentinel.attach_deepspeed(engine, EVERYTHING)
-    wrapped = dict(engine.__dict__)
-    again = sentinel.attach_deepspeed(engine, EVERYTHING)
-    is_same = again is monitor and wrapped["step"] is engine.__dict__["step"]
+    is_replaced = monitor.is_alive and not former.is_alive
     monitor.parameters.holding.open = None  # Whatever fails in Sentinel is told, and stops nothing.
     broken = [_step(engine, job, step, rank, world) for step in range(2)]
     health = sorted({one.code for one in monitor.recording.health})
     monitor.detach()
     return {
-        "is_same": is_same, "bare": bare, "broken": broken, "health": health, "cost": (cost, num_collectives() - first),
+        "is_replaced": is_replaced, "bare": bare, "broken": broken, "health": health, "cost": (cost, num_collectives() - first),
     }  # fmt: skip
 
 

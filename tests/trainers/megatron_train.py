@@ -318,7 +318,9 @@ def run_rank(job: Job, rank: int) -> dict[str, Any]:
 
                 monitor = sentinel.attach_megatron(model, optimizer, job.config, first_step=job.first_step)
                 if job.attaches_twice:
-                    assert sentinel.attach_megatron(model, optimizer, job.config) is monitor
+                    former = monitor
+                    monitor = sentinel.attach_megatron(model, optimizer, job.config, first_step=job.first_step)
+                    assert monitor is not former and not former.is_alive
             during = traces(model, optimizer)
             began = time.perf_counter()
             try:

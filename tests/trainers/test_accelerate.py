@@ -318,12 +318,12 @@ def test_end_of_training_detaches_and_leaves_everything_as_it_was(run: Path) -> 
 
 def test_attached_twice_is_followed_once(run: Path) -> None:
     loop = Loop()
-    again = sentinel.attach_accelerate(loop.accelerator, loop.model, loop.optimizer)
+    former, loop.monitor = loop.monitor, sentinel.attach_accelerate(loop.accelerator, loop.model, loop.optimizer)
 
     loop.train(3)
     loop.end()
 
-    assert again is loop.monitor
+    assert not former.is_alive, "the second takes the place of the first"
     assert scalar(Said(run), "loss") == pytest.approx(loop.losses)
 
 

@@ -112,12 +112,15 @@ def test_statistics_are_those_of_one_process(name: str, launcher: Launcher, alon
         grad_norm = ranks[0]["watched"]["told"][at]["grad_norm"]
         assert gradient_norm(view) == pytest.approx(grad_norm, rel=1e-2)
         assert grad_norm > 0.5  # Megatron clipped: what was read is older than that.
-        # Each rank's loss is the mean over its own samples and tokens: Megatron divides in the gradient buffers only.
-        factor = 1.0 if what.get("per_token") else 1.0 / (view.places[0].dp_size * view.places[0].cp_size)
+        # Gradients are those of the whole batch's mean loss. Of a sum over tokens, which Megatron divides by itself, nothing
+        # says so: they are as many times too small as there are ranks with tokens of their own.
+        factor = float(view.places[0].dp_size * view.places[0].cp_size) if what.get("per_token") else 1.0
         for kind in ("activation", "activation_in", "dgrad", "dgrad_in"):
             whole_here = {key: one for key, one in of_modules(whole, kind).items() if not is_missed(name, key)}
             ours_here = of_modules(view, kind, factor if kind.startswith("dgrad") else 1.0)
             ours_here = {key: one for key, one in ours_here.items() if "@" not in key or name != "etp2"}
+            if "bf16-full" in name:
+                ours_here = {key: one for key, one in ours_here.items() if not is_missed(name, key)}
             assert told(name, differences(ours_here, whole_here, rel)) == [], f"{kind} of step {view.step}"
 
 
@@ -128,7 +131,7 @@ def is_missed(layout: str, key: str) -> bool:
         # Whole tokens with summands of their gradients, or the reverse, over the expert tensor-parallel ranks: told apart.
         cut = ("activation", "dgrad") if name.endswith("linear_fc1") else ("activation_in", "dgrad_in")
         return kind not in cut or not name.endswith(("linear_fc1", "linear_fc2"))
-    # In a forward without a graph nothing tells a further input from a mask.
+    # In the very first forward, without a graph, nothing tells a further input from a mask.
     return "bf16-full" in layout and kind in ("activation_in", "dgrad_in") and ":" in name
 
 

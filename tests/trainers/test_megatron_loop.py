@@ -222,7 +222,8 @@ def test_micro_step_survives_reverse_backward(layout: dict[str, Any], launcher: 
 
     expected, ours = per_micro_step(whole), per_micro_step(view)
     if "recompute" in layout:
-        expected = {key: one for key, one in expected.items() if ":" not in key[0]}
+        # In the very first forward, without a graph, nothing tells a further input from a mask.
+        expected, ours = ({key: one for key, one in some.items() if ":" not in key[0]} for some in (expected, ours))
     assert {key[2] for key in ours} == {0, 1, 2, 3}
     assert ours.keys() == expected.keys()
     for key, moments in expected.items():
