@@ -320,7 +320,8 @@ def twice(rank: int, world: int, folder: Path) -> dict[str, Any]:
     health = sorted({one.code for one in monitor.recording.health})
     monitor.detach()
     return {
-        "is_replaced": is_replaced, "bare": bare, "broken": broken, "health": health, "cost": (cost, num_collectives() - first),
+        "is_replaced": is_replaced, "bare": bare, "broken": broken, "health": health,
+        "cost": (cost, num_collectives() - first),
     }  # fmt: skip
 
 

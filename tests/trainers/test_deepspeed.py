@@ -328,14 +328,14 @@ def test_rows_of_a_step_that_raises_are_on_disk(where: str, stories: Path) -> No
 def test_disabled_touches_nothing(stories: Path) -> None:
     for said in said_by(stories / "disabled", "said"):
         assert said["kind"] == "Unmeasured"
-        assert said["is_replaced"]
+        assert said["is_same"]
         assert not said["exists"]
         assert not set(said["new"]) & {"step", "backward", "_take_model_step", "save_checkpoint", "load_checkpoint"}
 
 
 def test_attached_twice_is_watched_once_and_a_failure_is_told(stories: Path) -> None:
     for said in said_by(stories / "twice", "said"):
-        assert said["is_same"]
+        assert said["is_replaced"]
         assert said["broken"] == said["bare"]
         assert said["cost"][0] == said["cost"][1]
         assert said["health"] == ["hook_failed"]

@@ -52,12 +52,7 @@ def attach_deepspeed(
             f"attach_deepspeed: expected the engine that deepspeed.initialize returns first, got {type(engine).__name__}"
         )
     monitor = _attach(engine, config)
-    holding = monitor.parameters.holding if isinstance(monitor, Monitor) else None
-    if isinstance(holding, DeepSpeedHolding) and not holding.is_of(engine.optimizer):
-        monitor.detach()  # The model has a new engine: the former monitor follows one that nobody steps.
-        monitor = _attach(engine, config)
-        holding = None
-    if isinstance(monitor, Monitor) and not isinstance(holding, DeepSpeedHolding):
+    if isinstance(monitor, Monitor):
         try:
             Followed(engine, monitor)
         except Exception as error:  # The trainer never dies for Sentinel: an engine that nobody foresaw trains unmeasured.

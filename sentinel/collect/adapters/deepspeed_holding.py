@@ -62,10 +62,6 @@ class DeepSpeedHolding(TorchHolding):
         """Whether a rank holds a stretch of each reduced gradient, and not all of it."""
         return isinstance(self._optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3))
 
-    def is_of(self, optimizer: Any) -> bool:
-        """Whether these are the gradients of that optimizer."""
-        return self._optimizer is optimizer
-
     def look(self, params: Iterable[torch.Tensor]) -> None:
         """Find out which stretch of each parameter is this rank's; that never changes."""
         params = list(params)
