@@ -19,7 +19,7 @@ from torch import nn
 import sentinel
 from sentinel.collect import waiting
 from sentinel.wire.frame import decode_message
-from sentinel.wire.spool import SpoolReader
+from sentinel.wire.spool_reader import SpoolReader
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "default": {},

@@ -283,7 +283,7 @@ rules:
 def test_lists_show_every_argument_and_detector():
     lines = {line.name: line for line in list_rules(load_pack())}
 
-    assert lines["loss-spike"].args["k"] == 8.2
+    assert lines["loss-spike"].args["k"] == 8.3
     assert lines["loss-spike"].statistic == ("value",)
     assert {one["name"] for one in list_detectors()} >= set(DETECTORS)
     assert all(one["summary"] for one in list_detectors())
