@@ -142,8 +142,13 @@ def anomalies(run_dir: Path) -> list[Anomaly]:
     return [decode(line) for file in files for line in file.read_bytes().splitlines()]
 
 
-def incidents(run_dir: Path) -> list[Incident]:
-    """Return the newest revision of every incident of a run."""
+def revisions(run_dir: Path) -> list[Incident]:
+    """Return every revision of every incident of a run, in the order written; each names the members that it added."""
     path = run_dir / "incidents.jsonl"
     lines = path.read_bytes().splitlines() if path.exists() else []
-    return list({one.id: one for one in (msgspec.json.decode(line, type=Incident) for line in lines)}.values())
+    return [msgspec.json.decode(line, type=Incident) for line in lines]
+
+
+def incidents(run_dir: Path) -> list[Incident]:
+    """Return the newest revision of every incident of a run."""
+    return list({one.id: one for one in revisions(run_dir)}.values())
