@@ -29,7 +29,7 @@ from sentinel.cli.places import run_name, runs_directory
 from sentinel.errors import ConfigError
 
 NUM_RANKS = 4
-TRAINING_LIMIT_S = 170.0
+TRAINING_LIMIT_S = 600.0
 """The trainer is ended after this; on 2 cores it needs about 30 s."""
 DRAIN_LIMIT_S = 20.0
 SHOWN_GAUGES = (
