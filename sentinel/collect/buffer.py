@@ -63,6 +63,8 @@ class StepRows:
         """What every gradient of the step is multiplied by, 0-dim on the host where it is a tensor: `finish` divides."""
         self.dgrad_divisor = 1.0
         """By what the gradients of activations are divided besides, as those of weights are when ranks are averaged."""
+        self.dgrad_scaling: float | torch.Tensor = 1.0
+        """By what the trainer multiplies weight gradients behind the last backward, and `finish` those of activations."""
         self.wgrads_are_scaled = True
         """The weight gradients carried that scale when they were read; false: only those of activations do."""
         self.is_read_early = False
@@ -142,6 +144,10 @@ class StepRows:
         if scale is not None:
             self.grad_scale, self.wgrads_are_scaled = scale, wgrads_are_scaled or self.is_read_early
 
+    def take_scaling(self, scaling: float | torch.Tensor) -> None:
+        """Note by what the trainer multiplies the weight gradients of the step; 0-dim on the host where it is a tensor."""
+        self.dgrad_scaling = scaling
+
     def begin_copy(self) -> None:
         """Note on every accelerator where the work that fills rows ends, so that `finish` can wait. Does not wait."""
         for device in self._devices.values():
@@ -159,8 +165,11 @@ class StepRows:
         if scale not in (0.0, 1.0) and math.isfinite(scale):
             divide_gradients(used, scale, scaled_kinds(self.wgrads_are_scaled))
         self.wgrads_are_scaled = True
-        if self.dgrad_divisor != 1.0:
-            divide_gradients(used, self.dgrad_divisor, DGRAD_KINDS)
+        scaling, self.dgrad_scaling = float(self.dgrad_scaling), 1.0
+        # What nothing counted is not scaled: there are no tokens in the whole batch.
+        divisor = self.dgrad_divisor / scaling if scaling > 0.0 and math.isfinite(scaling) else self.dgrad_divisor
+        if divisor != 1.0:
+            divide_gradients(used, divisor, DGRAD_KINDS)
         point_at_own(used)
         return num_missing
 
@@ -182,7 +191,7 @@ class StepRows:
         """Make the buffer empty again."""
         self.array[: self.num_rows] = _EMPTY_ROW
         self.num_rows = 0
-        self.grad_scale, self.dgrad_divisor, self.is_read_early = 1.0, 1.0, False
+        self.grad_scale, self.dgrad_divisor, self.dgrad_scaling, self.is_read_early = 1.0, 1.0, 1.0, False
         for device in self._devices.values():
             device.reset()
 

@@ -18,11 +18,22 @@ from sentinel.place import Place
 def gradient_divisor(models: Sequence[nn.Module], topology: Topology, place: Place) -> float:
     """Return by what the sum of the gradients of all ranks and micro-batches is divided, however the trainer is built.
 
-    FSDP2's own factor where it was set; else the ranks that hold samples or tokens of their own, over which DDP, FSDP,
-    DeepSpeed and Megatron take the mean; times the micro-batches of a pipeline that divides by them.
+    FSDP2's own factor where it was set; 1 where Megatron adds up losses of tokens (`calculate_per_token_loss`), for it
+    divides by their number itself (`StepRows.take_scaling`); else the ranks that hold samples or tokens of their own, over
+    which DDP, FSDP, DeepSpeed and Megatron take the mean; times the micro-batches of a pipeline that divides by them.
     """
     factors = [factor for model in models for factor in _fsdp_factors(model)]
+    if not factors and any(_is_summed(model) for model in models):
+        factors = [1.0]
     return (factors[0] if factors else float(num_shares(place))) * topology.num_micro_batches
+
+
+def _is_summed(model: nn.Module) -> bool:
+    """Whether Megatron takes the sum of the gradients over its ranks, not their mean.
+
+    Source: megatron/core/distributed/distributed_data_parallel.py, `gradient_scaling_factor`.
+    """
+    return bool(getattr(getattr(model, "config", None), "calculate_per_token_loss", False))
 
 
 def num_shares(place: Place) -> int:

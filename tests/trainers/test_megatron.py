@@ -63,17 +63,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "bf16-selective": (1, {"recompute": "selective"}, {"precision": "bf16"}),
     "untied-pp2": (2, {"pp": 2}, {"tied": False}),
     "per-token": (2, {}, {"per_token": True}),
+    "per-token-cp2": (2, {"cp": 2}, {"per_token": True, "gathered_attention": True}),
+    "per-token-pp2": (2, {"pp": 2}, {"per_token": True}),
 }
 """Name -> (ranks, how they are laid out, what is trained)."""
 
 
-def of_modules(view: StepView, kind: str, factor: float = 1.0) -> dict[str, dict[str, float]]:
-    """Statistics of module kinds, gradients times `factor`; without what a later stage receives: one process has none."""
-    found = {key: one for key, one in statistics(view, kind).items() if ":hidden_states/" not in key}
-    for one in found.values():
-        for name in ("mean", "std", "norm", "min", "max"):
-            one[name] *= factor
-    return found
+def of_modules(view: StepView, kind: str) -> dict[str, dict[str, float]]:
+    """Statistics of module kinds; without what a later stage receives: one process has none."""
+    return {key: one for key, one in statistics(view, kind).items() if ":hidden_states/" not in key}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -112,16 +110,28 @@ def test_statistics_are_those_of_one_process(name: str, launcher: Launcher, alon
         grad_norm = ranks[0]["watched"]["told"][at]["grad_norm"]
         assert gradient_norm(view) == pytest.approx(grad_norm, rel=1e-2)
         assert grad_norm > 0.5  # Megatron clipped: what was read is older than that.
-        # Gradients are those of the whole batch's mean loss. Of a sum over tokens, which Megatron divides by itself, nothing
-        # says so: they are as many times too small as there are ranks with tokens of their own.
-        factor = float(view.places[0].dp_size * view.places[0].cp_size) if what.get("per_token") else 1.0
         for kind in ("activation", "activation_in", "dgrad", "dgrad_in"):
             whole_here = {key: one for key, one in of_modules(whole, kind).items() if not is_missed(name, key)}
-            ours_here = of_modules(view, kind, factor if kind.startswith("dgrad") else 1.0)
+            ours_here = of_modules(view, kind)
             ours_here = {key: one for key, one in ours_here.items() if "@" not in key or name != "etp2"}
             if "bf16-full" in name:
                 ours_here = {key: one for key, one in ours_here.items() if not is_missed(name, key)}
             assert told(name, differences(ours_here, whole_here, rel)) == [], f"{kind} of step {view.step}"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_sum_over_tokens_has_the_gradients_of_their_mean(world: int, launcher: Launcher, tmp_path: Path) -> None:
+    """Where all micro-batches have equally many tokens, both losses are the same: Megatron's own weights say so."""
+    told_of = {}
+    for per_token in (False, True):
+        folder = tmp_path / str(per_token)
+        folder.mkdir()
+        launcher.train(folder, world=world, per_token=per_token)
+        told_of[per_token] = heard(folder)
+
+    for by_mean, by_token in zip(told_of[False], told_of[True], strict=True):
+        for kind in ("wgrad", "dgrad", "dgrad_in"):
+            assert differences(statistics(by_token, kind), statistics(by_mean, kind), 2e-4) == [], kind
 
 
 def is_missed(layout: str, key: str) -> bool:

@@ -148,6 +148,8 @@ class Following:
         for chunk in wrapped:
             if hasattr(chunk, "zero_grad_buffer"):
                 self._wrap(chunk, "zero_grad_buffer", self._around_zeroing)
+            if hasattr(chunk, "scale_gradients"):
+                self._wrap(chunk, "scale_gradients", self._around_scaling)
         _follow(self)
         monitor.on_end.append(lambda: _leave(self))
 
@@ -246,6 +248,21 @@ class Following:
         self.monitor.boundary.finish(is_skipped=is_skipped)
         # Not for good: a model whose forwards are captured in a graph begins its steps at the optimizer.
         self.monitor.boundary.is_explicit = False
+
+    # -- gradients of a sum over tokens ------------------------------------------------------------------------------
+
+    def _around_scaling(self, chunk: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`finalize_model_grads` multiplies what was summed over all tokens by one over their number."""
+
+        def scale_gradients(scaling_factor: Any, *args: Any, **kwargs: Any) -> Any:
+            self._guarded("scale_gradients", self._scaled, scaling_factor)
+            return original(scaling_factor, *args, **kwargs)
+
+        return scale_gradients
+
+    def _scaled(self, factor: Any) -> None:
+        is_tensor = isinstance(factor, torch.Tensor)
+        self.monitor.recording.rows.take_scaling(on_its_way("scaling", factor.detach()) if is_tensor else float(factor))
 
     # -- gradients thrown away ---------------------------------------------------------------------------------------
 
