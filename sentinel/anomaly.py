@@ -106,6 +106,12 @@ class Anomaly(msgspec.Struct, frozen=True, kw_only=True):
         return abs(self.value - self.baseline) if self.value is not None and self.baseline is not None else 0.0
 
 
+SUSPECTED = "suspected "
+"""What the lines of evidence begin with that give the reasons of the diagnosis told; all others are facts."""
+TO_DO = "to do: "
+"""What the reason begins with that says what to do."""
+
+
 class IncidentAct(msgspec.Struct, frozen=True, kw_only=True):
     """What a person did about an incident."""
 
@@ -175,6 +181,25 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     """What people did about it, oldest first."""
     nature: str = ""
     """The kind of harm: `nonfinite`, `finite`, or `liveness` (ranks and rows that do not come); empty: an older record."""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why what is suspected is suspected, in plain words; without what to do."""
+        return tuple(reason for reason in self._suspicions if not reason.startswith(TO_DO))
+
+    @property
+    def to_do(self) -> str:
+        """What to do now, in a sentence; empty: nothing is known to do."""
+        return next((reason.removeprefix(TO_DO) for reason in self._suspicions if reason.startswith(TO_DO)), "")
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Evidence that holds whatever is suspected, and what was suspected before."""
+        return tuple(line for line in self.evidence if not line.startswith(SUSPECTED))
+
+    @property
+    def _suspicions(self) -> list[str]:
+        return [line.partition(": ")[2] for line in self.evidence if line.startswith(SUSPECTED)]
 
     def acknowledged(self, now: float) -> IncidentAct | None:
         """Return the acknowledgement that holds at `now`, seconds since the epoch; None: nobody says that he works on it."""

@@ -14,7 +14,6 @@ from sentinel.explain.anomaly_files import anomaly_files
 from sentinel.explain.cascade import Cascade, cascade_of
 from sentinel.explain.drawing import WIDTH, draw, rank_words, spans, way
 from sentinel.explain.topk import topk
-from sentinel.incidents.diagnosis.held import SUSPECTED
 from sentinel.incidents.revisions import find_incident, incident_members, incident_revisions
 from sentinel.order.causal import sort_key
 from sentinel.order.causes import BlastRadius, blast_radius
@@ -163,10 +162,10 @@ def _first(story: Story) -> list[str]:
 
 def _suspicion(story: Story) -> list[str]:
     one = story.incident
-    reasons = [line.partition(": ")[2] for line in one.evidence if line.startswith(SUSPECTED)]
-    if not reasons:
+    if not one.reasons and not one.to_do:
         return []
-    lines = ["", f"What is suspected: {one.verdict}", *(f"  {reason}" for reason in reasons)]
+    lines = ["", f"What is suspected: {one.verdict}", *(f"  {reason}" for reason in one.reasons)]
+    lines += [f"  to do: {one.to_do}"] if one.to_do else []
     if one.skip_steps:
         of = f", the part of {_named('rank', one.skip_ranks)}" if one.skip_ranks else ""
         lines.append(f"  batches to skip: {_named('step', one.skip_steps)}{of}")
@@ -177,7 +176,7 @@ def _suspicion(story: Story) -> list[str]:
 
 
 def _black_box(story: Story) -> list[str]:
-    facts = [line for line in story.incident.evidence if "refined at step" not in line and not line.startswith(SUSPECTED)]
+    facts = [line for line in story.incident.facts if "refined at step" not in line]
     if not facts and not story.borders:
         return []
     lines = ["", "What was known at once"]

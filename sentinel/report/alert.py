@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -178,21 +179,26 @@ def headline(alert: Alert) -> str:
     words = {"opened": level, "raised": f"now {level}", "worse": f"{level}, several times worse"}
     word = words.get(alert.change, alert.change)
     repeated = " (repeated)" if alert.repeated else ""
-    return f"{word}: {incident.title}, run {incident.run}, step {incident.opened_step}{repeated}"
+    step = f"step {incident.opened_step}"
+    since = "" if re.search(rf"\b{step}\b", incident.title) else f", {step}"
+    return f"{word}: {incident.title}, run {incident.run}{since}{repeated}"
 
 
 def facts(incident: Incident) -> list[tuple[str, str]]:
-    """Return (name, text) of what a person asks first, empty ones left out."""
+    """Return (name, text) of what a person asks, the first question first, empty ones left out."""
     ranks = ", ".join(map(str, incident.ranks[:16]))
     ranks += f" and {len(incident.ranks) - 16} more" if len(incident.ranks) > 16 else ""
+    suspected = incident.verdict if incident.verdict != "unknown" else "not known" if incident.reasons else ""
     pairs = [
+        ("what to do", incident.to_do),
+        ("cause", suspected),
+        ("because", "; ".join(incident.reasons[:4])),
+        ("batches to skip", _skipped(incident)),
         ("began with", incident.root_name),
         ("module", incident.module),
         ("segment", incident.segment),
         ("ranks", ranks),
-        ("suspected", incident.verdict if incident.verdict != "unknown" else ""),
-        ("evidence", "; ".join(incident.evidence[:5])),
-        ("batches to skip", _skipped(incident)),
+        ("known", "; ".join(incident.facts[:4])),
         ("steps", f"{incident.opened_step} to {incident.last_step}"),
         ("anomalies", str(incident.num_members) if incident.num_members else ""),
         ("detectors", ", ".join(incident.detectors[:8])),

@@ -122,3 +122,30 @@ def test_what_stands_after_a_restart_is_what_was_heard_and_is_open():
 def test_an_unknown_change_is_refused_by_name():
     with pytest.raises(ConfigError, match="got 'shut'"):
         RouteConfig(changes=("shut",))
+
+
+def test_what_to_do_comes_first_and_reasons_are_not_mixed_with_facts():
+    lines = ("suspected batch: loss 9 at step 12 alone", "suspected batch: to do: skip step 12", "first bad: loss")
+    told = facts(an_incident(evidence=lines, verdict="batch", title="loss 9 against 1 at step 12", opened_step=12))
+
+    assert told[:3] == [("what to do", "skip step 12"), ("cause", "batch"), ("because", "loss 9 at step 12 alone")]
+    assert ("known", "first bad: loss") in told
+
+
+def test_an_unknown_cause_is_said_to_be_unknown():
+    told = dict(facts(an_incident(evidence=("suspected unknown: one replica alone", "suspected unknown: to do: run it again"))))
+
+    assert (told["what to do"], told["cause"], told["because"]) == ("run it again", "not known", "one replica alone")
+    assert "cause" not in dict(facts(an_incident()))
+
+
+def an_alert_of(incident):
+    (alert,) = alerts_for(None, incident, [("slack", RouteConfig())], 0.0)
+    return alert
+
+
+def test_a_step_that_the_title_names_is_not_said_twice():
+    one = an_incident(title="loss 9 at step 12", opened_step=12)
+
+    assert headline(an_alert_of(one)).count("step") == 1
+    assert headline(an_alert_of(msgspec.structs.replace(one, title="loss 9 at step 121"))).endswith(", step 12")

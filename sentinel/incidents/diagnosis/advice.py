@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from sentinel.anomaly import TO_DO
 from sentinel.incidents.diagnosis.claim import QUIET_STEPS, Diagnosis, listed
 from sentinel.incidents.diagnosis.evidence import Evidence, NonFiniteOrigin
 from sentinel.order.phase import Phase
-
-TO_DO = "to do: "
 
 
 def advice(case: Evidence, found: Diagnosis) -> str:

@@ -7,15 +7,13 @@ from collections.abc import Iterable
 
 import msgspec
 
-from sentinel.anomaly import Incident
+from sentinel.anomaly import SUSPECTED, Incident
 from sentinel.incidents.diagnosis.claim import UNKNOWN, Diagnosis
 
 HELD_STEPS = 3
 """Closed steps for which a diagnosis must hold before it is told (chosen): a step's verdict may turn with the next."""
 MAX_DOUBLINGS = 6
 """Changes that are told, each of which doubles the steps that the next must hold (chosen)."""
-SUSPECTED = "suspected "
-"""What the lines of evidence begin with that give the reasons of the diagnosis told; all others are facts."""
 _NOT_TOLD = "not settled yet: "
 _FIGURES = re.compile(r"\d+")
 

@@ -217,7 +217,8 @@ def _recurring(case: Evidence, steps: list[int]) -> Diagnosis | None:
     names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
     at = f"at {len(steps)} steps ({listed(steps)})"
     is_often = len(steps) >= LASTING_STEPS
-    hints = list(dict.fromkeys(filter(None, map(functions_words, case.origins))))[:2]
+    hints = list(dict.fromkeys(functions_words(one) for one in case.origins if one.name in names))[:2]
+    hints = [hint for hint in hints if hint]
     if all(_is_at_the_end(one) for one in case.origins):
         return Diagnosis(
             reasons=(
