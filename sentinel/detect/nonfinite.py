@@ -90,6 +90,10 @@ class NanStorm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         state["points"] += 1
 
 
+CONVERGED = 0.01
+"""Share of its usual size below which a value that repeats is no hidden NaN (chosen): those repeat what is usual."""
+
+
 class HiddenNan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A scalar that drops to exactly 0.0, or repeats exactly, after a life of change: a trainer that hides its NaNs."""
 
@@ -111,8 +115,8 @@ class HiddenNan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ConfigError(f"warmup must be at least 2, got {self.warmup}")
 
     def state(self, num_series: int) -> State:
-        """Return 44 bytes a series."""
-        names = ("last", "size", "change", "resolution")
+        """Return 52 bytes a series."""
+        names = ("last", "size", "change", "resolution", "recent")
         state: State = {name: np.zeros(num_series) for name in names}
         state["resolution"][:] = np.inf
         return state | {"changes": np.zeros(num_series, dtype=np.int64), "repeated": np.zeros(num_series, dtype=np.int32)}
@@ -121,8 +125,9 @@ class HiddenNan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Score 1.0 at a sudden exact zero, repetitions / repeats at a repetition, 0.0 elsewhere."""
         ready = (state["changes"] >= self.warmup) & np.isfinite(values)
         # A loss printed with few digits repeats in good health: what it usually moves must be well above its last digit.
-        restless = state["change"] >= 10.0 * state["resolution"]
-        repeated = (values == state["last"]) & ready & restless
+        # One that has converged does as well: its latest moves were of its last digit, or it is next to nothing.
+        restless = np.minimum(state["change"], state["recent"]) >= 10.0 * state["resolution"]
+        repeated = (values == state["last"]) & ready & restless & (np.abs(values) >= CONVERGED * state["size"])
         score = np.where(repeated, (state["repeated"] + 1.0) / self.repeats, 0.0)
         sudden = ready & (values == 0.0) & (state["size"] >= 10.0 * state["change"]) & (state["size"] > 1e-3)
         score[sudden] = np.maximum(score[sudden], 1.0)
@@ -143,5 +148,6 @@ class HiddenNan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         state["change"][later] += (rate * (change - state["change"]))[later]
         state["size"][take] += (np.where(first, 1.0, rate) * (np.abs(values) - state["size"]))[take]
         np.minimum(state["resolution"], change, out=state["resolution"], where=later)
+        np.maximum(change, 0.5 * state["recent"], out=state["recent"], where=later)
         state["changes"][take] += 1
         state["last"][finite] = values[finite]

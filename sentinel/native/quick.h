@@ -176,21 +176,23 @@ static int quick_plateau(const QuickRule *r, const double *values)
 
 typedef struct {
     int64_t repeats, warmup;
+    double converged;
 } HiddenParameters;
 
-/* HiddenNan: last, size, change, resolution, changes, repeated. */
+/* HiddenNan: last, size, change, resolution, recent, changes, repeated. */
 static int quick_hidden(const QuickRule *r, const double *values)
 {
     const HiddenParameters *p = r->parameters;
     void **arrays = r->arrays;
     double *last = arrays[0], *size = arrays[1], *change = arrays[2], *resolution = arrays[3];
-    int64_t *changes = arrays[4];
-    int32_t *repeated = arrays[5];
+    double *recent = arrays[4];
+    int64_t *changes = arrays[5];
+    int32_t *repeated = arrays[6];
     for (int64_t n = 0; n < r->num; n++) {
         const int64_t i = r->series[n];
         const double x = values[r->values[n]];
         if (!(fabs(x) < INFINITY) || changes[i] < p->warmup) continue;
-        const int is_restless = change[i] >= 10.0 * resolution[i];
+        const int is_restless = smaller(change[i], recent[i]) >= 10.0 * resolution[i] && fabs(x) >= p->converged * size[i];
         if (x == last[i] && is_restless && (repeated[i] + 1.0) / (double)p->repeats >= 1.0) return 0;
         if (x == 0.0 && size[i] >= 10.0 * change[i] && size[i] > 1e-3) return 0;
     }
@@ -208,6 +210,7 @@ static int quick_hidden(const QuickRule *r, const double *values)
         if (changes[i] > 0) {
             change[i] += rate * (moved - change[i]);
             resolution[i] = smaller(resolution[i], moved);
+            recent[i] = larger(moved, 0.5 * recent[i]);
         }
         size[i] += (changes[i] == 0 ? 1.0 : rate) * (fabs(x) - size[i]);
         changes[i]++;

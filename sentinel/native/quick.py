@@ -45,7 +45,7 @@ class LevelParameters(ctypes.Structure):
 class HiddenParameters(ctypes.Structure):
     """Those of a hidden NaN."""
 
-    _fields_ = (("repeats", ctypes.c_int64), ("warmup", ctypes.c_int64))
+    _fields_ = (("repeats", ctypes.c_int64), ("warmup", ctypes.c_int64), ("converged", ctypes.c_double))
 
 
 class BatchParameters(ctypes.Structure):

@@ -11,6 +11,7 @@ import numpy as np
 from sentinel.detect import AnomalyNan, AnomalyTurbulence, HiddenNan, NanStorm, SameBatch, State
 from sentinel.detect.drift import Drift, Plateau
 from sentinel.detect.forms import BaselineForm
+from sentinel.detect.nonfinite import CONVERGED
 from sentinel.detect.windowed import RollingMedian
 from sentinel.native import quick as native
 from sentinel.native import rolling
@@ -21,7 +22,7 @@ _LEVEL = ("unit", "level", "noise", "size", "count", "best")
 _ARRAYS = {
     "drift": (*_LEVEL, "above", "below", "run", "settled", "last", "change", "wander", "known", "told"),
     "plateau": (*_LEVEL, "best_at"),
-    "hidden": ("last", "size", "change", "resolution", "changes", "repeated"),
+    "hidden": ("last", "size", "change", "resolution", "recent", "changes", "repeated"),
     "rolling": tuple(name for name, _ in rolling.ARRAYS),
     "baseline": (),
     "finite": ("points",),
@@ -62,7 +63,7 @@ class Quick:
                 memory=detector.memory, warmup=detector.warmup,
             )  # fmt: skip
         if self._kind == "hidden":
-            return native.HiddenParameters(repeats=detector.repeats, warmup=detector.warmup)
+            return native.HiddenParameters(repeats=detector.repeats, warmup=detector.warmup, converged=CONVERGED)
         if self._kind == "rolling":
             return detector.numbers
         if self._kind == "batch":

@@ -172,12 +172,13 @@ class Watch:
         }
 
     def take_dict(self, data: Mapping[str, Any]) -> None:
-        """Take back what `to_dict` gave."""
-        self.state = {
+        """Take back what `to_dict` gave; arrays that an older version did not have begin anew."""
+        self.num_series = data["num_series"]
+        known = {
             name: np.frombuffer(raw, dtype=np.dtype(dtype)).reshape(shape).copy()
             for name, (dtype, shape, raw) in data["state"].items()
         }
-        self.num_series = data["num_series"]
+        self.state = grow(self.scorer, {}, self.num_series) | known if known else {}
         self.episodes = Episodes.from_dict(data["episodes"])
         self.background = data["background"]
         self.num_points = data["num_points"]

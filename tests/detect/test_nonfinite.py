@@ -67,6 +67,17 @@ def test_a_loss_that_stands_still_is_a_hidden_nan(rng):
     assert found.index(True) == 50 + 8
 
 
+@pytest.mark.parametrize(
+    ("rate", "floor"), [(0.4, 0.0), (0.7, 0.3), (0.9, 0.3), (0.97, 0.3), (0.9, -2.0)], ids=lambda value: str(value)
+)
+def test_a_loss_that_has_converged_stands_still_in_good_health(rate, floor):
+    """Of full batches, by LBFGS or by gradient descent, in float32: it falls until nothing of it is left to change."""
+    values = (floor + 0.6 * rate ** np.arange(1500)).astype(np.float32).astype(np.float64)
+    values[values < floor + 4e-9] = floor + 4e-9
+
+    assert not any(feed(HiddenNan(), values))
+
+
 @pytest.mark.parametrize("digits", [1, 2, 3])
 def test_a_loss_printed_with_few_digits_is_not(digits, rng):
     values = np.round(0.4 * np.exp(-np.arange(2000) / 300.0) + 0.003 * np.abs(rng.standard_normal(2000)), digits)

@@ -133,7 +133,8 @@ def test_what_to_do_comes_first_and_reasons_are_not_mixed_with_facts():
 
 
 def test_an_unknown_cause_is_said_to_be_unknown():
-    told = dict(facts(an_incident(evidence=("suspected unknown: one replica alone", "suspected unknown: to do: run it again"))))
+    lines = ("suspected unknown: one replica alone", "suspected unknown: to do: run it again")
+    told = dict(facts(an_incident(evidence=lines)))
 
     assert (told["what to do"], told["cause"], told["because"]) == ("run it again", "not known", "one replica alone")
     assert "cause" not in dict(facts(an_incident()))
