@@ -50,6 +50,8 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Steps of a rank seen before it is judged: the first ones compile and allocate."""
     young: float = 4.0
     """Times the busy time of the others from which a rank is judged from its third step on."""
+    least_s: float = 0.1
+    """Seconds that it must have cost in a row: a scheduler's time slice is as long as some steps of a few milliseconds."""
 
     def __post_init__(self) -> None:
         if not self.factor > 1.0:
@@ -58,16 +60,19 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError(f"sudden must be at least factor, {self.factor:g}, got {self.sudden}")
         if not self.young >= self.factor:
             raise ConfigError(f"young must be at least factor, {self.factor:g}, got {self.young}")
+        if not 0.0 <= self.least_s < math.inf:
+            raise ConfigError(f"least_s must be a finite number of seconds from 0 on, got {self.least_s}")
         if self.lasting < 1:
             raise ConfigError(f"lasting must be at least 1, got {self.lasting}")
         if self.warmup < 1:
             raise ConfigError(f"warmup must be at least 1, got {self.warmup}")
 
     def state(self, num_members: int) -> State:
-        """Return 56 bytes a rank."""
+        """Return 64 bytes a rank."""
         return {
             "num_steps": np.zeros(num_members, dtype=np.int64),
             "streak": np.zeros(num_members, dtype=np.int64),
+            "cost": np.zeros(num_members),
             "usual": np.zeros(num_members),
             "spread": np.zeros(num_members),
             "longest": np.zeros(num_members),
@@ -81,7 +86,8 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         raw, size = self._raw(ratio, state), _size(ratio)
         is_warm = state["num_steps"] >= self.warmup
         is_judged = is_warm | ((state["num_steps"] >= _FIRST_STEPS) & (size >= math.log(self.young)))
-        is_early = ~is_judged | (state["streak"] + 1 < self.lasting)
+        cost = state["cost"] + np.nan_to_num(busy - peers_busy)
+        is_early = ~is_judged | (state["streak"] + 1 < self.lasting) | (cost < self.least_s)
         score = np.where(is_early, np.minimum(raw, JUST_BELOW_ONE), raw)
         is_out = is_judged & (raw >= 1.0)
         is_sudden = is_warm & is_out & (size >= math.log(self.sudden)) & (size > state["longest"])
@@ -93,12 +99,13 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def learn(self, points: Points, group: np.ndarray, state: State, anomalous: np.ndarray) -> None:
         """Follow the usual ratio and its spread, never further than what is normal; count how long it lasts."""
         made = points.made if isinstance(points, StepPoints) else None
-        ratio, busy, _, _, against = made or self._measured(points, group, state)
+        ratio, busy, _, peers_busy, against = made or self._measured(points, group, state)
         known = np.isfinite(busy)
         size = _size(ratio)
         is_high = known & (self._raw(ratio, state) >= 1.0)
         is_past_first = state["num_steps"] >= _FIRST_STEPS
         state["streak"] = np.where(is_high & is_past_first, state["streak"] + 1, 0)
+        state["cost"] = np.where(state["streak"] > 0, state["cost"] + np.nan_to_num(busy - peers_busy), 0.0)
         # A young rank that takes many times as long is no measure of what is usual.
         take = known & ~anomalous & ~(is_high & (size >= math.log(self.young)))
         most = math.log(self.factor)

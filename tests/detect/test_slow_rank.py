@@ -13,9 +13,9 @@ from sentinel.errors import ConfigError
 
 def run(
     busy: Any, group: Any, *, step_s: Any = None, num_steps: int = 40, begin: int = 20, jitter: float = 0.01,
-    known: bool = True, detector: SlowRank | None = None, until: int = 10_000,
+    known: bool = True, detector: SlowRank | None = None, until: int = 10_000, unit_s: float = 1.0,
 ) -> list[list[int]]:
-    """Return the ranks accused at each step: all work 1.0 s, then from `begin` on as `busy` says, in steps of step_s."""
+    """Return the ranks accused at each step: all work 1.0 unit, then from `begin` on as `busy` says, in steps of step_s."""
     detector = detector or SlowRank()
     rng = np.random.default_rng(1)
     group = np.array(group)
@@ -24,6 +24,7 @@ def run(
         is_now = begin <= step < until
         work = np.array(busy if is_now else np.ones(len(group)), float) * np.exp(jitter * rng.standard_normal(len(group)))
         length = work.max() + 0.2 if step_s is None else step_s
+        work, length = work * unit_s, length * unit_s
         wait = length - work if known else np.full(len(group), np.nan)
         points = {"step_s": np.full(len(group), length), "wait_s": wait, "stage": group}
         scores = detector.score(points, np.zeros_like(group), state)
@@ -42,10 +43,18 @@ def test_the_last_to_arrive_is_named_once_it_lasts() -> None:
     assert found[22:] == [[2]] * 18
 
 
+@pytest.mark.parametrize(("unit_s", "first"), [(0.2, 22), (0.05, 22), (0.005, 26)])
+def test_short_steps_must_have_cost_something(unit_s: float, first: int) -> None:
+    found = run([1, 1, 4, 1], FOUR, unit_s=unit_s)
+
+    assert found == [[]] * first + [[2]] * (40 - first)
+
+
 @pytest.mark.parametrize(
     ("busy", "options"),
     [
         pytest.param([1, 1, 1.2, 1], {}, id="within the factor"),
+        pytest.param([1, 1, 5, 1], {"unit_s": 0.004, "until": 25}, id="a core taken for some steps of milliseconds"),
         pytest.param([1.5, 1.5, 1.5, 1.5], {}, id="all slow alike"),
         pytest.param([1, 1, 3, 1], {"until": 22}, id="two steps"),
         pytest.param([1, 1, 3, 1], {"known": False}, id="waits not known"),
