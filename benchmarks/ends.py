@@ -1,11 +1,11 @@
-"""Real ranks under torchrun that end in every way: who is told, how, how soon, how often, and whether anything told is false.
+"""Real ranks under torchrun that end in every way: who is told, how, how soon, how often, and whether any of it is false.
 
     python benchmarks/ends.py [--cases kill,stop] [--ranks 2,4] [--modes run,serve,later] [--times 10] [--keep DIR] [--write]
 
 A small data-parallel model (gloo, CPU, steps of some 0.1 s); at step 12 rank 1 ends as the case says. Modes: `run`: with
-`sentinel run -- torchrun`; `serve`: with a `sentinel serve` beside that was there before; `later`: a daemon looks when all is
-over. Delay: from the fault to the anomaly on disk; `later`: from the start of the daemon. Messages: what a sink of default
-settings would have been told at the opening of an incident or for worse; the end of a told incident is no message of its own.
+`sentinel run -- torchrun`; `serve`: with a `sentinel serve` beside that was there before; `later`: a daemon looks when it is
+all over. Delay: from the fault to the anomaly on disk; `later`: from the start of the daemon. Messages: what a sink of
+default settings is told when an incident opens or gets worse; that a told incident is over is no message of its own.
 
 The case `oom` needs ENDING_GROUP: the folder of a memory group (cgroup) with a limit, which rank 1 joins and fills.
 
@@ -251,7 +251,8 @@ def watch(run_dir: Path) -> subprocess.Popen[bytes]:
     """Note from a process of its own when the first anomaly about an end, or a rank's silence, is on disk."""
     text = (
         "import sys, time, pathlib\nrun = pathlib.Path(sys.argv[1])\n"
-        "while not any(b'run-ended' in t or b'stale-rank' in t for t in (f.read_bytes() for f in run.glob('anomalies/*'))):\n"
+        "texts = lambda: (file.read_bytes() for file in run.glob('anomalies/*'))\n"
+        "while not any(b'run-ended' in text or b'stale-rank' in text for text in texts()):\n"
         "    time.sleep(0.02)\n(run.parent / 'seen').write_text(str(time.time()))\n"
     )
     return subprocess.Popen([sys.executable, "-S", "-c", text, str(run_dir)])

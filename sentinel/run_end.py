@@ -16,6 +16,10 @@ OWN, UNEXPLAINED, FOLLOWS = 0, 1, 2
 (its process is gone without a word, it fell silent); it looks like the end of another rank (a lost connection, SIGTERM)."""
 
 
+CRASHES: tuple[str, ...] = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGABRT", "SIGTRAP")
+"""Signals that a process sends itself by what it does."""
+
+
 MARGIN_S = 2.0
 """So much earlier a rank that nobody can explain must have gone to be the cause of another's exception (chosen): where it
 has no pulse, what it wrote last may be a heartbeat old."""
@@ -43,6 +47,8 @@ class RankEnd(msgspec.Struct, frozen=True, kw_only=True):
     """OWN, UNEXPLAINED or FOLLOWS; of a goodbye it says nothing."""
     is_asked: bool = False
     """Somebody ended it on purpose: Ctrl-C, or SIGTERM sent to the whole command."""
+    has_memory: bool = False
+    """The kernel's counters say that it was not killed for want of memory; False: it was, or they do not tell."""
 
 
 class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +70,8 @@ class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds between that and the daemon's finding it, by the daemon's clock; 0: the daemon was there."""
     is_asked: bool = False
     """Somebody ended it on purpose: Ctrl-C, or SIGTERM sent to the whole command."""
+    has_memory: bool = False
+    """The kernel's counters say that it was not killed for want of memory; False: it was, or they do not tell."""
 
 
 def first_to_go(ends: Mapping[int, RankEnd]) -> tuple[int | None, RankEnd | None]:
@@ -110,4 +118,6 @@ def end_words(end: RunEnd | RankEnd) -> str:
         return "was interrupted by hand (SIGINT)"
     if end.is_asked or detail == "SIGTERM":
         return f"was ended from outside ({detail})"
+    if detail in CRASHES:
+        return f"crashed: {detail}"
     return f"was killed: {detail}" if detail.startswith("SIG") else f"is gone {detail or 'without a word'}"

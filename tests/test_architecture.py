@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1] / "sentinel"
 NOUNS = {
     "record", "moments", "messages", "place", "anomaly", "command", "errors", "version", "aggregate",
     "config_file", "document", "monitor_config", "target", "dump", "tensor_file", "structure_file", "reference",
-    "bounds", "csv_text", "private_files", "process", "regular_expression", "run_end", "run_name",
+    "bounds", "csv_text", "private_files", "process", "process_exits", "regular_expression", "run_end", "run_name",
 }  # fmt: skip
 STAGES = {
     "native", "collect", "wire", "ingest", "detect", "rules", "order", "incidents", "explain", "report", "control",

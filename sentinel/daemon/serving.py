@@ -174,6 +174,7 @@ class ServedRun:
 
     def close(self) -> None:
         """Let go of everything. What was committed stays."""
+        self._watching.close()
         self._anomaly_log.close()
         self._incident_log.close()
         self.journal.close()

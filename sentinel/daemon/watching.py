@@ -11,10 +11,13 @@ from sentinel.ingest.decision import RankFacts, Tick
 from sentinel.ingest.ends import READ_S, REPLACED_S, SETTLE_S, Ends, run_end
 from sentinel.ingest.follow import Life, RunFollower
 from sentinel.ingest.liveness import LivenessTracker
+from sentinel.ingest.memory_kills import MemoryKills
 from sentinel.ingest.processes import ProcessTable
 from sentinel.ingest.steps import StepAssembler
+from sentinel.ingest.witnesses import Witnesses
 from sentinel.run_end import SILENCE, RankEnd
 from sentinel.wire.pulse import read_pulse
+from sentinel.wire.witness import read_witness
 
 WATCH_S = 0.25
 """Least seconds between two looks at who lives."""
@@ -33,7 +36,9 @@ class RunWatch:
         """note: what is known of the command that the daemon runs beside; an empty one where it runs beside none."""
         self.tracker = LivenessTracker()
         self._follower, self._assembler, self._note = follower, assembler, note
-        self._ends = Ends(processes or ProcessTable(), self._pulse_ns)
+        self._processes = processes or ProcessTable()
+        witnesses = Witnesses(lambda: follower.lives, lambda life: read_witness(follower.spool_dir / life.folder))
+        self._ends = Ends(self._processes, self._pulse_ns, self.tracker.silence_s, witnesses, MemoryKills())
         self._due = 0.0
         self._looked: float | None = None
         """When the look began that is not over."""
@@ -95,6 +100,10 @@ class RunWatch:
             if note.code is not None and note.covers(max(one.time for one in ranks)):
                 ranks = tuple(self._ends.by_code(one, lives[one.life], note.pid, note.code) for one in ranks)
             yield from self._ended(number, ranks, now, wall)
+
+    def close(self) -> None:
+        """Look at nobody any more."""
+        self._processes.close()
 
     def _ended(
         self, number: int, ranks: tuple[RankFacts, ...], now: float, wall: float, *, is_restarted: bool = False

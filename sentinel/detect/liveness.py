@@ -19,6 +19,7 @@ Facts = dict[str, np.ndarray]
 - step, call_id: where it stands. num_calls: calls of its last whole step, 0: not known. has_stepped: bool, it has ended a
   step. activity: `init`, `train`, `eval`, `checkpoint`. pp_stage. left: why it said bye, empty while it has not.
 - has_died: bool, it is gone otherwise than in order: another rule tells of that. May be left out: nobody is.
+- is_stopped: bool, its process is there and stopped, as its machine tells. May be left out: nobody is.
 - is_waiting: int, 1 inside a collective, 2 at the border of its pipeline stage, 0 elsewhere, -1 not known.
 """
 
@@ -73,6 +74,8 @@ class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Seconds without any frame, while it trains, after which a rank's process is taken for gone or stopped."""
     quiet_after_s: float = 120.0
     """The same while it starts, evaluates or writes a checkpoint: heartbeats may be held up then."""
+    stopped_after_s: float = 2.5
+    """The same of a rank whose process is stopped, as its machine tells: heartbeats are one second apart."""
     hang_after_s: float = 30.0
     """Least seconds without progress inside a step, heartbeats coming, that are a hang."""
     hang_factor: float = 10.0
@@ -123,11 +126,18 @@ class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         has_left = (facts["left"] != "") | has_died
         is_training = facts["activity"] == "train"
         may_be_silent_s = np.where(is_training, self.stale_after_s, self.quiet_after_s)
-        is_silent = ~has_left & (silence >= may_be_silent_s) & bool((facts["is_live"] & ~has_left).any())
+        is_here = bool((facts["is_live"] & ~has_left).any())
+        is_stopped = ~has_left & facts.get("is_stopped", np.zeros(len(idle), dtype=bool)) & is_here
+        is_stopped &= silence >= self.stopped_after_s
+        is_silent = ~has_left & (silence >= may_be_silent_s) & is_here
         limit, is_inside = self._limits(facts, idle, state)
         is_stuck = ~has_left & ~is_silent & (idle >= limit)
         blamed, reason, seconds = np.zeros(len(idle), dtype=bool), "", idle
-        if is_silent.any():
+        if is_stopped.any() and not (is_silent & ~is_stopped).any():
+            # Those that wait for it are not accused, nor is it once more when it has been silent for longer.
+            blamed, reason = is_stopped, "stopped"
+            seconds, limit = silence, np.full(len(idle), self.stopped_after_s)
+        elif is_silent.any():
             slack = np.minimum(TOGETHER_S, 0.25 * may_be_silent_s)
             blamed, reason = ~has_left & (silence >= may_be_silent_s - slack), "silent"
             seconds, limit = silence, may_be_silent_s
@@ -151,7 +161,8 @@ class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         waiting = ~has_left & ~blamed & ~is_silent & (idle >= 0.5 * self.hang_after_s) & blamed.any()
         return Scores.of(
             score, limit, seconds=seconds, reason=np.where(blamed, reason, ""), is_waiting=waiting,
-            is_idle=blamed & (reason == "hung") & ~(is_stuck & is_inside).any(),
+            # Somebody stops a whole run on purpose: Ctrl-Z, a scheduler that suspends it.
+            is_idle=blamed & ((reason == "hung") & ~(is_stuck & is_inside).any() | (is_stopped | has_left).all()),
             is_sure=blamed & (reason != "hung" or int(blamed.sum()) == 1),
         )  # fmt: skip
 

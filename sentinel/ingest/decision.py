@@ -96,6 +96,12 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     """That it is gone, and how; None: it is not, or nobody knows."""
     ended_at: float = 0.0
     """Seconds on the clock of `Tick.now`: when that became known."""
+    process_state: str = ""
+    """The kernel's letter of its process while it is there: R, S, D, T (stopped), t (stopped by who traces it); empty: the
+    process is not in our table."""
+    pid: int = 0
+    host: str = ""
+    """Which process that is; 0 and empty: not known."""
 
 
 class Tick(msgspec.Struct, frozen=True, kw_only=True):

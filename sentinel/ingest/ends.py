@@ -1,4 +1,4 @@
-"""Ends: how each rank of an attempt went, by its last words, by the table of processes, or by its silence; and the run.
+"""Ends: how each rank of an attempt went, by its words, the table of processes, other ranks, or its silence; and the run.
 
 What is known comes late and in any order: a rank that is killed says nothing, those that were connected to it raise, and the
 launcher ends the others a moment later. So nothing is decided before the first end is `SETTLE_S` old, and the first to go is
@@ -15,10 +15,13 @@ import msgspec
 
 from sentinel.ingest.decision import RankFacts
 from sentinel.ingest.follow import Life
-from sentinel.ingest.processes import GONE, LIVES, STOPPED, ProcessTable, status_words
+from sentinel.ingest.memory_kills import MemoryKills
+from sentinel.ingest.processes import GONE, LIVES, STOPPED, UNSEEN, ProcessTable, Seen, status_words
+from sentinel.ingest.witnesses import UNHEARD_S, Witnesses
 from sentinel.messages import Bye
 from sentinel.process import ProcessId
 from sentinel.run_end import (
+    CRASHES,
     EXCEPTION,
     FOLLOWS,
     GOODBYE,
@@ -48,8 +51,13 @@ TOGETHER_S = 2.5
 REPLACED_S = 5.0
 """A life is over when a newer attempt trains and it was silent for so long before."""
 
+ASKED_S = 300.0
+"""Seconds after it was asked to end in which whatever ends a rank follows from that (chosen): launchers and schedulers kill
+half a minute later what has not ended by itself; one that trains on for longer took it for a notice."""
+
 _ASKED = {"SIGINT"}
-_CRASHES = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS"}
+_ASKED_ERRORS = ("SIGTERMException", "SignalException")
+"""What Lightning and torch's elastic agent raise when they are sent SIGTERM."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,21 +69,32 @@ class _Found:
     status: int | None = None
     is_gone: bool = False
     is_memory: bool = False
-    """The kernel killed for want of memory between the last look that saw it alive and this one."""
+    """The kernel killed for want of memory just then."""
+    is_after: bool = False
+    """It was there still when another rank ended badly: it wrote that down."""
     time: float = 0.0
 
 
 class Ends:
     """What is known of how lives ended. Journalled as RankFacts and RunEnd: a replay needs none of this."""
 
-    def __init__(self, processes: ProcessTable, pulse_ns: Callable[[Life], int]) -> None:
-        """pulse_ns: when a life said last that it lives; 0: not known."""
+    def __init__(
+        self,
+        processes: ProcessTable,
+        pulse_ns: Callable[[Life], int],
+        silence_s: Callable[[bytes], float],
+        witnesses: Witnesses,
+        memory_kills: MemoryKills,
+    ) -> None:
+        """pulse_ns: when a life said last that it lives; 0: not known. silence_s: seconds since a life was heard last."""
         self._processes = processes
-        self._pulse_ns = pulse_ns
+        self._pulse_ns, self._silence_s = pulse_ns, silence_s
+        self._witnesses = witnesses
+        self._memory_kills = memory_kills
         self._found: dict[bytes, _Found] = {}
-        self._stopped: set[bytes] = set()
+        self._seen: dict[bytes, Seen] = {}
+        """The last look at each life that is there."""
         self._due = -1.0
-        self._memory_kills: int | None = None
         self._process: dict[bytes, ProcessId] = {}
 
     def look(self, lives: Collection[Life], behind: Collection[bytes], now: float, *, is_forced: bool = False) -> None:
@@ -86,24 +105,39 @@ class Ends:
         if now < self._due and not is_forced:
             return
         self._due = now + LOOK_S * max(1.0, len(lives) / MANY_LIVES)
-        kills = self._processes.memory_kills()
-        has_killed = kills is not None and self._memory_kills is not None and kills > self._memory_kills
-        self._memory_kills = kills
+        self._memory_kills.look(now)
         for life in lives:
             found = self._found.get(life.id)
             if found is not None and found.is_gone and not life.has_left and life.id not in behind:
                 # All that it wrote is read: no step waits for it any more.
                 life.has_left = now - found.at >= READ_S
-            if found is not None and (found.is_gone or now - found.at > SETTLE_S):
+            if found is not None and ((found.is_gone and found.status is not None) or now - found.at > SETTLE_S):
                 continue
-            seen = self._processes.look(self._process_of(life))
-            (self._stopped.add if seen.state == STOPPED else self._stopped.discard)(life.id)
+            process = self._process_of(life)
+            seen = self._processes.look(process)
+            if seen.state in (LIVES, STOPPED):
+                self._seen[life.id] = seen
+                self._memory_kills.know(process)
+            elif seen.state == UNSEEN and life.id not in behind and UNHEARD_S[0] <= self._silence_s(life.id) <= UNHEARD_S[1]:
+                seen = self._witnessed(process, now)
             if found is None and (life.has_left or seen.state == GONE):
                 found = self._found[life.id] = _Found(now)
             if found is not None and seen.state == GONE:
-                found.is_gone, found.status = True, seen.status if seen.status is not None else found.status
-                found.is_memory = has_killed and not life.has_left
-                found.time = max(self._pulse_ns(life), life.last_wall_ns) / 1e9
+                self._note_gone(life, process, found, seen, now)
+
+    def _note_gone(self, life: Life, process: ProcessId, found: _Found, seen: Seen, now: float) -> None:
+        if seen.status is None:
+            seen = self._witnessed(process, now)
+        if not found.is_gone:
+            found.is_memory = self._processes.sees(process) and self._memory_kills.near(process, now)
+            found.time = max(self._pulse_ns(life), life.last_wall_ns) / 1e9
+        found.is_gone, found.is_after = True, found.is_after or self._witnesses.has_seen(life.id)
+        found.status = seen.status if seen.status is not None else found.status
+
+    def _witnessed(self, process: ProcessId, now: float) -> Seen:
+        """Return what other ranks saw of a process that our table does not tell of."""
+        status = self._witnesses.status(process, now)
+        return Seen(UNSEEN) if status is None else Seen(GONE, status)
 
     def told(
         self, ranks: Sequence[RankFacts], lives: Mapping[bytes, Life], now: float, asked_by: Callable[[float], str]
@@ -118,9 +152,14 @@ class Ends:
             life, found = lives.get(one.life), self._found.get(one.life)
             end = None if life is None else self._end_of(life, one, found, now, asked_by)
             at = found.at if found is not None else now if end is not None else 0.0
-            is_stopped = one.life in self._stopped
-            if end is not None or is_stopped:
-                one = msgspec.structs.replace(one, end=end, ended_at=at, is_stopped=is_stopped)
+            seen = self._seen.get(one.life) if found is None else None
+            if end is not None or seen is not None:
+                process = self._process.get(one.life)
+                one = msgspec.structs.replace(
+                    one, end=end, ended_at=at, is_stopped=seen is not None and seen.state == STOPPED,
+                    process_state=seen.letter if seen is not None else "",
+                    pid=process.pid if process is not None else 0, host=process.host if process is not None else "",
+                )  # fmt: skip
             told.append(one)
         return tuple(told)
 
@@ -154,7 +193,9 @@ class Ends:
         self, life: Life, one: RankFacts, found: _Found | None, now: float, asked_by: Callable[[float], str]
     ) -> RankEnd | None:
         if life.has_left and life.bye is not None:
-            return _end_by_words(life.bye, life.last_wall_ns / 1e9, found.status if found is not None else None)
+            time = life.last_wall_ns / 1e9
+            end = _end_by_words(life.bye, time, found.status if found is not None else None)
+            return end if end.how == GOODBYE else _after_asking(end, asked_by(time))
         if found is not None and found.is_gone:
             return self._end_by_table(life, one, found, asked_by(found.time))
         return None
@@ -187,21 +228,47 @@ class Ends:
         process = self._process_of(life)
         where = f"process {process.pid} on {process.host}"
         name, code = status_words(found.status) if found.status is not None else (asked, 0)
-        if found.is_memory and name in ("", "SIGKILL"):
-            detail = f"{where} was killed at the moment at which the kernel killed for want of memory"
+        if found.is_memory and name in ("", "SIGKILL") and not code and not asked:
+            detail = self._memory_words(life, process, where)
             return RankEnd(how=OUT_OF_MEMORY, detail=detail, time=found.time, step=one.step, cause=OWN)
         if found.status is None and not asked:
             detail = f"without a word ({where}): killed by a signal, or crashed"
-            return RankEnd(how=SIGNAL, detail=detail, time=found.time, step=one.step)
-        if name:
-            return _end_by_signal(name, found.time, one.step, is_asked=name == asked)
-        return _end_by_code(code, "", found.time, one.step)
+            cause = FOLLOWS if found.is_after else UNEXPLAINED
+            return RankEnd(how=SIGNAL, detail=detail, time=found.time, step=one.step, cause=cause)
+        end = _end_by_signal(name, found.time, one.step) if name else _end_by_code(code, "", found.time, one.step)
+        if end.detail == "SIGKILL":
+            end = msgspec.structs.replace(end, has_memory=not found.is_memory and self._memory_kills.tells(process))
+        return end if end.how == GOODBYE else _after_asking(end, asked)
+
+    def _memory_words(self, life: Life, process: ProcessId, where: str) -> str:
+        seen, limit = self._seen.get(life.id), self._memory_kills.limit(process)
+        held = f", which held {size(seen.resident_bytes)}" if seen is not None and seen.resident_bytes else ""
+        group = f"; its memory group (cgroup) may hold {size(limit)}" if limit is not None else ""
+        return f"the kernel killed for want of memory when {where}{held}, went{group}"
+
+
+def size(num_bytes: int) -> str:
+    """Return bytes as people say them: `512 MiB`, `12.3 GiB`."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes / 1024:.3g} KiB"
+
+
+def _after_asking(end: RankEnd, asked: str) -> RankEnd:
+    """Return an end as what it follows from: a signal that was sent to the whole command, which asked it to end."""
+    if not asked or end.is_asked:
+        return end
+    detail = asked if end.detail == asked else f"{asked}, then {end.detail}"
+    return msgspec.structs.replace(end, how=SIGNAL, detail=detail, cause=FOLLOWS, is_asked=True)
 
 
 def _end_by_words(bye: Bye, time: float, status: int | None) -> RankEnd:
     if bye.reason == "interrupted":
         return _end_by_signal("SIGINT", time, bye.step)
     if bye.reason == "exception":
+        if bye.error.endswith(_ASKED_ERRORS):
+            return _end_by_signal("SIGTERM", time, bye.step)
         text = f"{bye.error}: {bye.message}" if bye.message else bye.error
         how = OUT_OF_MEMORY if bye.is_memory else EXCEPTION
         cause = FOLLOWS if bye.is_lost_peer and not bye.is_memory else OWN
@@ -222,9 +289,10 @@ def _end_by_code(code: int, reason: str, time: float, step: int) -> RankEnd:
     return RankEnd(how=EXCEPTION, detail=f"exit code {code}", time=time, step=step, cause=OWN)
 
 
-def _end_by_signal(name: str, time: float, step: int, *, is_asked: bool = False) -> RankEnd:
-    cause = FOLLOWS if name == "SIGTERM" else OWN if name in _CRASHES else UNEXPLAINED
-    return RankEnd(how=SIGNAL, detail=name, time=time, step=step, cause=cause, is_asked=is_asked or name in _ASKED)
+def _end_by_signal(name: str, time: float, step: int) -> RankEnd:
+    # A rank that aborts is often the collective library of one that waited for another in vain.
+    cause = FOLLOWS if name == "SIGTERM" else OWN if name in CRASHES and name != "SIGABRT" else UNEXPLAINED
+    return RankEnd(how=SIGNAL, detail=name, time=time, step=step, cause=cause, is_asked=name in _ASKED)
 
 
 def run_end(ranks: Sequence[RankFacts], wall: float, *, is_restarted: bool = False) -> RunEnd | None:
@@ -250,10 +318,13 @@ def run_end(ranks: Sequence[RankFacts], wall: float, *, is_restarted: bool = Fal
     if end is not None:
         return RunEnd(
             how=end.how, rank=first, step=end.step, detail=end.detail, time=end.time, found_late_s=late_s,
-            is_asked=end.is_asked, is_restarted=is_restarted,
+            is_asked=end.is_asked, is_restarted=is_restarted, has_memory=end.has_memory,
         )  # fmt: skip
     earliest = min(bad, key=lambda end: end.time)
     is_asked = any(end.is_asked for end in bad)
+    # Who saw others go, and followed without a word, was sent what they were sent.
+    told = [end for end in bad if end.detail == "SIGTERM" or end.cause != FOLLOWS or end.how != SIGNAL]
+    bad = told or bad
     hows = {(end.how, end.detail) for end in bad if end.is_asked or not is_asked}
     how, detail = earliest.how, earliest.detail
     if len(hows) == 1:
@@ -261,7 +332,7 @@ def run_end(ranks: Sequence[RankFacts], wall: float, *, is_restarted: bool = Fal
     elif is_asked:
         how, detail = sorted(hows)[0]
     else:
-        detail = f"{len(bad)} ranks went within {max(last - earliest.time, 0.0):.2g} s of one another"
+        detail = f"without a word, {len(bad)} ranks within {max(last - earliest.time, 0.0):.2g} s of one another"
     return RunEnd(
         how=how, step=earliest.step, detail=detail, time=earliest.time, found_late_s=late_s,
         is_asked=is_asked or all(end.detail == "SIGTERM" for end in bad), is_restarted=is_restarted,

@@ -126,6 +126,11 @@ class LivenessTracker:
             number: tuple(_facts(one) for _, one in sorted(ranks.items())) for number, ranks in sorted(found.items())
         }
 
+    def silence_s(self, life: bytes) -> float:
+        """Return the seconds since a life was heard last; 0.0 of one that is not known."""
+        one = self._standings.get(life)
+        return 0.0 if one is None else self.now - one.heard_at
+
     def heard_at(self) -> float | None:
         """Return when the rank that was heard least recently was heard, on the clock of `now`; None: nobody lives."""
         return min((one.heard_at for one in self._standings.values() if one.is_live and one.life.bye is None), default=None)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from sentinel.process import EXIT, PROC, START, ProcessId, own_process, stat_fields, stat_state
+from sentinel.process import EXIT, PROC, RESIDENT, START, ProcessId, own_process, stat_fields, stat_state
+from sentinel.process_exits import ProcessExits
 
 LIVES, STOPPED, GONE, UNSEEN = "lives", "stopped", "gone", "unseen"
 """What the table says of a process. UNSEEN: it runs on another host, in another container, or nobody said which it is."""
@@ -20,7 +21,11 @@ class Seen(msgspec.Struct, frozen=True):
 
     state: str
     status: int | None = None
-    """Of one that is gone: what `wait` says of it; None: its parent has asked already, nobody else can know."""
+    """Of one that is gone: what `wait` says of it; None: its parent has asked already, and the kernel keeps nothing."""
+    letter: str = ""
+    """The kernel's state of one that is there: R, S, D, T (stopped), t (stopped by who traces it)."""
+    resident_bytes: int = 0
+    """Memory that it holds just now."""
 
 
 class ProcessTable:
@@ -29,6 +34,9 @@ class ProcessTable:
     def __init__(self, proc: Path = PROC, *, own: Callable[[Path], ProcessId] = own_process) -> None:
         self._proc = proc
         self._own = own(proc)
+        self._ended: dict[ProcessId, int | None] = {}
+        """What was told at the end of those that were waited for."""
+        self._exits = ProcessExits(self._note_end, "sentinel-exits") if proc == PROC else None
 
     def sees(self, process: ProcessId) -> bool:
         """Return whether a process would be in this table while it lives."""
@@ -42,30 +50,27 @@ class ProcessTable:
             stat = (self._proc / str(process.pid) / "stat").read_bytes()
             fields, state = stat_fields(stat), stat_state(stat)
         except (FileNotFoundError, ProcessLookupError):
-            return Seen(GONE)
+            return Seen(GONE, self._ended.get(process))
         except (OSError, ValueError, IndexError):
             return Seen(UNSEEN)
         if fields[START] != process.start:
-            return Seen(GONE)
+            return Seen(GONE, self._ended.get(process))
         if state in "ZXx":
             # Nobody but its parent, and who may trace it, reads how: zero may mean that it is hidden from us.
             status = fields[EXIT] if len(fields) > EXIT else 0
-            return Seen(GONE, status or None)
-        return Seen(STOPPED if state in "Tt" else LIVES)
+            return Seen(GONE, status or self._ended.get(process))
+        if self._exits is not None:
+            self._exits.add(process)
+        resident = fields[RESIDENT] * os.sysconf("SC_PAGESIZE") if len(fields) > RESIDENT else 0
+        return Seen(STOPPED if state in "Tt" else LIVES, letter=state, resident_bytes=resident)
 
-    def memory_kills(self) -> int | None:
-        """Return how many processes the kernel has killed for want of memory since the machine started; None: not told.
+    def close(self) -> None:
+        """Wait for no process any more."""
+        if self._exits is not None:
+            self._exits.close()
 
-        Those that went past the limit of their group (a container) are among them.
-        """
-        try:
-            for line in (self._proc / "vmstat").read_text("ascii").splitlines():
-                key, _, value = line.partition(" ")
-                if key == "oom_kill":
-                    return int(value)
-        except (OSError, ValueError):
-            pass
-        return None
+    def _note_end(self, process: ProcessId, status: int | None, wall_ns: int) -> None:
+        self._ended[process] = status
 
 
 def status_words(status: int) -> tuple[str, int]:
@@ -77,4 +82,3 @@ def status_words(status: int) -> tuple[str, int]:
         except ValueError:
             return f"SIG{number}", 0
     return "", os.WEXITSTATUS(status)
-

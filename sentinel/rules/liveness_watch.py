@@ -136,7 +136,8 @@ class LivenessWatch(Watch):
             return True
         known = {one.rank for one in self._open}
         # While a hang lasts others give up, time out and are killed: only those that fall silent as well are told.
-        return scores.evidence["reason"][blamed[0]] == "silent" and any(ranks[at].rank not in known for at in blamed)
+        is_quiet = scores.evidence["reason"][blamed[0]] in ("silent", "stopped")
+        return is_quiet and any(ranks[at].rank not in known for at in blamed)
 
     def _why_over(self, ranks: Sequence[RankFacts], now: float) -> str:
         """Return why the open episode is over, in words; empty: it is not."""
@@ -148,6 +149,11 @@ class LivenessWatch(Watch):
                 whys.append("replaced")
             elif self._reason == "left":
                 return ""
+            elif self._reason == "stopped":
+                # It was heard shortly before it was stopped; and one that is killed then never went on.
+                if one.is_stopped or one.end is not None or now - one.heard_at >= _BEAT_S:
+                    return ""
+                whys.append("goes on")
             elif one.left:
                 whys.append(f"left ({one.left})")
             elif not one.is_live or now - one.heard_at >= _HEARD_S:
@@ -181,7 +187,7 @@ class LivenessWatch(Watch):
         alone = len(facts) == 1
         step = min(max(one.step, 0) for one in facts)
         rank = first.rank if alone else None
-        statistic = "silent_s" if reason == "silent" else "idle_s"
+        statistic = "silent_s" if reason in ("silent", "stopped") else "idle_s"
         return Anomaly(
             # A rank may stop twice at one place: the number of the decision tells the two apart.
             id=anomaly_id(tick.run, tick.attempt, step, None, rank, f"liveness/{tick.seq}/{statistic}", self.rule.name),
@@ -236,6 +242,8 @@ class LivenessWatch(Watch):
         self._reason = keys["reason"]
 
 
+_BEAT_S = 1.5
+"""A rank that was heard within so many seconds goes on."""
 _HEARD_S = 5.0
 """A rank heard within so many seconds is there: heartbeats are one apart (chosen)."""
 
@@ -246,6 +254,7 @@ def _columns(ranks: Sequence[RankFacts]) -> dict[str, np.ndarray]:
         "pp_stage", "left",
     )  # fmt: skip
     columns = {name: np.array([getattr(one, name) for one in ranks]) for name in names}
+    columns["is_stopped"] = np.array([one.is_stopped for one in ranks], dtype=bool)
     columns["has_died"] = np.array([one.end is not None and one.end.how != GOODBYE for one in ranks], dtype=bool)
     return columns
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sentinel.anomaly import Anomaly
-from sentinel.run_end import EXCEPTION, OUT_OF_MEMORY, SILENCE, RankEnd, RunEnd, end_words
+from sentinel.run_end import CRASHES, EXCEPTION, OUT_OF_MEMORY, SILENCE, RankEnd, RunEnd, end_words
 
 if TYPE_CHECKING:
     from sentinel.ingest.decision import RankFacts
@@ -169,12 +169,19 @@ def stale(
     who, many = ranks([one.rank for one in facts]), len(facts) > 1
     if reason == "silent":
         text = f"{who} {'are' if many else 'is'} silent: nothing was heard for {seconds:.0f} s"
-        stopped = [one.rank for one in facts if one.is_stopped]
-        if stopped:
-            whose = f"the process of {ranks(stopped)}" if many else "its process"
-            text += f"; {whose} is stopped: continue it (kill -CONT), or end it"
+        here = [one for one in facts if one.process_state]
+        if here:
+            text += f"; {_processes(here)} there (state {', '.join(dict.fromkeys(one.process_state for one in here))})"
+            text += " but writes nothing: its disk is full or does not answer, or native code holds Python's lock"
         else:
             text += "; gone, stopped, or its records cannot be written"
+    elif reason == "stopped":
+        states = ", ".join(dict.fromkeys(one.process_state for one in facts if one.process_state))
+        text = f"{who} {'are' if many else 'is'} stopped: nothing was heard for {seconds:.0f} s; {_processes(facts)} stopped"
+        text += f" (state {states})" if states else ""
+        pids = " ".join(str(one.pid) for one in facts[:4] if one.pid)
+        what = "a debugger or profiler that holds it" if states == "t" else "Ctrl-Z, a scheduler that suspends, a person"
+        text += f"; see who stopped it ({what}), then: kill -CONT {pids}".rstrip()
     elif reason == "left":
         why = ", ".join(dict.fromkeys(one.left for one in facts))
         text = f"{who} left ({why}) and the others have waited {seconds:.0f} s"
@@ -188,6 +195,14 @@ def stale(
     if waiting:
         text += f"; {ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
     return text
+
+
+def _processes(facts: Sequence[RankFacts]) -> str:
+    """Return `process 4711 on n3 is`, or `processes 4711, 4712 on n3 are`."""
+    hosts = ", ".join(list(dict.fromkeys(one.host for one in facts if one.host))[:4])
+    pids = ", ".join(str(one.pid) for one in facts[:8] if one.pid)
+    text = f"process {pids}" if len(facts) == 1 else f"processes {pids}" + (" and more" if len(facts) > 8 else "")
+    return text + (f" on {hosts}" if hosts else "") + (" is" if len(facts) == 1 else " are")
 
 
 def slow(
@@ -216,8 +231,11 @@ def ended(rank: int | None, end: RunEnd | RankEnd, all_ranks: Sequence[RankFacts
             text += f"; {ranks(here)} {'is' if len(here) == 1 else 'are'} still there"
     else:
         gone = [one.rank for one in others if one.end is not None]
-        text = f"{ranks(gone)}{at} {end_words(end)}"
-        if len(gone) > 1 and not end.is_asked:
+        words = end_words(end)
+        if len(gone) > 1:
+            words = words.replace("was ", "were ", 1) if words.startswith("was ") else words.replace("is ", "are ", 1)
+        text = f"{ranks(gone)}{at} {words}"
+        if len(gone) > 1 and not end.is_asked and end.detail != "SIGTERM":
             text += "; nothing tells which of them went first"
     if isinstance(end, RunEnd) and end.found_late_s >= 60.0:
         text += f"; found {seconds_words(end.found_late_s)} later"
@@ -240,7 +258,7 @@ def seconds_words(seconds: float) -> str:
 
 
 def _what_to_do(end: RunEnd | RankEnd) -> str:
-    if end.how == OUT_OF_MEMORY and end.detail.startswith("process"):
+    if end.how == OUT_OF_MEMORY and end.detail.startswith("the kernel"):
         return "give the host more memory, or hold less in it (loader workers, pinned buffers, copies of checkpoints)"
     if end.how == OUT_OF_MEMORY:
         return "lower the micro-batch or the sequence length, recompute or shard more, then go on from the last checkpoint"
@@ -250,8 +268,13 @@ def _what_to_do(end: RunEnd | RankEnd) -> str:
         return "look whether its host is up and writes to the run's directory"
     if end.is_asked or end.detail == "SIGTERM":
         return "see who sent it (scheduler, launcher, a person), then go on from the last checkpoint"
-    if end.detail in ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"):
+    if end.detail in CRASHES:
         return "it crashed in native code: look at the last lines of its log and its core dump"
+    if end.has_memory:
+        return (
+            "it was not for want of memory, the kernel counts no such kill: see who sent it (a scheduler, a launcher, a "
+            "person), then go on from the last checkpoint"
+        )
     return (
         "look for the out-of-memory killer (dmesg), the scheduler's limits and the last lines of its log, "
         "then go on from the last checkpoint"

@@ -33,6 +33,7 @@ from sentinel.wire.losses import Losses
 from sentinel.wire.pulse import PulseWriter
 from sentinel.wire.spool import FILE_BYTES, SPOOL_BYTES, SpoolWriter, life_folder
 from sentinel.wire.step_batch import StepBatch
+from sentinel.wire.witness import Witness
 
 log = logging.getLogger("sentinel")
 
@@ -89,6 +90,7 @@ class Handover:
             max_bytes=max_bytes, file_bytes=file_bytes, clock=self._clock,
         )  # fmt: skip
         self._pulse = PulseWriter(self.spool.directory)
+        self._witness = Witness(self.spool.directory)
         self._control = ControlFolder(Path(directory) / "control", on_refused or _log_refused)
         self._position = position
         self._on_command = on_command
@@ -282,6 +284,7 @@ class Handover:
         self._thread = None
         self.spool.disarm()
         self._pulse.close()
+        self._witness.close()
 
     def turn(self) -> None:
         """Do one round of the writer's work: what is queued, a heartbeat, the control folder; each when it is due."""
@@ -318,6 +321,7 @@ class Handover:
             self._guarded("bye", lambda: self._write(self._bye))
         self.spool.close()
         self._pulse.close()
+        self._witness.close()
 
     def _drain(self) -> None:
         while self._queue:
@@ -376,6 +380,8 @@ class Handover:
             return True
         step = getattr(message, "step", NO_STEP)
         if isinstance(message, Descriptor):
+            if message.place.world_size > 1 and self._thread is not None:
+                self._witness.start()
             return self.spool.describe(message)
         return self.spool.append(FRAME_TYPES[type(message)], encode_message(message), step=step)
 

@@ -105,16 +105,18 @@ def test_a_stopped_rank_is_named_and_its_return_told(start: Callable[..., Ranks]
     assert run.found == []
 
     run.ranks[2].send_signal(signal.SIGSTOP)
-    (onset,) = wait_for("the silence", lambda: run.found)
-    time.sleep(4.0)
+    (onset,) = wait_for("the stop", lambda: run.found)
+    time.sleep(8.0)
     assert len(run.found) == 1, "those that wait are not accused"
     run.ranks[2].send_signal(signal.SIGCONT)
     end = wait_for("the return", lambda: run.found[1:])[0]
 
     assert (onset.rank, onset.ranks, onset.statistic) == (2, (2,), "silent_s")
-    assert "rank 2 is silent: nothing was heard for" in onset.message
+    assert "rank 2 is stopped: nothing was heard for" in onset.message
+    assert f"process {run.ranks[2].pid} on " in onset.message and "is stopped (state T)" in onset.message
+    assert f"kill -CONT {run.ranks[2].pid}" in onset.message
     assert f"last seen in step {onset.step}" in onset.message
-    assert (end.event, end.message) == ("end", "rank 2: heard again")
+    assert (end.event, end.message) == ("end", "rank 2: goes on")
     # The step in which it stood still was a slow one too: that joins later, as a further revision of the same incident.
     (held,) = {one.id for one in revisions(run.run_dir) if onset.id in one.members}
     assert [one.ranks for one in incidents(run.run_dir) if one.id == held] == [(2,)]

@@ -130,8 +130,3 @@ def test_a_process_that_is_not_there_is_gone(tmp_path: Path) -> None:
     assert ProcessTable(tmp_path, own=lambda proc: OWN_PROCESS).look(RANK).state == GONE
 
 
-def test_kills_for_want_of_memory_are_counted(tmp_path: Path) -> None:
-    (tmp_path / "vmstat").write_text("nr_free 1\noom_kill 4\n")
-
-    assert ProcessTable(tmp_path, own=lambda proc: OWN_PROCESS).memory_kills() == 4
-    assert ProcessTable(tmp_path / "none", own=lambda proc: OWN_PROCESS).memory_kills() is None
