@@ -256,22 +256,6 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True):
     reason: Text = ""
 
 
-class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank's process lives; where it stands."""
-
-    step: Step
-    call_id: Count
-    activity: Word
-    """init, train, eval, checkpoint."""
-    module: Name = ""
-    phase: Word = ""
-    """forward, backward, optimizer, or empty."""
-    micro_step: Small = -1
-    """Of the observation made last; -1: none, or not known."""
-    is_waiting: Annotated[int, Meta(ge=-1, le=1)] = -1
-    """1: the host is inside a collective just now, 0: it is not, -1: not known."""
-
-
 class Bye(msgspec.Struct, frozen=True, kw_only=True):
     """The last frame of a life that ended in order."""
 
@@ -288,3 +272,21 @@ class Bye(msgspec.Struct, frozen=True, kw_only=True):
     """The exception says that memory ran out."""
     is_lost_peer: bool = False
     """The exception says that the connection to another rank was lost, or that others did not answer."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+    """The rank's process lives; where it stands."""
+
+    step: Step
+    call_id: Count
+    activity: Word
+    """init, train, eval, checkpoint."""
+    module: Name = ""
+    phase: Word = ""
+    """forward, backward, optimizer, or empty."""
+    micro_step: Small = -1
+    """Of the observation made last; -1: none, or not known."""
+    is_waiting: Annotated[int, Meta(ge=-1, le=1)] = -1
+    """1: the host is inside a collective just now, 0: it is not, -1: not known."""
+    raised: Bye | None = None
+    """What a notebook's cell raised while it trained; None: nothing, or it has trained since. The process lives on."""

@@ -49,6 +49,8 @@ class RankEnd(msgspec.Struct, frozen=True, kw_only=True):
     """Somebody ended it on purpose: Ctrl-C, or SIGTERM sent to the whole command."""
     has_memory: bool = False
     """The kernel's counters say that it was not killed for want of memory; False: it was, or they do not tell."""
+    is_at_prompt: bool = False
+    """The process lives on, and may train again: a notebook, whose cell raised."""
 
 
 class RunEnd(msgspec.Struct, frozen=True, kw_only=True):

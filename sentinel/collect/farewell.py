@@ -38,7 +38,12 @@ def farewell(reason: str, error: BaseException | None = None, code: int = 0) -> 
     if isinstance(error, KeyboardInterrupt):
         return Bye(reason="interrupted", step=NO_STEP, error="KeyboardInterrupt")
     if isinstance(error, SystemExit):
-        return Bye(reason="exit", step=NO_STEP, code=exit_code(error.code))
+        code = exit_code(error.code)
+        # Launchers of processes exit where they caught what the trainer raised: that is why.
+        why = None if error.__suppress_context__ else error.__context__
+        if code and why is not None and not isinstance(why, SystemExit):
+            return farewell("exception", why, code)
+        return Bye(reason="exit", step=NO_STEP, code=code)
     if error is None:
         return Bye(reason=reason, step=NO_STEP, code=code)
     text = str(error)

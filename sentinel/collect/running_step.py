@@ -12,10 +12,11 @@ from torch.utils.hooks import RemovableHandle
 
 from sentinel.collect.loss_scale import LossScale
 from sentinel.collect.memory import MemoryUse
+from sentinel.collect.notebook import CELLS
 from sentinel.collect.recording import Recording
 from sentinel.collect.scalars import Scalars, on_its_way, resolver
 from sentinel.collect.waiting import WaitClock
-from sentinel.messages import Descriptor, EndStep, Heartbeat
+from sentinel.messages import Bye, Descriptor, EndStep, Heartbeat
 from sentinel.record import ROW_DTYPE, Flag, Kind
 from sentinel.wire.handover import Handover
 from sentinel.wire.step_batch import StepBatch
@@ -38,6 +39,8 @@ class RunningStep:
         """gradient_divisor: by what gradients are divided after the backward, where ranks are averaged."""
         self._gradient_divisor = gradient_divisor
         self.is_begun = False
+        self.raised: Bye | None = None
+        """What a notebook's cell raised in which this trained; None: nothing, or it has trained since."""
         self.due: dict[str, int] = {}
         """Kind to the number of tensors measured."""
         self._recording = recording
@@ -58,6 +61,7 @@ class RunningStep:
         """The step's first forward begins."""
         self._recording.rows.dgrad_divisor = self._gradient_divisor()
         self.is_begun = True
+        CELLS.note_step(self)
         self._began_at = time.perf_counter()
 
     def count(self, due: dict[str, int]) -> None:
@@ -87,6 +91,7 @@ class RunningStep:
             phase=phase,
             micro_step=num_forwards - 1 if phase == "forward" else -1,
             is_waiting=self._waits.is_waiting,
+            raised=self.raised,
         )
 
     def hand_over(

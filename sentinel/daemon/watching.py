@@ -8,7 +8,7 @@ import msgspec
 
 from sentinel.daemon.command_note import CommandNote
 from sentinel.ingest.decision import RankFacts, Tick
-from sentinel.ingest.ends import READ_S, REPLACED_S, SETTLE_S, Ends, run_end
+from sentinel.ingest.ends import REPLACED_S, Ends, is_settled, run_end
 from sentinel.ingest.follow import Life, RunFollower
 from sentinel.ingest.liveness import LivenessTracker
 from sentinel.ingest.memory_kills import MemoryKills
@@ -61,7 +61,7 @@ class RunWatch:
         groups = self._groups()
         newest = max(groups, default=0)
         for number, ranks in groups.items():
-            if not any(one.life in behind for one in ranks) and _is_settled(ranks, now):
+            if not any(one.life in behind for one in ranks) and is_settled(ranks, now):
                 ranks = self._ends.silenced(ranks, self._follower.lives, now)
                 yield from self._ended(number, ranks, now, wall, is_restarted=number < newest)
         ranks = self.facts()
@@ -131,12 +131,6 @@ class RunWatch:
 
     def _pulse_ns(self, life: Life) -> int:
         return read_pulse(self._follower.spool_dir / life.folder)
-
-
-def _is_settled(ranks: Sequence[RankFacts], now: float) -> bool:
-    """Tell whether the first end is so old that those which follow from it are known; also where there is none."""
-    ends = [one.ended_at for one in ranks if one.end is not None]
-    return not ends or (now - min(ends) >= SETTLE_S and now - max(ends) >= READ_S)
 
 
 def _replaced(one: RankFacts, newest: float, number: int) -> RankFacts:

@@ -44,6 +44,9 @@ READ_S = 0.2
 """Seconds after a rank was found gone in which what it wrote at its end is read."""
 SETTLE_S = 2.0
 """Seconds from the first end until it is said which rank was first (chosen): what the others say comes within one."""
+LEAVE_S = 4.0
+"""So long a process that said goodbye may take to be gone, and to tell its exit code, before others are judged that lost it
+(chosen): what is loaded is taken down first."""
 SILENT_S, QUIET_S = 30.0, 120.0
 """Seconds without a frame after which a rank that trains, or does something else, is gone where no process tells."""
 TOGETHER_S = 2.5
@@ -111,7 +114,7 @@ class Ends:
             if found is not None and found.is_gone and not life.has_left and life.id not in behind:
                 # All that it wrote is read: no step waits for it any more.
                 life.has_left = now - found.at >= READ_S
-            if found is not None and ((found.is_gone and found.status is not None) or now - found.at > SETTLE_S):
+            if found is not None and ((found.is_gone and found.status is not None) or now - found.at > LEAVE_S):
                 continue
             process = self._process_of(life)
             seen = self._processes.look(process)
@@ -152,7 +155,9 @@ class Ends:
             life, found = lives.get(one.life), self._found.get(one.life)
             end = None if life is None else self._end_of(life, one, found, now, asked_by)
             at = found.at if found is not None else now if end is not None else 0.0
-            seen = self._seen.get(one.life) if found is None else None
+            if found is None and end is not None and end.is_at_prompt:
+                at = one.moved_at
+            seen = None if found is not None and found.is_gone else self._seen.get(one.life)
             if end is not None or seen is not None:
                 process = self._process.get(one.life)
                 one = msgspec.structs.replace(
@@ -198,6 +203,10 @@ class Ends:
             return end if end.how == GOODBYE else _after_asking(end, asked_by(time))
         if found is not None and found.is_gone:
             return self._end_by_table(life, one, found, asked_by(found.time))
+        raised = life.heartbeat.raised if life.heartbeat is not None else None
+        if raised is not None:
+            end = _end_by_words(raised, life.last_wall_ns / 1e9, None)
+            return msgspec.structs.replace(end, step=one.step, is_at_prompt=True)
         return None
 
     def silenced(self, ranks: tuple[RankFacts, ...], lives: Mapping[bytes, Life], now: float) -> tuple[RankFacts, ...]:
@@ -295,12 +304,25 @@ def _end_by_signal(name: str, time: float, step: int) -> RankEnd:
     return RankEnd(how=SIGNAL, detail=name, time=time, step=step, cause=cause, is_asked=name in _ASKED)
 
 
+def is_settled(ranks: Sequence[RankFacts], now: float) -> bool:
+    """Tell whether the first end is so old that those which follow from it are known; also where there is none."""
+    ended = [one for one in ranks if one.end is not None]
+    if not ended:
+        return True
+    first, last = min(one.ended_at for one in ended), max(one.ended_at for one in ended)
+    is_bad = any(one.end is not None and one.end.how != GOODBYE for one in ended)
+    is_leaving = any(one.end is not None and one.end.how == GOODBYE and one.process_state for one in ended)
+    if is_bad and is_leaving and now - first < LEAVE_S:
+        return False
+    return now - first >= SETTLE_S and now - last >= READ_S
+
+
 def run_end(ranks: Sequence[RankFacts], wall: float, *, is_restarted: bool = False) -> RunEnd | None:
     """Return how the run of these ranks ended; None: somebody lives, or may live.
 
     wall: seconds since the epoch, now. is_restarted: a newer attempt has begun.
     """
-    by_rank = {one.rank: one.end for one in ranks if one.end is not None}
+    by_rank = {one.rank: one.end for one in ranks if one.end is not None and not one.end.is_at_prompt}
     if not by_rank or len(by_rank) < len(ranks):
         return None
     ends = list(by_rank.values())

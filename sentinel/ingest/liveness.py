@@ -36,6 +36,7 @@ class _Standing:
     phase: str = ""
     is_waiting: int = -1
     has_stepped: bool = False
+    has_raised: bool = False
     borders: tuple[int, frozenset[tuple[str, str]]] = (-1, frozenset())
     """Layout id, and (phase, name) of the sites behind which the rank waits for a neighbour in the pipeline."""
 
@@ -148,6 +149,9 @@ class LivenessTracker:
     def _take_heartbeat(self, one: _Standing, beat: Heartbeat) -> None:
         self._move(one, beat.step, beat.call_id, beat.activity)
         one.module, one.phase, one.micro_step = beat.module, beat.phase, beat.micro_step
+        if one.has_raised and beat.raised is None:
+            one.moved_at = self.now  # It stood at a prompt, and trains again.
+        one.has_raised = beat.raised is not None
         one.is_waiting = beat.is_waiting
         if beat.is_waiting < 0 and (beat.phase, beat.module) in self._borders(one):
             one.is_waiting = 2

@@ -28,6 +28,8 @@ MAX_TOLD = 65536
 class EndWatch(Watch):
     """One end of a run is one anomaly: told when the first rank is gone and others live, else when the run is over.
 
+    What a notebook's cell raises is told too, though the process lives on; when it trains again, that is over.
+
     Its episode lasts while others live, and where nobody was heard until somebody is heard again.
     """
 
@@ -85,7 +87,7 @@ class EndWatch(Watch):
     def _died(self, ranks: Sequence[RankFacts], now: float) -> tuple[int | None, RankEnd, Severity] | None:
         """Return the rank that went first, how, and how grave that is; None: nobody went, or it is known, or too early."""
         gone = [one for one in ranks if one.end is not None and one.end.how != GOODBYE and one.life not in self._told]
-        if not gone or all(one.end is not None for one in ranks):
+        if not gone or all(one.end is not None and not one.end.is_at_prompt for one in ranks):
             return None
         age = now - min(one.ended_at for one in gone)
         ends = {one.rank: one.end for one in gone if one.end is not None}

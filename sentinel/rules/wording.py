@@ -258,6 +258,8 @@ def seconds_words(seconds: float) -> str:
 
 
 def _what_to_do(end: RunEnd | RankEnd) -> str:
+    if isinstance(end, RankEnd) and end.is_at_prompt:
+        return "it stands at its prompt: read the traceback below the cell; what was trained so far is still in memory"
     if end.how == OUT_OF_MEMORY and end.detail.startswith("the kernel"):
         return "give the host more memory, or hold less in it (loader workers, pinned buffers, copies of checkpoints)"
     if end.how == OUT_OF_MEMORY:

@@ -15,7 +15,7 @@ from sentinel.daemon import serving
 from sentinel.daemon.replay import replay
 from sentinel.daemon.serving import ServedRun
 from sentinel.ingest.decision import TICK
-from sentinel.messages import Heartbeat
+from sentinel.messages import Bye, Heartbeat
 from sentinel.store.journal import Journal
 from sentinel.store.whereabouts import RunPaths
 from sentinel.testing import FakeClock, SyntheticRun
@@ -36,6 +36,8 @@ class Watched:
         self.at: dict[int, tuple[int, int, str]] = {}
         """Rank -> (call_id, is_waiting, activity) in the step that runs."""
         self.silent: set[int] = set()
+        self.raised: dict[int, Bye] = {}
+        """Rank -> what a cell of its notebook raised."""
         self.daemon: ServedRun | None = served(directory, EVERY_STEP)
 
     def train(self, num_steps: int, **options: Any) -> None:
@@ -64,7 +66,7 @@ class Watched:
             if rank not in self.silent:
                 beat = Heartbeat(
                     step=self.source.step, call_id=call_id, activity=activity, module=f"layers.{rank % 2}.mlp",
-                    phase="forward", micro_step=1, is_waiting=is_waiting,
+                    phase="forward", micro_step=1, is_waiting=is_waiting, raised=self.raised.get(rank),
                 )  # fmt: skip
                 self.source.say(rank, beat)
 
@@ -168,6 +170,38 @@ def test_a_silent_rank_is_named_once_and_its_end_told(watched: Callable[..., Wat
     assert [(one.event, one.message) for one in run.found[1:]] == [("end", "rank 2: heard again")]
     assert run.incidents[-1].state == "resolved"
     assert run.num_ticks() == 2
+    run.stop()
+    run.assert_replays(tmp_path / "again")
+
+
+RAISED = Bye(reason="exception", step=-1, error="ValueError", message="no such token: 50257")
+
+
+def test_what_a_cell_raises_is_told_once_and_over_when_it_trains_again(
+    watched: Callable[..., Watched], tmp_path: Path
+) -> None:
+    run = watched(dp=1)
+    run.train(20)
+    run.raised = {0: RAISED}
+    run.wait(300)
+
+    (onset,) = run.found
+    assert (onset.rule, onset.rank, onset.step, onset.severity) == ("run-ended", 0, 20, Severity.CRITICAL)
+    assert onset.message == (
+        "rank 0, in step 20, raised ValueError: no such token: 50257; it stands at its prompt: read the traceback below the "
+        "cell; what was trained so far is still in memory"
+    )
+    assert run.num_ticks() == 1
+
+    run.raised = {}
+    run.wait(2)
+    run.train(40)
+    assert [(one.event, one.message) for one in run.found[1:]] == [("end", "rank 0: heard again")]
+    run.source.end()
+    run.wait(5)
+
+    assert len(run.found) == 2
+    assert run_status(run.directory)["ended"]["how"] == "goodbye"
     run.stop()
     run.assert_replays(tmp_path / "again")
 
