@@ -27,6 +27,11 @@ CLEAR_S = 0.05
 """Ranks that went within so short a time of one another cannot be put in order: a pulse is some 20 ms."""
 
 
+TOGETHER_S = 1.0
+"""Ranks that were all sent SIGKILL within so long were sent it by somebody who ends them all (chosen): a launcher that has
+lost one of them sends the others SIGTERM first."""
+
+
 EXIT = "exit"
 """What a goodbye says at the end of its process."""
 LEFT_EARLY = "left while the others trained on, with an exit code that it told nobody"
@@ -90,6 +95,9 @@ def first_to_go(ends: Mapping[int, RankEnd]) -> tuple[int | None, RankEnd | None
     if first is not None and (other is None or bad[other].time > bad[first].time - MARGIN_S):
         return first, bad[first]
     if other is not None:
+        killed = [bad[rank].time for rank in unexplained if bad[rank].detail == "SIGKILL"]
+        if len(killed) > 1 and max(killed) - min(killed) < TOGETHER_S:
+            return None, None
         near = [rank for rank in unexplained if bad[rank].time - bad[other].time < CLEAR_S]
         return (other, bad[other]) if len(near) == 1 else (None, None)
     lost = min((rank for rank in follows if bad[rank].how != SIGNAL), key=lambda rank: bad[rank].time, default=None)

@@ -358,4 +358,5 @@ def run_end(ranks: Sequence[RankFacts], wall: float, *, is_restarted: bool = Fal
     return RunEnd(
         how=how, step=earliest.step, detail=detail, time=earliest.time, found_late_s=late_s,
         is_asked=is_asked or all(end.detail == "SIGTERM" for end in bad), is_restarted=is_restarted,
+        has_memory=all(end.has_memory for end in bad),
     )  # fmt: skip

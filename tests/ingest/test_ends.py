@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import cast
 
+import msgspec
 import pytest
 
-from sentinel.ingest.processes import GONE, LIVES, STOPPED, UNSEEN, ProcessTable, status_words
+from sentinel.ingest.decision import RankFacts
+from sentinel.ingest.ends import Ends, run_end
+from sentinel.ingest.follow import RunFollower
+from sentinel.ingest.memory_kills import MemoryKills
+from sentinel.ingest.processes import GONE, LIVES, STOPPED, UNSEEN, ProcessTable, Seen, status_words
+from sentinel.ingest.witnesses import Witnesses
+from sentinel.messages import Descriptor
 from sentinel.process import ProcessId
 from sentinel.run_end import (
     EXCEPTION,
@@ -22,6 +30,8 @@ from sentinel.run_end import (
     RankEnd,
     first_to_go,
 )
+from sentinel.testing import SyntheticRun
+from sentinel.wire.witness import Witnessed
 
 
 def end(how: str, time: float, cause: int = UNEXPLAINED, detail: str = "", *, is_asked: bool = False) -> RankEnd:
@@ -60,6 +70,10 @@ def terminated(time: float) -> RankEnd:
         ([terminated(10.0), terminated(10.5)], None),
         ([terminated(10.0)], 0),
         ([lost(10.2), lost(10.0)], 1),
+        ([killed(10.0), killed(10.3)], None),
+        ([killed(10.0), killed(40.0)], 0),
+        ([killed(10.0), terminated(10.1)], 0),
+        ([killed(10.0), end(SIGNAL, 10.02, FOLLOWS, "without a word")], 0),
         ([end(SIGNAL, 10.0, is_asked=True), lost(9.0)], None),
         ([end(GOODBYE, 10.0, detail="exit"), end(GOODBYE, 11.0, detail="exit")], None),
         ([end(GOODBYE, 10.0, detail="detached"), killed(20.0)], 1),
@@ -130,3 +144,107 @@ def test_a_process_that_is_not_there_is_gone(tmp_path: Path) -> None:
     assert ProcessTable(tmp_path, own=lambda proc: OWN_PROCESS).look(RANK).state == GONE
 
 
+
+
+class Lives:
+    """Lives of one run whose processes and witnesses a test sets: rank -> what is known."""
+
+    def __init__(self, tmp_path: Path, states: dict[int, Seen], seen: dict[int, list[Witnessed]], *, kills: int = 0) -> None:
+        run = SyntheticRun(tmp_path / "run", dp=len(states), layers=1)
+        run.write(3)
+        self.now = 0.0
+        follower = RunFollower(tmp_path / "run")
+        follower.poll()
+        self.lives = follower.lives
+        self.processes = {
+            life.id: ProcessId(host="here", pid=70 + life.rank, start=5, space="s", boot="b") for life in self.lives.values()
+        }
+        table = cast(ProcessTable, self)
+        (tmp_path / "vmstat").write_text("oom_kill 0\n")
+        self.memory = MemoryKills(tmp_path, tmp_path)
+        witnesses = Witnesses(lambda: self.lives, lambda life: seen.get(life.rank, []))
+        self.states = dict.fromkeys(states, Seen(LIVES, letter="R", resident_bytes=3 * 2**30))
+        self.ends = Ends(table, lambda life: 0, lambda life: 3.0, witnesses, self.memory)
+        self._settle()
+        (tmp_path / "vmstat").write_text(f"oom_kill {kills}\n")
+        self.states |= states
+        self._settle()
+
+    def sees(self, process: ProcessId) -> bool:
+        return self.states[process.pid - 70].state != UNSEEN
+
+    def look(self, process: ProcessId) -> Seen:
+        return self.states[process.pid - 70]
+
+    def _settle(self) -> None:
+        for life in self.lives.values():
+            self.ends._process[life.id] = self.processes[life.id]
+            life.descriptor = msgspec.structs.replace(
+                cast(Descriptor, life.descriptor), environment=self.processes[life.id].as_told()
+            )
+        for _ in range(4):
+            self.now += 0.6
+            self.ends.look(self.lives.values(), (), self.now)
+
+    def told(self, asked: str = "") -> tuple[RankFacts, ...]:
+        ranks = tuple(
+            RankFacts(rank=life.rank, life=life.id, heard_at=self.now, moved_at=self.now, time=10.0, step=12)
+            for life in sorted(self.lives.values(), key=lambda life: life.rank)
+        )
+        return self.ends.told(ranks, self.lives, self.now, lambda time: asked)
+
+
+KILL, TERM = Seen(GONE, int(signal.SIGKILL)), Seen(GONE, int(signal.SIGTERM))
+SAW_1 = [Witnessed(pid=71, start=5, status=int(signal.SIGKILL))]
+
+
+@pytest.mark.parametrize("nobody_told", [Seen(GONE), Seen(UNSEEN)], ids=["found later", "another host"])
+def test_what_another_rank_saw_tells_how_one_was_killed_and_that_it_was_first(tmp_path: Path, nobody_told: Seen) -> None:
+    one = Lives(tmp_path, {0: Seen(GONE), 1: nobody_told}, {0: SAW_1}).told()
+
+    ended = run_end(one, 10.0)
+
+    assert ended is not None
+    assert (ended.how, ended.rank, ended.detail) == (SIGNAL, 1, "SIGKILL")
+
+
+def test_ends_of_other_children_of_the_launcher_say_nothing(tmp_path: Path) -> None:
+    one = Lives(tmp_path, {0: Seen(GONE), 1: Seen(GONE)}, {0: [Witnessed(pid=9999, start=5, status=9)]}).told()
+
+    ended = run_end(one, 10.0)
+
+    assert ended is not None
+    assert ended.rank is None and ended.detail.startswith("without a word, 2 ranks within")
+
+
+def test_a_kill_by_the_kernel_says_how_much_was_held(tmp_path: Path) -> None:
+    (end, _) = (one.end for one in Lives(tmp_path, {0: KILL, 1: TERM}, {}, kills=1).told())
+
+    assert end is not None
+    assert (end.how, end.cause) == (OUT_OF_MEMORY, OWN)
+    assert end.detail == "the kernel killed for want of memory when process 70 on here, which held 3 GiB, went"
+
+
+def test_a_kill_while_the_kernel_counts_none_is_not_for_want_of_memory(tmp_path: Path) -> None:
+    (end, other) = (one.end for one in Lives(tmp_path, {0: KILL, 1: TERM}, {}).told())
+
+    assert end is not None and other is not None
+    assert (end.how, end.detail, end.has_memory) == (SIGNAL, "SIGKILL", True)
+    assert (other.detail, other.cause) == ("SIGTERM", FOLLOWS)
+
+
+def test_what_ends_a_rank_that_was_asked_to_end_follows_from_that(tmp_path: Path) -> None:
+    told = Lives(tmp_path, {0: KILL, 1: TERM}, {}, kills=1).told(asked="SIGTERM")
+
+    ended = run_end(told, 10.0)
+
+    assert ended is not None
+    assert (ended.rank, ended.is_asked) == (None, True)
+    assert ended.detail.startswith("SIGTERM")
+
+
+def test_a_stopped_process_is_there(tmp_path: Path) -> None:
+    (one, other) = Lives(tmp_path, {0: Seen(STOPPED, letter="T"), 1: Seen(LIVES, letter="S")}, {}).told()
+
+    assert (one.is_stopped, one.process_state, one.pid, one.host, one.end) == (True, "T", 70, "here", None)
+    assert (other.is_stopped, other.process_state) == (False, "S")
