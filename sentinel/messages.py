@@ -174,6 +174,8 @@ class EndStep(msgspec.Struct, frozen=True, kw_only=True):
     lost_to: Word = ""
     """Why rows were dropped, joined by commas: `writer` (it was late and the hand-over full), `cap` (spool.max_bytes),
     `disk` (it took no frames), `error` (the rows could not be read)."""
+    left_out: Annotated[tuple[Word, ...], Meta(max_length=256)] = ()
+    """Kinds that this rank measures more rarely than its schedule says, and not in this step: they cost it too much."""
 
 
 LOSS_NAMES = (

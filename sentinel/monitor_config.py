@@ -113,11 +113,18 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Measure a different n-th of the tensors in each due step, each tensor in every n-th; 1: all of them."""
     probes: dict[str, ProbeSchedule] = {}
     """Kinds with a schedule of their own, measured whether or not `kinds` names them."""
+    max_overhead: float | None = 0.1
+    """Largest share of a step that a kind may take of the training thread, once 200 steps and 30 s are over: one that takes
+    more is measured every 2, 4, 8, ... steps, which is told. While `kinds` is left at its default, all that Sentinel does
+    may take half of it. A kind with a step_interval, a stagger or a collect_times is measured as these say; the black box,
+    scalars and what a command asks for are taken at every step. 0 or null: no bound."""
 
     def __post_init__(self) -> None:
         for at, kind in enumerate(self.kinds):
             _check_kind(f"kinds[{at}]", kind)
         _check_schedule("", self)
+        if self.max_overhead is not None and not 0 <= self.max_overhead <= 1:
+            raise ConfigError(f"max_overhead must be a share of a step from 0 to 1, or null, got {self.max_overhead}")
         for kind, schedule in self.probes.items():
             _check_kind("probes", kind)
             _check_schedule(f"probes.{kind}.", schedule)
@@ -135,6 +142,12 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if Kind.of(kind) not in (*PARAMETER_KINDS, Kind.COMM):
             common.append("targets")
         return msgspec.structs.replace(own, **{key: getattr(self, key) for key in common if getattr(own, key) is None})
+
+    def is_interval_free(self, kind: str) -> bool:
+        """Whether nobody said how often a kind is measured, so that it may be measured more rarely where it costs much."""
+        own, schedule = self.probes.get(kind, ProbeSchedule()), self.schedule_of(kind)
+        is_plain = schedule.step_interval == 1 and schedule.stagger == 1 and schedule.collect_times is None
+        return is_plain and own.step_interval is None
 
 
 class SpoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

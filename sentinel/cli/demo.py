@@ -99,6 +99,9 @@ class Stage:
         )
         self._faults = private / "faults.json"
         self._faults.write_text(json.dumps(plan.faults()))
+        self._monitor = private / "monitor.yaml"
+        # What the demo checks does not depend on how fast this machine is.
+        self._monitor.write_text("max_overhead: null\n")
         self.daemon = Companion(
             [str(run_dir), "--owned", "--listen", "127.0.0.1:0", "--config", str(config)], run_dir / ".daemon" / "daemon.log"
         )
@@ -117,6 +120,7 @@ class Stage:
         command = [
             sys.executable, str(self._example / "launch.py"), "-n", str(NUM_RANKS), "--",
             str(self._example / "train.py"), "--steps", str(plan.num_steps), "--faults", str(self._faults),
+            "--sentinel-config", str(self._monitor),
         ]  # fmt: skip
         environment = {**os.environ, "SENTINEL_DIR": str(self.run_dir.parent), "SENTINEL_RUN": self.run_dir.name}
         for variable in ("SENTINEL_DISABLE", "RANK", "WORLD_SIZE", "LOCAL_RANK"):

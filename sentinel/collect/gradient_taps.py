@@ -37,6 +37,8 @@ class GradientTap:
         if gradient is None or self.is_done or not recorder.is_alive:
             return  # Of a node with several outputs, one that nobody used has none.
         self.is_done = True  # Zero-bubble schedules walk the graph twice.
+        costs = recorder.recording.costs
+        former = costs.turn_to(costs.kind_of(self.entry))
         try:
             if self.handle is not None:
                 self.handle.remove()
@@ -49,6 +51,8 @@ class GradientTap:
                 recorder.after_backward_hook(self.chunk)
         except Exception as error:
             recorder.guard(self.entry.name, error, given=gradient, lost="the row of its gradient in this step is missing")
+        finally:
+            costs.turn_to(former)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientTap:
         return self

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from sentinel.collect.clipping import ClipWatch
-from sentinel.collect.gradients import Parameters
+from sentinel.collect.gradients import Parameter, Parameters
 from sentinel.collect.recording import Recording
 from sentinel.collect.scalars import Scalars
 from sentinel.collect.waiting import WaitClock
+from sentinel.record import Kind
 
 
 class GradientWatch:
@@ -27,11 +29,12 @@ class GradientWatch:
         is_wanted: Callable[[], bool],
         before_reading: Callable[[], None],
         on_backward_ended: Callable[[], None],
+        on_nonfinite: Callable[[], None],
         guard: Callable[[str, Exception], None],
     ) -> None:
         """is_wanted: whether this step's gradients are measured; before_reading: the step may have to begin first.
 
-        on_backward_ended: all gradients of a backward are there.
+        on_backward_ended: all gradients of a backward are there. on_nonfinite: they hold a NaN or an infinity.
         """
         self.clips = ClipWatch(self._before_clip, self._before_clip_by_value)
         self._parameters = parameters
@@ -41,6 +44,7 @@ class GradientWatch:
         self._is_wanted = is_wanted
         self._before_reading = before_reading
         self._on_backward_ended = on_backward_ended
+        self._on_nonfinite = on_nonfinite
         self._guard = guard
         self._was_mine = False
         """The parameters clipped last were this model's."""
@@ -89,7 +93,15 @@ class GradientWatch:
 
     def _read(self, params: list[torch.Tensor] | None, *, is_doomed: bool) -> None:
         if self._is_wanted():
-            self._recording.read_gradients(self._parameters, self._parameters.of(params), is_doomed=is_doomed)
+            self._measure(self._parameters.of(params), is_doomed=is_doomed)
+
+    def _measure(self, which: list[Parameter], *, is_doomed: bool) -> None:
+        costs = self._recording.costs
+        former = costs.turn_to(Kind.WGRAD)
+        try:
+            self._recording.read_gradients(self._parameters, which, is_doomed=is_doomed)
+        finally:
+            costs.turn_to(former)
 
     def _before_clip(self, params: list[torch.Tensor], total_norm: torch.Tensor | None) -> None:
         try:
@@ -97,8 +109,11 @@ class GradientWatch:
             if mine:
                 self._before_reading()
                 self._has_clipped = self._was_mine = True
+                # A DTensor's number would take a collective, a device's a wait.
+                if type(total_norm) is torch.Tensor and total_norm.is_cpu and not math.isfinite(float(total_norm)):
+                    self._on_nonfinite()
                 if self._is_wanted():
-                    self._recording.read_gradients(self._parameters, mine, is_doomed=False)
+                    self._measure(mine, is_doomed=False)
             elif params:
                 self._was_mine = False
             if total_norm is not None and self._was_mine:
@@ -111,6 +126,6 @@ class GradientWatch:
             if self._is_wanted():
                 mine = self._parameters.of_grads(grads)
                 if mine:
-                    self._recording.read_gradients(self._parameters, mine, is_doomed=False)
+                    self._measure(mine, is_doomed=False)
         except Exception as error:
             self._guard("clip_grad", error)

@@ -181,6 +181,8 @@ class ModuleTap:
         chunk = self.chunk
         if module is not self.module or not chunk.recorder.is_alive or (self.may_rest and not chunk.recorder.sites.is_due):
             return
+        costs = chunk.recorder.recording.costs
+        former = costs.turn_to(costs.first_due(self.takes_in))
         try:
             self.has_passed = True
             if chunk.in_forward and not in_backward():
@@ -190,11 +192,15 @@ class ModuleTap:
                     self._take_recomputed(source, self._inputs, Kind.DGRAD_IN in self.takes_in)
         except Exception as error:
             chunk.recorder.guard(self.name, error, given=(args, kwargs), lost=NO_INPUTS)
+        finally:
+            costs.turn_to(former)
 
     def _returned(self, module: nn.Module, output: Any) -> None:
         chunk = self.chunk
         if module is not self.module or not chunk.recorder.is_alive or (self.may_rest and not chunk.recorder.sites.is_due):
             return
+        costs = chunk.recorder.recording.costs
+        former = costs.turn_to(costs.first_due(self.takes_out))
         try:
             self.has_passed = True
             if chunk.in_forward and not in_backward():
@@ -203,6 +209,8 @@ class ModuleTap:
                 self._take_recomputed(output, self._outputs, Kind.DGRAD in self.takes_out)
         except Exception as error:
             chunk.recorder.guard(self.name, error, given=output, lost=NO_OUTPUTS)
+        finally:
+            costs.turn_to(former)
 
     def take_inputs(self, args: Any, kwargs: Any) -> None:
         """Measure the inputs that no site has measured in this forward, and name the others a second time."""

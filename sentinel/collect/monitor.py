@@ -17,6 +17,7 @@ from sentinel.collect.attempt import NO_ATTEMPT, Attempt
 from sentinel.collect.boundary import Boundary
 from sentinel.collect.clipping import ClipWatch
 from sentinel.collect.config_edits import ConfigEdits
+from sentinel.collect.costs import OWN
 from sentinel.collect.current import Statistics, current_statistics
 from sentinel.collect.failures import describe_failure
 from sentinel.collect.farewell import farewell, raised_now
@@ -29,6 +30,7 @@ from sentinel.collect.loss_scale import LossScale
 from sentinel.collect.memory import MemoryUse
 from sentinel.collect.moe_tracker import MoETracker
 from sentinel.collect.orders import Orders
+from sentinel.collect.pacing import Pacing
 from sentinel.collect.pipelining import PipelineWatch
 from sentinel.collect.plan import Plan
 from sentinel.collect.planning import Planning
@@ -104,9 +106,12 @@ class Monitor:
         self._gradients = GradientWatch(
             self.parameters, self.recording, self._scalars, self._waits,
             is_wanted=self._wants_gradients, before_reading=self._step_without_forward,
-            on_backward_ended=lambda: self.boundary.backward_ended(), guard=self.guard,
+            on_backward_ended=lambda: self.boundary.backward_ended(), on_nonfinite=self._take_in_weights, guard=self.guard,
         )  # fmt: skip
-        self._events = Events(self.guard)
+        self._costs = self.recording.costs
+        self._costs.is_due = self.plan.takes
+        self._pacing = Pacing(self.plan, self.recording.tell)
+        self._events = Events(self.guard, self._costs)
         self.boundary = Boundary(
             self._gradients.ready, self._gradients.doomed, self.guard, self._optimizer_stepped, self._optimizer_steps,
             self.parameters.reopen, lambda: [one.param for one in self.parameters.all],
@@ -418,6 +423,8 @@ class Monitor:
     def _step_without_forward(self) -> None:
         """An optimizer steps although no forward was seen: the hooks are compiled away, or on another copy."""
         if self._is_seen or self.is_paused or not self.is_alive:
+            if self.plan.left_out and self.recording.has_nonfinite:
+                self._take_in_weights()
             return
         if self._running.is_begun and self.boundary.is_over:
             self._end_step()
@@ -428,6 +435,13 @@ class Monitor:
                 "an optimizer steps, but no training forward of the attached model was seen: was it compiled or copied "
                 "after attach? Parameters and gradients are measured, the black box is blind; attach to what is called",
             )
+
+    def _take_in_weights(self) -> None:
+        """The running step holds a NaN or an infinity: measure its weights and gradients, and whole steps from now on."""
+        self._pacing.saw_nonfinite(self.current_step)
+        lacks_parameters = Kind.PARAM in self.plan.left_out
+        if self._is_measuring and self.plan.take_in((Kind.PARAM, Kind.WGRAD)) and lacks_parameters:
+            self._measure_parameters()
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -440,6 +454,9 @@ class Monitor:
             # Pipelines, schedules and meshes exist by the first forward, if ever.
             self._locate()
             self._introduction.tell_reading(self.chunks)
+        self._costs.begin(self.current_step)
+        former = self._costs.turn_to(OWN)
+        self._pacing.begin(self.current_step, self._costs.clock())
         self._running.begin()
         self._activity, self._ending.thread_id = "train", threading.get_ident()
         has_changed = self._planning.begin(self.current_step)
@@ -448,16 +465,23 @@ class Monitor:
             if has_changed or self._begun_steps % REFRESH_STEPS == 0 or not self.parameters.all:
                 self.parameters.refresh(self.chunks)
             if self.plan.takes(Kind.PARAM):
-                entries, tensors = self.parameters.measurable(self.parameters.all)
-                self.recording.observe_all(entries, tensors, [0] * len(entries))
-                self._running.count({"param": len(entries)})
+                self._measure_parameters()
         self._events.begun()
         self._begun_steps += 1
+        self._costs.turn_to(former)
+
+    def _measure_parameters(self) -> None:
+        former = self._costs.turn_to(Kind.PARAM)
+        entries, tensors = self.parameters.measurable(self.parameters.all)
+        self.recording.observe_all(entries, tensors, [0] * len(entries))
+        self._running.count({"param": len(entries)})
+        self._costs.turn_to(former)
 
     def _end_step(self, *, is_partial: bool = False, is_skipped: bool | torch.Tensor | None = None) -> None:
         """Hand the step over to the writer and begin counting the next."""
         if self._running.is_empty:
             return
+        self._costs.turn_to(OWN)
         self._events.ending()
         was_skipped = is_skipped if isinstance(is_skipped, torch.Tensor) else None
         if is_skipped is None:
@@ -475,10 +499,12 @@ class Monitor:
             is_skipped=isinstance(is_skipped, bool) and is_skipped and not is_partial, was_skipped=was_skipped,
             is_partial=is_partial, num_micro_steps=max((chunk.num_forwards for chunk in self.chunks), default=0),
             per_micro_step=self.plan.per_micro_step, descriptor=descriptor,
+            left_out=tuple(sorted(kind.label for kind in self.plan.left_out)),
         )  # fmt: skip
         for chunk in self.chunks:
             chunk.num_forwards, chunk.had_backward = 0, False
         self.boundary.close()
+        self._pacing.note(self._costs)
         self.current_step += 1
         self.ended_steps += 1
 

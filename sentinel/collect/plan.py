@@ -19,6 +19,10 @@ CARRIERS: dict[Kind, frozenset[Kind]] = {
 }
 """Kinds that look at the tensors of others: those must pass by, whether or not they are measured themselves."""
 
+NOT_ADJUSTABLE = frozenset({Kind.RESIDUAL, Kind.COMM})
+"""Kinds that are measured as their schedule says whatever they cost: rows of the black box, and calls whose two ends are
+compared."""
+
 _GOLDEN = 2654435769
 """2**32 over the golden ratio: neighbours in the forward get turns that lie far apart, and every turn as many."""
 
@@ -57,8 +61,12 @@ class Wish:
         targets: Sequence[str],
         schedule: ProbeSchedule | None,
         request: Request | None = None,
+        *,
+        is_adjustable: bool = False,
     ) -> None:
         self.kinds = kinds
+        self.is_adjustable = is_adjustable
+        """Nobody said how often: what costs too much may be measured more rarely."""
         self.targets = tuple(Target.parse(text) for text in targets)
         self.schedule = schedule
         self.request = request
@@ -120,6 +128,13 @@ class Plan:
         """Kinds of which the running step measures some tensors, or all."""
         self._whole: frozenset[int] = frozenset()
         """Kinds of which the running step measures all tensors."""
+        self.intervals: dict[Kind, int] = {}
+        """Kind -> steps from one that measures it to the next, a power of two, where its cost lengthened it (pacing.py)."""
+        self.is_fresh = False
+        """Something is amiss on this rank: these intervals are not heeded for now."""
+        self._taken_in: frozenset[Kind] = frozenset()
+        self.left_out: frozenset[Kind] = frozenset()
+        """Kinds that the running step does not measure because of them."""
         self.generation = 0
         """Changes with every change of what is wanted; not with the steps."""
         self.change(measurement, text_hash)
@@ -132,10 +147,16 @@ class Plan:
         self.measurement = measurement
         self.text_hash = text_hash
         self._gone = frozenset()
-        schedules: dict[tuple[ProbeSchedule, bool], set[Kind]] = {}
+        schedules: dict[tuple[ProbeSchedule, bool, bool], set[Kind]] = {}
         for label in dict.fromkeys((*measurement.kinds, *measurement.probes)):
-            schedules.setdefault((measurement.schedule_of(label), label in measurement.probes), set()).add(Kind.of(label))
-        self._config = [Wish(frozenset(kinds), one.targets or (), one) for (one, _), kinds in schedules.items()]
+            schedule, kind = measurement.schedule_of(label), Kind.of(label)
+            is_free = measurement.is_interval_free(label) and kind not in NOT_ADJUSTABLE
+            schedules.setdefault((schedule, label in measurement.probes, is_free), set()).add(kind)
+        self._config = [
+            Wish(frozenset(kinds), one.targets or (), one, is_adjustable=is_free)
+            for (one, _, is_free), kinds in schedules.items()
+        ]
+        self.intervals = {}
         self._renew()
 
     def _renew(self) -> None:
@@ -150,19 +171,45 @@ class Plan:
         """Note what most tensors need not be asked one by one."""
         due: set[Kind] = set()
         whole: set[Kind] = set()
+        rare = [kind for kind, every in self.intervals.items() if self._step % every and kind not in self._taken_in]
+        if self.is_fresh or any(request.command and request.kinds for request in self.requests):
+            rare = []  # What a command looks into is looked at in whole steps.
+        left_out: set[Kind] = set()
         for wish in self._wishes:
             if wish.is_due:
                 kinds = wish.kinds if wish.schedule is None else wish.kinds - self._gone
+                if wish.is_adjustable and rare:
+                    left_out |= kinds.intersection(rare)
+                    kinds = kinds.difference(rare)
                 due |= kinds
                 whole |= kinds if wish.stagger == 1 and not wish.targets else frozenset()
         self._due, self._whole = frozenset(map(int, due)), frozenset(map(int, whole))
+        self.left_out = frozenset(left_out - due)
         asked = [wish.request for wish in self._wishes if wish.is_due and wish.request is not None]
         self._dumping = [request for request in asked if request.dump is not None]
 
     @property
     def is_due(self) -> bool:
         """Whether the running step is measured, beyond the black box."""
-        return any(wish.is_due for wish in self._wishes)
+        return bool(self._due) or any(wish.is_due and wish.schedule is None for wish in self._wishes)
+
+    @property
+    def adjustable(self) -> list[Kind]:
+        """Kinds of the config whose interval nobody set."""
+        return [kind for wish in self._config if wish.is_adjustable and wish.is_open for kind in wish.kinds - self._gone]
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the config leaves it to Sentinel what is measured."""
+        return self.measurement.kinds == Measurement().kinds and not self.measurement.probes
+
+    def take_in(self, kinds: Collection[Kind]) -> bool:
+        """Measure kinds in the running step after all that were left out of it; False: none of them was."""
+        if self.left_out.isdisjoint(kinds):
+            return False
+        self._taken_in = frozenset(kinds)
+        self._sum_up()
+        return True
 
     @property
     def is_exhausted(self) -> bool:
@@ -197,7 +244,7 @@ class Plan:
 
     def begin(self, step: int) -> bool:
         """Decide what `step` measures, and count it; True when hooks must change."""
-        self._step = step
+        self._step, self._taken_in = step, frozenset()
         former = [wish.is_open for wish in self._wishes]
         for wish in self._wishes:
             wish.begin(step, self._rank(), self.measurement.enabled)
@@ -261,7 +308,7 @@ class Plan:
 
     def due(self, kind: Kind) -> list[Wish]:
         """Return the wishes for a kind that the running step fulfils."""
-        return [wish for wish in self.wishes_of(kind) if wish.is_due]
+        return [wish for wish in self.wishes_of(kind) if wish.is_due] if self.takes(kind) else []
 
     def enable(
         self,

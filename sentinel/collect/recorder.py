@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.hooks import RemovableHandle
 
+from sentinel.collect.recording import Recording
 from sentinel.collect.sites import Sites
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ class Recorder(Protocol):
     is_paused: bool
     ended_steps: int
     sites: Sites
+    recording: Recording
 
     def before_forward(self, chunk: Chunk) -> None:
         """A training forward of a chunk begins: the one place where a step may end."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from sentinel.collect.buffer import StepRows
+from sentinel.collect.costs import OWN, Costs
 from sentinel.collect.failures import describe_failure
 from sentinel.collect.gradients import Parameter, Parameters
 from sentinel.collect.kernels import Kernel
@@ -53,6 +54,7 @@ class Recording:
         self.rows = self._new_rows()
         self.vectors = StepVectors()
         """Beside the rows of this step."""
+        self.costs = Costs()
         self.onlookers: list[Onlooker] = []
         """Shown every tensor that is measured, and those that pass a site in a step that measures modules."""
         self._is_showing = False
@@ -77,8 +79,10 @@ class Recording:
         if self._is_showing:
             return
         self._is_showing = True
+        former = self.costs.turn_to(OWN)
         try:
             for one in self.onlookers:
+                self.costs.turn_to_probe(one.probe)
                 try:
                     one.look(entry, tensor, micro_step)
                 except Exception as error:
@@ -87,6 +91,7 @@ class Recording:
                     self.tell("hook_failed", message, f"{entry.name}:{one.probe}")
         finally:
             self._is_showing = False
+            self.costs.turn_to(former)
 
     def reserve(self, entry: Entry, micro_step: int) -> int:
         """Begin a row, in the order of calls, whose tensor may be complete only later."""
@@ -160,6 +165,12 @@ class Recording:
         first = self.observe_all([one.wgrad for one, *_ in new], [local for _, local, *_ in new], flags)
         for at, (one, *_) in enumerate(new):
             parameters.read[id(one.param)] = first + at
+
+    @property
+    def has_nonfinite(self) -> bool:
+        """Whether a row of the running step that the host has already holds a NaN or an infinity. Does not wait."""
+        rows = self.rows.array[: self.rows.num_rows]
+        return bool((rows["num_nan"] | rows["num_pos_inf"] | rows["num_neg_inf"]).any())
 
     def rewind(self, num_rows: int, call_id: int) -> None:
         """Forget what was observed since: a forward that failed and may be tried again."""

@@ -105,9 +105,11 @@ class RunningStep:
         num_micro_steps: int,
         per_micro_step: bool,
         descriptor: Descriptor | None,
+        left_out: tuple[str, ...],
     ) -> None:
         """Give rows, scalars and the end of the step to the writer, and begin with nothing. Does not wait.
 
+        left_out: kinds that were not measured for what they cost.
         was_skipped: 0-dim, on any device: above 0, the optimizer skipped the step by itself; the writer looks.
         """
         recording = self._recording
@@ -136,6 +138,7 @@ class RunningStep:
             activities=tuple(self._activities),
             samples=samples,
             num_samples_cut=num_samples_cut,
+            left_out=left_out,
         )
         self.is_begun, self.due, self._activities = False, {}, []
         full, vectors = recording.swap(handover.free_buffer), recording.take_vectors()

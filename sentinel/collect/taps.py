@@ -39,6 +39,7 @@ from sentinel.collect.compiled_ops import (
     on_root_traced,
 )
 from sentinel.collect.compiled_trial import why_unusable
+from sentinel.collect.costs import OWN, TRAINER
 from sentinel.collect.gradient_taps import BackwardMark, GradientTap
 from sentinel.collect.inert import inert_methods
 from sentinel.collect.module_tap import ModuleTap
@@ -305,6 +306,8 @@ class Chunk:
     def _called(self, module: nn.Module, args: Any, kwargs: Any, *, is_compiled: bool) -> None:
         if module is not self.root or not self.recorder.is_alive:
             return
+        costs = self.recorder.recording.costs
+        costs.turn_to(OWN)
         try:
             if is_compiled or self._num_looks < MAX_LOOKS:
                 self.find_compiled(is_whole=is_compiled)
@@ -318,10 +321,14 @@ class Chunk:
                 self.own.take_inputs(args, kwargs)
         except Exception as error:
             self.recorder.guard("", error, lost=NO_FORWARD)
+        finally:
+            costs.turn_to(TRAINER)
 
     def _returned(self, module: nn.Module, output: Any) -> None:
         if module is not self.root or not self.in_forward:
             return
+        costs = self.recorder.recording.costs
+        costs.turn_to(OWN)
         try:
             # Called with None while an exception passes: the forward failed and may be tried again.
             if output is None and sys.exc_info()[0] is not None:
@@ -339,6 +346,8 @@ class Chunk:
         except Exception as error:
             self.in_forward = False
             self.recorder.guard("", error, lost=NO_FORWARD)
+        finally:
+            costs.turn_to(TRAINER)
 
     def _begin(self) -> None:
         self.recorder.before_forward(self)
@@ -488,13 +497,17 @@ class Chunk:
     ) -> None:
         """Take the gradient of `tensor` when its backward comes, once; or that of the logical tensor at its origin."""
         hook = GradientTap(self, entry, self.micro_step)
+        costs = self.recorder.recording.costs
+        former = costs.turn_to(costs.kind_of(entry))
         if isinstance(origin, torch.Tensor):
             tensor = origin
         elif origin is not None:
             node, number = origin
             node.register_prehook(lambda gradients: None if gradients[number] is None else hook(gradients[number]))
+            costs.turn_to(former)
             return
         handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        costs.turn_to(former)
         if tensor.grad_fn is None:
             # A leaf outlives the step: a pipeline's receive buffer would collect one hook a step.
             hook.handle = handle

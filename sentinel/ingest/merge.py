@@ -136,6 +136,11 @@ class Layout:
         return [one for one in found if one is not None]
 
     @cached_property
+    def kinds(self) -> npt.NDArray[np.str_]:
+        """[num_tensors] label of the kind of each logical tensor."""
+        return np.array([one.kind for one in self.tensors], np.str_)
+
+    @cached_property
     def num_weights_compared(self) -> tuple[int, int]:
         """(weights of which several copies are held and compared, all weights)."""
         weights = {tensor.index for tensor in self.tensors if tensor.kind == "param"}
@@ -346,7 +351,7 @@ class StepView:
     def digest(self) -> Digest:
         """What the rows come to, found in one pass over them."""
         found = digest(self)
-        return found if not self.cut_ranks else found.without(self._is_cut)
+        return found if not self.cut_ranks and not self._left_out else found.without(self._is_cut)
 
     @cached_property
     def cut_ranks(self) -> frozenset[int]:
@@ -354,17 +359,30 @@ class StepView:
         ranks = self.decision.ranks if self.decision is not None else ()
         return frozenset(one.rank for one in ranks if one.num_lost)
 
+    @cached_property
+    def _left_out(self) -> dict[int, tuple[str, ...]]:
+        """Rank -> kinds that it did not measure in this step for what they cost it; empty where all left out the same."""
+        found = {part.rank: part.end_step.left_out if part.end_step is not None else () for part in self.parts}
+        return found if len({frozenset(kinds) for kinds in found.values()}) > 1 else {}
+
     @property
     def _is_cut(self) -> npt.NDArray[np.bool_]:
-        """[num_tensors] whether a rank that lost rows holds the tensor and has no row of it: the others' are a part."""
+        """[num_tensors] whether a rank that lost rows, or left some out, holds the tensor and has no row of it.
+
+        The others' are a part.
+        """
         is_cut = np.zeros(len(self.tensors), np.bool_)
         for part in self.parts:
-            if part.rank in self.cut_ranks:
-                held, came = self.layout.table_of(part.rank), self.layout.logical_of(part.rank, part.rows["tensor"])
-                lacking = np.zeros(len(self.tensors), np.bool_)
-                lacking[held[held >= 0]] = True
-                lacking[came[came >= 0]] = False
-                is_cut |= lacking
+            kinds = self._left_out.get(part.rank, ())
+            if part.rank not in self.cut_ranks and not kinds:
+                continue
+            held, came = self.layout.table_of(part.rank), self.layout.logical_of(part.rank, part.rows["tensor"])
+            lacking = np.zeros(len(self.tensors), np.bool_)
+            lacking[held[held >= 0]] = True
+            lacking[came[came >= 0]] = False
+            if part.rank not in self.cut_ranks:
+                lacking &= np.isin(self.layout.kinds, kinds)
+            is_cut |= lacking
         return is_cut
 
     @property

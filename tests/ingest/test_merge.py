@@ -23,8 +23,19 @@ Held = Mapping[str, tuple[str, dict[str, str], np.ndarray]]
 """Name -> (kind, placements, the values that one rank holds)."""
 
 
-def speak(run_dir: Path, place: Place, held: Held, *, step: int = 0, scalars: Mapping[str, float] | None = None) -> None:
-    """Write what a rank would: a descriptor, the measured rows of what it holds, the end of the step."""
+def speak(
+    run_dir: Path,
+    place: Place,
+    held: Held,
+    *,
+    step: int = 0,
+    scalars: Mapping[str, float] | None = None,
+    left_out: tuple[str, ...] = (),
+) -> None:
+    """Write what a rank would: a descriptor, the measured rows of what it holds, the end of the step.
+
+    left_out: kinds that it holds and does not measure in this step.
+    """
     rank = place.rank
     life = rank.to_bytes(4, "big") * 4
     out = SpoolWriter(life_folder(run_dir, rank, life), life, rank, run_id_of(run_dir.name), 0, clock=FakeClock())
@@ -48,9 +59,10 @@ def speak(run_dir: Path, place: Place, held: Held, *, step: int = 0, scalars: Ma
         for name in STATS_DTYPE.names or ():
             rows[at][name] = stats[name]
         rows[at]["checksum"] = values.astype("<f8").view("<u8").sum(dtype=np.uint64) if values.size else 0
+    rows = rows[~np.isin(rows["kind"], [Kind.of(kind) for kind in left_out])]
     out.append(FrameType.DESCRIPTOR, encode_message(descriptor))
     out.append_rows(rows, step=step)
-    end = EndStep(step=step, num_rows=len(rows), num_calls=len(rows), scalars=dict(scalars or {}))
+    end = EndStep(step=step, num_rows=len(rows), num_calls=len(rows), scalars=dict(scalars or {}), left_out=left_out)
     out.append(FrameType.END_STEP, encode_message(end), step=step)
     out.close()
 
@@ -100,6 +112,38 @@ def test_shards_merge_to_the_whole(run_dir: Path, axis: str, cuts: tuple[int, in
     assert len(view.tensors) == 1
     assert view.tensors[0].ranks == (0, 1, 2)
     assert_is_whole(named(view, "w/param"), whole)
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_of_what_one_rank_left_out_for_its_cost_only_a_nan_is_judged(run_dir: Path, is_bad: bool) -> None:
+    rng = np.random.default_rng(6)
+    for rank in range(2):
+        place = Place(rank=rank, world_size=2, dp_rank=rank, dp_size=2)
+        gradient = rng.normal(0, 1, 50)
+        gradient[7] = np.nan if is_bad else 0.0
+        held = {"w": ("wgrad", {"dp": "shard"}, gradient), "v": ("param", {"dp": "shard"}, gradient[10:])}
+        speak(run_dir, place, held, left_out=("wgrad",) if rank else ())
+
+    view = only_view(run_dir)
+
+    at = {tensor.key: tensor.index for tensor in view.tensors}
+    assert view.present[at["v/param"]]
+    assert view.stats["count"][at["v/param"]] == 80
+    assert not view.present[at["w/wgrad"]]
+    assert view.is_bad[at["w/wgrad"]] == is_bad
+    assert view.num_rows == view.num_expected == 3, "nothing was lost"
+
+
+def test_what_all_ranks_left_out_is_just_not_there(run_dir: Path) -> None:
+    for rank in range(2):
+        place = Place(rank=rank, world_size=2, dp_rank=rank, dp_size=2)
+        held = {"w": ("wgrad", {}, np.ones(5)), "v": ("param", {}, np.ones(5))}
+        speak(run_dir, place, held, left_out=("wgrad",))
+
+    view = only_view(run_dir)
+
+    assert [view.tensors[at].key for at in np.flatnonzero(view.present)] == ["v/param"]
+    assert not view.differing
 
 
 def test_replicas_are_not_summed(run_dir: Path) -> None:

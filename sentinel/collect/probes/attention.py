@@ -165,6 +165,16 @@ class Attention:
 
     def _take(self, chunk: Chunk, name: str, module: nn.Module, shown: torch.Tensor, scores: Any, is_flat: bool) -> None:
         """Make the rows of one call. shown: a tensor that is placed as its heads are; is_flat: heads lie in the batch."""
+        costs = self._context.recording.costs
+        former = costs.turn_to_probe("attention")
+        try:
+            self._make_rows(chunk, name, module, shown, scores, is_flat)
+        finally:
+            costs.turn_to(former)
+
+    def _make_rows(
+        self, chunk: Chunk, name: str, module: nn.Module, shown: torch.Tensor, scores: Any, is_flat: bool
+    ) -> None:
         context = self._context
         number = self._number(chunk, name)
         entries = [self._entry(chunk, name + f":{one}" + (f":{number}" if number else "")) for one in QUANTITIES]

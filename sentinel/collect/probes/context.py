@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from sentinel.collect.attempt import Attempt
+from sentinel.collect.costs import OWN, Costs
 from sentinel.collect.failures import Guard
 from sentinel.collect.gradients import Parameters
 from sentinel.collect.inert import inert_hook
@@ -29,8 +30,9 @@ P = ParamSpec("P")
 class Event(Generic[P]):
     """One moment of a step. Whoever subscribed is called in that order; what one raises ends here, under its name."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Guard, costs: Costs) -> None:
         self._guard = guard
+        self._costs = costs
         self._calls: list[tuple[str, Callable[P, None]]] = []
 
     def subscribe(self, name: str, call: Callable[P, None]) -> None:
@@ -38,30 +40,33 @@ class Event(Generic[P]):
         self._calls.append((name, call))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        former = self._costs.turn_to(OWN)
         for name, call in self._calls:
+            self._costs.turn_to_probe(name)
             try:
                 call(*args, **kwargs)
             except Exception as error:
                 self._guard(name, error, probe=name)
+        self._costs.turn_to(former)
 
 
 class Events:
     """When probes work, all of it on the training thread."""
 
-    def __init__(self, guard: Guard) -> None:
-        self.planned: Event[[]] = Event(guard)
+    def __init__(self, guard: Guard, costs: Costs) -> None:
+        self.planned: Event[[]] = Event(guard, costs)
         """What is wanted has changed: put hooks on or take them off (`Plan.wants`, `Plan.wants_at`). Between steps."""
-        self.begun: Event[[]] = Event(guard)
+        self.begun: Event[[]] = Event(guard, costs)
         """A step has begun, its parameters are read; `Plan.takes` says what is due in it."""
-        self.updating: Event[[Any]] = Event(guard)
+        self.updating: Event[[Any]] = Event(guard, costs)
         """An optimizer is about to step: gradients are read, and clipped. Not for one that is given a closure."""
-        self.updated: Event[[Any]] = Event(guard)
+        self.updated: Event[[Any]] = Event(guard, costs)
         """An optimizer has stepped."""
-        self.ending: Event[[]] = Event(guard)
+        self.ending: Event[[]] = Event(guard, costs)
         """The step is over: the last moment for rows of it."""
-        self.rewound: Event[[Chunk]] = Event(guard)
+        self.rewound: Event[[Chunk]] = Event(guard, costs)
         """A training forward of the chunk raised: its rows are forgotten, and it may be tried again."""
-        self.removed: Event[[]] = Event(guard)
+        self.removed: Event[[]] = Event(guard, costs)
         """The monitor leaves: take off every hook."""
 
 
@@ -147,8 +152,12 @@ class ForwardWatch:
             return
         if not chunk.in_forward or in_backward():
             return
+        costs = self._context.recording.costs
+        former = costs.turn_to_probe(self._probe)
         try:
             with torch.no_grad():
                 self._call(args, kwargs, output, chunk.micro_step)
         except Exception as error:
             self._context.guard(self._name, error, probe=self._probe, given=(args, kwargs, output))
+        finally:
+            costs.turn_to(former)

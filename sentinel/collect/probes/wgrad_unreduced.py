@@ -218,6 +218,8 @@ class LeafHook:
         context = probe.context
         if not chunk.recorder.is_alive or not context.is_measuring() or in_inference() or torch.compiler.is_compiling():
             return
+        costs = context.recording.costs
+        former = costs.turn_to_probe(_NAME)
         try:
             with torch.no_grad():
                 entry = self._described(gradient)
@@ -225,6 +227,8 @@ class LeafHook:
                     probe.measure(self._one, gradient, probe.micro_step(chunk), entry)
         except Exception as error:
             context.guard(self._one.entry.name, error, probe=_NAME, given=gradient)
+        finally:
+            costs.turn_to(former)
 
     def _described(self, gradient: torch.Tensor) -> Entry:
         context, one = self._probe.context, self._one
