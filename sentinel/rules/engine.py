@@ -33,7 +33,7 @@ from sentinel.rules.replica_watch import ReplicaWatch
 from sentinel.rules.row_watch import RowWatch, raw_statistic
 from sentinel.rules.scalar_step import ScalarStep
 from sentinel.rules.scalar_watch import ScalarWatch
-from sentinel.rules.scale_search import SEARCH_STEPS, written_down_only
+from sentinel.rules.scale_search import ScaleSearch, written_down_only
 from sentinel.rules.schema import Pack, Rule
 from sentinel.rules.series_index import Selection, SeriesIndex
 from sentinel.rules.skew_watch import SkewWatch
@@ -68,7 +68,7 @@ class Engine:
         self._scalars = _scalars_of(self._watches)
         self._attempt: int | None = None
         self._last_step = -1
-        self._num_skipped = 0
+        self._search = ScaleSearch()
         self.num_steps = 0
         """Steps judged."""
         self.num_rows_judged = 0
@@ -120,8 +120,6 @@ class Engine:
                 found.extend(watch.stop(view))
             if begins_anew(view, self._last_step):
                 self._forget()
-        if view.attempt != self._attempt:
-            self._num_skipped = 0
         self._attempt, self._last_step = view.attempt, view.step
         plan = self._plan_for(view.layout)
         rows = StepRows(view)
@@ -141,9 +139,7 @@ class Engine:
                 found += judge(view)
             for learn in plan.learn:
                 learn(view)
-        # Below 0: a step was taken, and no search for the loss scale is on any more.
-        self._num_skipped = self._num_skipped + 1 if view.is_skipped and self._num_skipped >= 0 else -1
-        if 0 < self._num_skipped <= SEARCH_STEPS:
+        if self._search.see(view):
             found = written_down_only(view, found)
         self.num_steps += 1
         self.num_rows_judged += view.num_rows
@@ -194,7 +190,7 @@ class Engine:
                 "version": SNAPSHOT_VERSION,
                 "attempt": self._attempt,
                 "last_step": self._last_step,
-                "num_skipped": self._num_skipped,
+                "scale_search": self._search,
                 "num_steps": self.num_steps,
                 "num_rows_judged": self.num_rows_judged,
                 "settled": list(self.settled),
@@ -208,7 +204,10 @@ class Engine:
         data = msgspec.msgpack.decode(snapshot)
         if data.get("version") != SNAPSHOT_VERSION:
             raise RuleError(f"engine snapshot of version {data.get('version')}, expected {SNAPSHOT_VERSION}; replay the run")
-        self._attempt, self._num_skipped = data["attempt"], data.get("num_skipped", -1)
+        self._attempt = data["attempt"]
+        # An older version knew of the first steps alone.
+        older = {"attempt": -1 if self._attempt is None else self._attempt, "num_first": data.get("num_skipped", -1)}
+        self._search = msgspec.convert(data.get("scale_search", older), ScaleSearch)
         self._last_step = data.get("last_step", -1)
         self.num_steps, self.num_rows_judged = data["num_steps"], data["num_rows_judged"]
         self.settled = tuple(data["settled"])

@@ -151,6 +151,12 @@ def skip_note(view: StepView) -> str:
     return "; the optimizer skipped this step" if view.is_skipped else ""
 
 
+def loss_scale_of(view: StepView) -> float | None:
+    """Return the loss scale that was logged for a step, the least of several; None: none was."""
+    logged = [value for name, by in view.scalars.items() if _LOSS_SCALE.search(name) for value in by.by_rank.values()]
+    return min((value for value in logged if value > 0.0), default=None)
+
+
 def is_loss_scaling(view: StepView) -> bool:
     """Whether the step was skipped by a loss scaler finding its scale, which overflows on purpose."""
     return view.is_skipped and any(_LOSS_SCALE.search(name) for name in view.scalars)

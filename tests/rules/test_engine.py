@@ -258,6 +258,46 @@ def test_a_loss_scaler_finding_its_scale_is_written_down_and_a_later_overflow_wa
     assert Severity.CRITICAL in of(ill, skipped(0, loss=math.nan)), "a loss that is no number is no matter of the scale"
 
 
+def test_a_raise_of_the_loss_scale_may_cost_a_skip_and_no_more(paper_run):
+    run = paper_run(TENSORS)
+
+    def judged(engine, step, scale, *, is_skipped=False):
+        def overflow(_, rows):
+            rows["num_pos_inf"][1], rows["count"][1] = (5, 95) if is_skipped else (0, 100)
+
+        said = {"loss": 2.0, "loss_scale": scale, "grad_norm": math.inf if is_skipped else 1.0}
+        view = run.view(step, change=overflow, is_skipped=is_skipped, scalars=said)
+        return {a.severity for a in engine.judge(view) if a.event == "onset"}
+
+    steady, raised = Engine(load_pack()), Engine(load_pack())
+    for step in range(30):
+        judged(steady, step, 32768.0)
+        judged(raised, step, 16384.0 if step < 10 else 32768.0)
+
+    assert judged(raised, 30, 32768.0, is_skipped=True) <= {Severity.INFO}, "a scale that was raised lately"
+    assert judged(raised, 31, 16384.0) == set()
+    assert judged(steady, 30, 32768.0, is_skipped=True) == {Severity.WARNING}, "a scale that had held from the first step on"
+
+
+def test_a_loss_scale_that_keeps_falling_after_a_raise_is_told(paper_run):
+    run = paper_run([(f"layers.{at}.w", "wgrad") for at in range(6)])
+    engine = Engine(load_pack())
+    for step in range(30):
+        engine.judge(run.view(step, scalars={"loss": 2.0, "loss_scale": 2.0 ** (14 + step // 10), "grad_norm": 1.0}))
+
+    told = []
+    for step in range(30, 36):
+
+        def overflow(_, rows, at=step % 6):
+            rows["num_pos_inf"][at], rows["count"][at] = 5, 95
+
+        said = {"loss": 2.0, "loss_scale": 2.0 ** (46 - step), "grad_norm": math.inf}
+        found = engine.judge(run.view(step, change=overflow, is_skipped=True, scalars=said))
+        told.append(any(a.severity is not Severity.INFO for a in found if a.event == "onset"))
+
+    assert told[:2] == [False, False] and any(told[2:])
+
+
 def test_a_search_for_the_loss_scale_survives_a_snapshot(paper_run):
     run = paper_run(TENSORS)
     view = run.view(0, is_skipped=True, scalars={"loss": 2.0, "loss_scale": 65536.0, "grad_norm": math.inf})
