@@ -563,6 +563,8 @@ class Monitor:
                 undo()
             except Exception as error:
                 self.guard("close", error)
+        if said.reason == "exit" and self._running.raised is not None:
+            said = self._running.raised  # A notebook that is run from end to end is taken down behind the cell that raised.
         self._handover.close(said, timeout_s=timeout_s, health=self.recording.take_health())
         self._memory.close()
         self._ending.cancel()

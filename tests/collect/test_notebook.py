@@ -15,6 +15,8 @@ from torch import nn
 
 import sentinel
 from sentinel.messages import Bye
+from sentinel.wire.frame import FrameType, decode_message
+from sentinel.wire.spool_reader import SpoolReader
 
 SETUP = """
 import torch
@@ -110,6 +112,23 @@ def test_what_the_training_raises_is_told(shell: Any, capsys: pytest.CaptureFixt
 
     assert said is not None
     assert (said.reason, said.error, said.message) == ("exception", "ValueError", "no such token: 50257")
+
+
+def test_a_notebook_that_is_taken_down_behind_its_cell_says_what_that_raised(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text in (SETUP, "import sentinel\nmonitor = sentinel.attach(model, optimizer)", "train(at=3)"):
+        shell.run_cell(text)
+    monitor = shell.user_ns["monitor"]
+
+    monitor._ending._at_exit()
+
+    (folder,) = (monitor.directory / "spool").glob("r*")
+    (said,) = [
+        decode_message(one) for one in SpoolReader(folder).poll(final=True) if one.header.type == FrameType.BYE
+    ]
+    assert isinstance(said, Bye)
+    assert (said.reason, said.error) == ("exception", "ValueError")
 
 
 def test_a_loop_in_the_cell_itself_is_the_training(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
