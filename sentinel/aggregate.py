@@ -122,7 +122,7 @@ class Groups:
         for aggregate in aggregates:
             of_names: dict[tuple[str, ...], tuple[str, ...]] = {}
             for tensor in tensors:
-                if wanted is not None and not is_of_kind(tensor.kind, tensor.border, wanted):
+                if tensor.is_part or (wanted is not None and not is_of_kind(tensor.kind, tensor.border, wanted)):
                     continue
                 called = (tensor.name, *tensor.also)
                 if called not in of_names:

@@ -66,6 +66,10 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
     functions: tuple[Name, ...] | None = None
     """Activations: functions not defined everywhere that made it from what was measured before, as its autograd graph tells,
     nearest first: `log`, `div`, `log:blocks.1.up` (of that very tensor), `sqrt'` (its derivative alone). None: not known."""
+    parts: tuple[TensorId, ...] = ()
+    """Of a value that is formed of sums over all shards (`ingest/formed.py`): this rank's tensors that hold its summands."""
+    is_part: bool = False
+    """It is such a summand, and nothing by itself."""
 
 
 class ChunkInfo(msgspec.Struct, frozen=True, kw_only=True):

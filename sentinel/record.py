@@ -87,6 +87,11 @@ class Flag(enum.IntFlag):
     """An update that no formula is known for: what the weights show of it, rounded as they are."""
 
 
+NO_SCALE = 1e-4
+"""Weights of less than this share of their update were zero but for rounding, and are no scale for it (chosen)."""
+NO_ANGLE = 1e-30
+"""Product of two norms below which their cosine is rounding alone (chosen)."""
+
 NONE_ID = 0xFFFFFFFF
 """A call_id that stands for none."""
 

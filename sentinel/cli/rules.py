@@ -66,7 +66,7 @@ def _names_in(run: str) -> dict[str, set[str]]:
             if id(view.layout) not in met:
                 met.add(id(view.layout))
                 layouts.append(view.layout)
-                for tensor in view.tensors:
+                for tensor in (one for one in view.tensors if not one.is_part):
                     found.setdefault(tensor.kind, set()).update((tensor.name, *tensor.also))
     return found
 

@@ -25,7 +25,7 @@ class Entry:
 
     __slots__ = (
         "also", "border", "border_index", "chunk", "consumers", "dtype", "flags", "functions", "generation", "grad", "id",
-        "kind", "name", "part", "placements", "plan_generation", "shape", "site_pos", "told", "wishes",
+        "is_part", "kind", "name", "part", "parts", "placements", "plan_generation", "shape", "site_pos", "told", "wishes",
     )  # fmt: skip
 
     def __init__(self, number: int, name: str, kind: Kind, chunk: int) -> None:
@@ -46,6 +46,9 @@ class Entry:
         self.placements: dict[str, str] = {}
         self.part = ""
         self.functions: tuple[str, ...] | None = None
+        self.parts: tuple[int, ...] = ()
+        """As TensorInfo.parts."""
+        self.is_part = False
         self.grad: Entry | None = None
         """The entry of the gradient of this tensor."""
         self.plan_generation = -1
@@ -65,6 +68,7 @@ class Entry:
             and told.placements == self.placements
             and told.part == self.part
             and told.functions == self.functions
+            and told.parts == self.parts
             and (told.border_index, told.border) == (self.border_index, self.border)
             and (len(told.consumers), len(told.also)) == (len(self.consumers), len(self.also))
         ):
@@ -84,6 +88,8 @@ class Entry:
             border_index=self.border_index,
             part=self.part,
             functions=self.functions,
+            parts=self.parts,
+            is_part=self.is_part,
         )
         return self.told
 

@@ -100,7 +100,7 @@ class RankPicker:
         found: list[RankSeries | None] = [None] * (max((info.id for info in infos), default=-1) + 1)
         logical = layout.logical_of(rank, np.array([info.id for info in infos], np.uint32))
         for info, at in zip(infos, logical.tolist(), strict=True):
-            if at < 0 or not is_of_kind(info.kind, info.border, self.query.kinds):
+            if at < 0 or info.is_part or not is_of_kind(info.kind, info.border, self.query.kinds):
                 continue
             tensor = layout.tensors[at]
             called = (tensor.name, *tensor.also)

@@ -195,7 +195,7 @@ class Picked:
             called = (tensor.name, *tensor.also)
             if called not in of_name:
                 of_name[called] = any(matches(glob, name) for glob in query.names for name in called)
-            if not of_name[called] or not is_of_kind(tensor.kind, tensor.border, query.kinds):
+            if not of_name[called] or tensor.is_part or not is_of_kind(tensor.kind, tensor.border, query.kinds):
                 continue
             if tensor.is_partial:
                 self.partial.append(tensor.key)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from sentinel import native
 from sentinel.ingest.decision import Decision
 from sentinel.ingest.digest import Digest, digest
+from sentinel.ingest.formed import Formed
 from sentinel.ingest.naming import Names, make_names
 from sentinel.ingest.own_rows import OwnRows
 from sentinel.ingest.placing import WEIGHT_KINDS, Placed, Placing, is_named_alike
@@ -146,6 +147,11 @@ class Layout:
         weights = {tensor.index for tensor in self.tensors if tensor.kind == "param"}
         compared = {one.index for one in self.replicas} | {one.index for one in self.added_copies}
         return len(weights & compared), len(weights)
+
+    @cached_property
+    def formed(self) -> Formed:
+        """The values that are formed last, of sums over all shards."""
+        return Formed(self)
 
     @cached_property
     def digest_rows(self) -> DigestRows | None:
@@ -350,8 +356,10 @@ class StepView:
     @cached_property
     def digest(self) -> Digest:
         """What the rows come to, found in one pass over them."""
-        found = digest(self)
-        return found if not self.cut_ranks and not self._left_out else found.without(self._is_cut)
+        found = self.layout.formed.form(self, digest(self))
+        if not self.cut_ranks and not self._left_out:
+            return found
+        return found.without(self.layout.formed.spread(self._is_cut))
 
     @cached_property
     def cut_ranks(self) -> frozenset[int]:

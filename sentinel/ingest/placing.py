@@ -48,12 +48,14 @@ class LogicalTensor(msgspec.Struct, frozen=True, kw_only=True):
     border_index: int = -1
     communicates: bool = False
     is_partial: bool = False
-    """Each rank holds a summand: only what is not finite in it means anything."""
+    """Each rank holds a summand, or it is one (`TensorInfo.is_part`): only what is not finite in it means anything."""
     num_elements: int = 0
     dtype: str = ""
     """As the rank that is named first says it."""
     functions: tuple[str, ...] | None = None
     """As `TensorInfo.functions`, with canonical names."""
+    is_part: bool = False
+    """As `TensorInfo.is_part`: nothing that people ask for."""
 
 
 class Placed:
@@ -146,10 +148,11 @@ class Placing:
             border=tensor.border,
             border_index=tensor.border_index,
             communicates=one.is_coupled,
-            is_partial="partial" in tensor.placements.values(),
+            is_partial=tensor.is_part or "partial" in tensor.placements.values(),
             num_elements=math.prod(tensor.shape),
             dtype=tensor.dtype,
             functions=self._functions(chunk, tensor),
+            is_part=tensor.is_part,
         )
 
     def _functions(self, chunk: ChunkInfo, tensor: TensorInfo) -> tuple[str, ...] | None:

@@ -112,7 +112,7 @@ SHARDED = ("fsdp1", "fsdp2", "fsdp2_kept")
 
 
 def only_plain(found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Without what is named behind a colon: cosines, which no shard can know."""
+    """Without what is named behind a colon: cosines."""
     return {key: one for key, one in found.items() if ":" not in key.partition("/")[0]}
 
 
@@ -140,23 +140,51 @@ def test_two_ranks_with_two_micro_batches_merge_to_one_process(name: str, tmp_pa
             for key, one in truth.items():
                 assert ours[key]["count"] == one["count"]
                 assert ours[key]["mean"] == pytest.approx(one["mean"], abs=2 / one["count"]), key
-        kept_apart = {key for kind in ("update_ratio", "weight_spectrum") for key in statistics(view, kind) if "@dp" in key}
-        assert bool(kept_apart) is (name in SHARDED)
+        kept_apart = {key for key in statistics(view, "weight_spectrum") if "@dp" in key}
+        assert bool(kept_apart) is (name in SHARDED and name != "fsdp1")  # Its pieces are no matrices.
+        assert_formed(view, whole)
     health = [h for rank in range(2) for h in Spoken(tmp_path / "watched" / "run", rank).health]
     assert {h.code for h in health} == ({"unsupported"} if name == "fsdp1" else set()), health
     assert all("no matrix" in h.message for h in health)
 
 
-def test_ratios_and_norms_of_shards_are_flagged_and_never_merged(tmp_path: Path) -> None:
+def assert_formed(view: StepView, whole: StepView) -> None:
+    """Ratios and cosines are those of whole tensors, by name, and of the very numbers of this step."""
+    ours, truth = statistics(view, "update_ratio"), statistics(whole, "update_ratio")
+    assert ours.keys() == truth.keys() and not any("@" in key for key in ours)
+    update, param = statistics(view, "update"), statistics(view, "param")
+    ratios = [key.partition("/")[0] for key in ours if ":" not in key]
+    assert len(ratios) > 5
+    for name in ratios:
+        found = ours[f"{name}/update_ratio"]
+        assert found["count"] == 1
+        assert found["mean"] == pytest.approx(update[f"{name}/update"]["norm"] / param[f"{name}/param"]["norm"], rel=1e-6)
+        assert found["mean"] == pytest.approx(truth[f"{name}/update_ratio"]["mean"], rel=5e-3)
+    ours, truth = (statistics(one, "grad_momentum_alignment") for one in (view, whole))
+    assert ours.keys() == truth.keys() and not any("@" in key for key in ours)
+    for key, one in truth.items():
+        if ":cosine" in key:
+            assert ours[key]["mean"] == pytest.approx(one["mean"], abs=1e-3), key
+
+
+@pytest.mark.parametrize("name", ["tp", "tp_x_fsdp2", "zero_redundancy"])
+def test_ratios_of_shards_are_those_of_the_whole_on_layouts(name: str, tmp_path: Path) -> None:
+    build, world = LAYOUTS[name]
+    train(tmp_path, build, world, config=CONFIG)
+
+    for view, whole in zip(heard(tmp_path), one_of_layouts(), strict=True):
+        assert_formed(view, whole)
+
+
+def test_a_norm_that_no_shard_knows_is_flagged_and_never_merged(tmp_path: Path) -> None:
     train(tmp_path, build_fsdp2, 2, config=CONFIG)
 
     for rank in range(2):
         spoken = Spoken(tmp_path / "run", rank)
-        for kind in ("update_ratio", "weight_spectrum"):
-            rows = spoken.of(1, kind)
-            assert rows
-            assert all(row["flags"] & Flag.PER_RANK for name, row in rows.items() if not name.endswith(":adam"))
-        assert not any(row["flags"] & Flag.PER_RANK for row in spoken.of(1, "update").values())
+        rows = spoken.of(1, "weight_spectrum")
+        assert rows and all(row["flags"] & Flag.PER_RANK for row in rows.values())
+        for kind in ("update", "update_ratio"):
+            assert not any(row["flags"] & Flag.PER_RANK for row in spoken.of(1, kind).values())
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tp", "tp_x_fsdp2", "zero_redundancy"])

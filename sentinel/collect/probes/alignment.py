@@ -17,19 +17,19 @@ from sentinel.collect.probes.optimizer_state import STATE_KEYS
 from sentinel.collect.probes.pieces import ROOM, side_by_side
 from sentinel.collect.probes.prepared_rows import device_shares
 from sentinel.collect.probes.single_values import NUM_NAN, observe_words, value_words
-from sentinel.collect.probes.stepped import Stepped, per_rank, stepped_by
+from sentinel.collect.probes.stepped import Stepped, describe_formed, stepped_by
 from sentinel.collect.probes.update_rules import adam, as_number, is_cut_alike, lion, muon, rule_of, sgd
 from sentinel.collect.tensors import Entry
-from sentinel.record import Kind
+from sentinel.record import NO_ANGLE, Kind
 
 COSINE = ":cosine"
 _NAME = "grad_momentum_alignment"
-_LEAST = 1e-30
-"""Product of two norms below which their cosine is rounding alone (chosen)."""
+PRODUCTS = ("product", "gradient_squares", "momentum_squares")
+"""Suffixes of the summands of a cosine whose parameter lies in shards: this rank's sums over its elements."""
 
 
 class Alignment:
-    """Two rows a parameter: the share, whose shards merge exactly, and the cosine, which stays with its shard."""
+    """Two rows a parameter: the share, whose shards merge exactly, and the cosine, which is formed of its shards' sums."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
@@ -73,7 +73,7 @@ class Alignment:
     def _measure(self, found: list[tuple[Stepped, torch.Tensor | None, Any]]) -> None:
         """Measure (parameter, its momentum, share of the gradient that is in there already)."""
         plan, table = self._context.plan, self._context.table
-        by_device: dict[torch.device, list[tuple[Entry, Entry, torch.Tensor, int]]] = {}
+        by_device: dict[torch.device, list[tuple[Entry, Entry, tuple[Entry, ...], torch.Tensor, int]]] = {}
         for stepped, momentum, share in found:
             if momentum is None or stepped.grad is None or momentum.numel() == 0:
                 continue
@@ -91,11 +91,11 @@ class Alignment:
             shape = held.shape if held.shape is not None else tuple(held.tensor.shape)
             shown = torch.empty(0)
             table.describe(entry, shown, held.placements, held.part, shape)
-            table.describe(cosine, shown, per_rank(held.placements), "", ())
+            parts = describe_formed(table, cosine, PRODUCTS, held, shown)
             sums = agreement(local_of(stepped.grad).detach(), momentum, share)
-            by_device.setdefault(sums.device, []).append((entry, cosine, sums, momentum.numel()))
+            by_device.setdefault(sums.device, []).append((entry, cosine, parts, sums, momentum.numel()))
         for mine in by_device.values():
-            sums = torch.stack([one for _, _, one, _ in mine])
+            sums = torch.stack([one for *_, one, _ in mine])
             num_nan = sums[:, 1].long()
             numel = torch.tensor([number for *_, number in mine], dtype=torch.int64)
             numel = numel.to(sums.device, non_blocking=True) if sums.is_cpu else _on_device(numel, sums.device)
@@ -104,8 +104,13 @@ class Alignment:
             observe_words(self._context.recording, [entry for entry, *_ in mine], words, self._rows)
             norms = (sums[:, 3] * sums[:, 4]).sqrt()
             # A momentum of zeros has no direction.
-            words = value_words((sums[:, 2] / norms).clamp(-1.0, 1.0), norms > _LEAST)
+            words = value_words((sums[:, 2] / norms).clamp(-1.0, 1.0), norms > NO_ANGLE)
             observe_words(self._context.recording, [cosine for _, cosine, *_ in mine], words, self._rows)
+            cut = [at for at, (_, _, parts, *_) in enumerate(mine) if parts]
+            if cut:
+                mine_cut = (sums if len(cut) == len(mine) else torch.stack([sums[at] for at in cut]))[:, 2:].flatten()
+                words = value_words(mine_cut, mine_cut.isfinite())
+                observe_words(self._context.recording, [one for at in cut for one in mine[at][2]], words, self._rows)
             self._context.count({Kind.GRAD_MOMENTUM_ALIGNMENT.label: 2 * len(mine)})
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from sentinel.collect.gradients import Parameter, Parameters
 from sentinel.collect.holding import Held, Holding, Master
+from sentinel.collect.tensors import Entry, TensorTable
+from sentinel.record import Kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +71,35 @@ def _by_master(one: Parameter, master: Master, group: Any, state: Mapping[str, A
 
 
 def per_rank(placements: Mapping[str, str]) -> dict[str, str]:
-    """Return placements of what is said of a tensor as a whole and cannot be merged over its shards."""
+    """Return placements of what is said of a tensor as a whole and cannot be formed of its shards."""
     return {axis: "unknown" if word in ("shard", "partial") else word for axis, word in placements.items()}
+
+
+def is_cut(placements: Mapping[str, str]) -> bool:
+    """Whether ranks hold shards, and no summands, of a tensor: then sums over all of it are sums of theirs."""
+    return "shard" in placements.values() and "partial" not in placements.values()
+
+
+def describe_formed(
+    table: TensorTable, entry: Entry, names: Sequence[str], held: Held, shown: torch.Tensor
+) -> tuple[Entry, ...]:
+    """Describe a value of a whole parameter, and return the entries of the summands that it is formed of.
+
+    names: suffixes of those. None where the rank holds the whole parameter, or nobody can add the ranks' parts up.
+    """
+    if not is_cut(held.placements):
+        table.describe(entry, shown, per_rank(held.placements), "", ())
+        return ()
+    table.describe(entry, shown, held.placements, held.part, ())
+    found = []
+    for name in names:
+        one = table.entry(entry.chunk, f"{entry.name}:{name}", Kind(entry.kind))
+        one.is_part, one.site_pos = True, entry.site_pos
+        table.describe(one, shown, held.placements, held.part, ())
+        found.append(one)
+    if not entry.parts:
+        entry.parts, table.is_changed = tuple(one.id for one in found), True
+    return tuple(found)
 
 
 def is_zero_redundancy(optimizer: Any) -> bool:

@@ -20,10 +20,10 @@ import torch
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.pieces import ROOM, PiecedRow, side_by_side
 from sentinel.collect.probes.single_values import observe_words, value_words
-from sentinel.collect.probes.stepped import Stepped, per_rank, stepped_by
+from sentinel.collect.probes.stepped import Stepped, describe_formed, stepped_by
 from sentinel.collect.probes.update_rules import Formula, Given, Rule, difference, needs_norm_before, reaches, rule_of
 from sentinel.collect.tensors import Entry
-from sentinel.record import Flag, Kind
+from sentinel.record import NO_SCALE, Flag, Kind
 
 NORMALISED = ":adam"
 """Suffix of the rows of Adam's step before its rate: the first moment over the root of the second, both corrected."""
@@ -32,8 +32,8 @@ LOST = ":lost"
 """Suffix of the rows of what rounding lost: 1 for an element that stayed as it was although something was to be added to it,
 else 0. Of weights that the optimizer itself steps in a type of 16 bits."""
 
-NOTHING = 1e-4
-"""Weights of less than this share of their update were zero but for rounding (chosen)."""
+SQUARES = ("update_squares", "weight_squares")
+"""Suffixes of the summands of a ratio whose parameter lies in shards: this rank's sums of squares."""
 
 
 @dataclasses.dataclass
@@ -45,6 +45,8 @@ class _Wanted:
     ratio: Entry | None
     normalised: Entry | None
     lost: Entry | None
+    squares: tuple[Entry, ...] = ()
+    """Summands of the ratio, where ranks hold shards."""
 
     def __bool__(self) -> bool:
         return bool(self.update or self.ratio or self.normalised or self.lost)
@@ -133,7 +135,7 @@ class Update:
             self._unannounced.add(optimizer)  # Before its update there was no last moment.
         due: dict[str, int] = {}
         batch = _Batch(self._context, self._rows, self._scratch)
-        ratios: list[tuple[Entry, torch.Tensor, torch.Tensor, int]] = []
+        ratios: list[tuple[_Wanted, torch.Tensor, torch.Tensor, int]] = []
         stopped = found_inf_of(optimizer)
         for wanted in self._wanted(optimizer):
             if wanted.stepped.grad is None:
@@ -152,7 +154,7 @@ class Update:
                 batch.flush()  # Its room is taken.
                 norms = self._in_pieces(work)
             if wanted.ratio is not None and norms is not None:
-                ratios.append((wanted.ratio, *norms, flag))
+                ratios.append((wanted, *norms, flag))
             for entry in (wanted.update, wanted.ratio, wanted.normalised, wanted.lost):
                 if entry is not None and (entry is not wanted.normalised or formula.is_normalised):
                     label = Kind(entry.kind).label
@@ -219,7 +221,7 @@ class Update:
             if entry is not None:
                 table.describe(entry, shown, held.placements, held.part, shape)
         if wanted.ratio is not None:
-            table.describe(wanted.ratio, shown, per_rank(held.placements), "", ())
+            wanted.squares = describe_formed(table, wanted.ratio, SQUARES, held, shown)
 
     def _in_pieces(self, work: _Work) -> tuple[torch.Tensor, torch.Tensor]:
         """Measure an update that is too large to be formed at once; return the norms of it and of the weights before."""
@@ -269,7 +271,7 @@ class Update:
             self._rows[entry.id] = self._context.recording.reserve_all([entry], [flag])
         return self._rows[entry.id]
 
-    def _observe_ratios(self, ratios: list[tuple[Entry, torch.Tensor, torch.Tensor, int]]) -> None:
+    def _observe_ratios(self, ratios: list[tuple[_Wanted, torch.Tensor, torch.Tensor, int]]) -> None:
         for device in {norm.device for _, norm, _, _ in ratios}:
             for flag in {flag for _, _, _, flag in ratios}:
                 mine = [one for one in ratios if one[1].device == device and one[3] == flag]
@@ -277,8 +279,19 @@ class Update:
                     added = torch.stack([norm.double() for _, norm, _, _ in mine])
                     before = torch.stack([norm.double() for _, _, norm, _ in mine])
                     # Weights that were all zero have no scale to compare with; that is no infinite step.
-                    words = value_words(added / before, ~(before <= NOTHING * added))
-                    observe_words(self._context.recording, [one[0] for one in mine], words, self._rows, flag)
+                    words = value_words(added / before, ~(before <= NO_SCALE * added))
+                    entries = [one.ratio for one, *_ in mine if one.ratio is not None]
+                    observe_words(self._context.recording, entries, words, self._rows, flag)
+                    self._observe_squares([one.squares for one, *_ in mine], torch.stack([added, before], 1), flag)
+
+    def _observe_squares(self, entries: list[tuple[Entry, ...]], norms: torch.Tensor, flag: int) -> None:
+        """Measure the summands of ratios, of which entries[i] has two or none: norms, [n, 2], of update and weights."""
+        cut = [at for at, pair in enumerate(entries) if pair]
+        if not cut:
+            return
+        squares = norms.square() if len(cut) == len(entries) else torch.stack([norms[at] for at in cut]).square()
+        words = value_words(squares.flatten(), squares.flatten().isfinite())
+        observe_words(self._context.recording, [one for at in cut for one in entries[at]], words, self._rows, flag)
 
 
 class _Work:
