@@ -27,7 +27,8 @@ from sentinel.store.whereabouts import RunPaths, runs_in
 def explain(incident: str, directory: str | None, as_json: bool) -> int:
     """Tell the story of an incident: what came first and where, how it spread, what followed, who was told.
 
-    INCIDENT is an id, the beginning of one, `worst` (the gravest that is open, where none is the newest; the default), or
+    INCIDENT is an id, the beginning of one, `worst` (the gravest that is open, where none is the newest
+    that is more than a note; the default), or
     `latest`.
     """
     run_dir = run_with_incident(incident, directory)

@@ -28,7 +28,8 @@ def incident_revisions(directory: Path) -> list[Incident]:
 def find_incident(revisions: Sequence[Incident], wanted: str) -> str:
     """Return the id of the incident that a prefix, `worst` or `latest` means; ConfigError when it means none, or several.
 
-    worst: the gravest of those that are open, the newest of equals; where none is open, the newest. latest: the newest.
+    worst: the gravest of those that are open, the newest of equals; where none is open, the newest that is more than a note.
+    latest: the newest.
     """
     newest = newest_revisions(revisions)
     if not newest:
@@ -37,7 +38,7 @@ def find_incident(revisions: Sequence[Incident], wanted: str) -> str:
         opened = {i.id: (i.time, i.attempt, i.opened_step, i.id) for i in reversed(revisions)}
         own = [one for one in newest.values() if one.state != "merged"] or list(newest.values())
         if wanted == "worst":
-            own = worst_open(own) or own
+            own = worst_open(own) or [one for one in own if one.severity is not Severity.INFO] or own
         return max((one.id for one in own), key=lambda one: opened[one])
     ids = sorted(newest)
     matching = [one for one in ids if one.startswith(wanted)] if wanted else []

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from sentinel.ingest.replicas import Differing
 
 
-MIN_WEIGHTS = 8
-"""With fewer weights that have copies nobody can tell ranks that train models of their own from a broken one (chosen)."""
+MIN_WEIGHTS = 2
+"""With one weight that has copies nobody can tell ranks that train models of their own from a broken one."""
 NEVER_ALIKE = "never alike"
 """Key of the episode in which the ranks' models have nothing to do with each other."""
 
@@ -97,8 +97,9 @@ class ReplicaWatch(Watch):
             return []
         one = view.differing[0]
         text = (
-            f"most weights were never the same on the ranks of attempt {view.attempt}: they train models of their own, or "
-            "began differently; no copies are compared until they are alike"
+            f"most weights were never the same on the ranks of attempt {view.attempt}: they began differently (a broadcast "
+            "left out), train models of their own, or are stages of one (attach with place=, docs/trainers.md); no copies are "
+            "compared until they are alike"
         )
         anomaly = tensor_anomaly(
             view, self.rule, view.tensors[one.index], "checksum", Severity.WARNING, None, None, None,

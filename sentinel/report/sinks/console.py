@@ -34,13 +34,15 @@ class ConsoleSink:
         self._stream = stream
 
     def deliver(self, alerts: Sequence[Alert], now: float) -> Delivery:
-        """Write one line an alert, and a second one with where it began when that is known."""
+        """Write one line an alert, and behind it where it began, the cause and what to do, as far as they are known."""
         try:
             for alert in alerts:
                 print(printable(f"sentinel: {headline(alert)}"), file=self._stream)
-                shown = [f"{name} {text}" for name, text in facts(alert.incident) if name in ("began with", "module")]
-                if shown:
-                    print(printable("          " + ", ".join(shown)), file=self._stream)
+                known = dict(facts(alert.incident))
+                place = ", ".join(f"{name} {known[name]}" for name in ("began with", "module") if name in known)
+                lines = [place, *(f"{name}: {known[name]}" for name in ("cause", "because", "what to do") if name in known)]
+                for line in filter(None, lines):
+                    print(printable(f"          {line}"), file=self._stream)
             self._stream.flush()
         except (OSError, ValueError) as error:
             return Delivery(outcome="failed", detail=f"console: {error}")
