@@ -8,6 +8,7 @@ import msgspec
 
 from sentinel.anomaly import CLOSED_STATES, Anomaly, Incident, Severity
 from sentinel.incidents.diagnosis.advice import advice
+from sentinel.incidents.diagnosis.claim import by_jump
 from sentinel.incidents.diagnosis.diagnose import diagnose
 from sentinel.incidents.diagnosis.evidence import Evidence
 from sentinel.incidents.diagnosis.held import HeldDiagnosis
@@ -74,6 +75,12 @@ class OpenIncident(msgspec.Struct, kw_only=True):
     """What it makes one suspect, as people are told."""
     facts: tuple[str, ...] = ()
     """Evidence that stays whatever is suspected."""
+
+    @property
+    def is_by_jump(self) -> bool:
+        """Whether what is told is that a learning rate jumped."""
+        jump, told = self.case.jump, self.diagnosis.told
+        return jump is not None and told.verdict == "model" and told.reasons[:1] == by_jump(self.case).reasons
 
     def revise(self, *, state: str | None = None, evidence: str | None = None) -> None:
         """Give it another state, or one more fact."""

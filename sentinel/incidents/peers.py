@@ -5,7 +5,7 @@ Asks `scope` what belongs together; knows the windows of time. Changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -37,11 +37,22 @@ class IncidentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise ConfigError(f"incidents.{name} must be at least {least}, got {getattr(self, name)}")
 
 
+STILL_RAISED = 0.5
+"""Share of a learning rate that jumped from which on it is as high still (chosen)."""
+
+
 class Peers:
     """Those open incidents that an anomaly may belong to."""
 
-    def __init__(self, open_ones: Iterable[OpenIncident], attempt: int, config: IncidentConfig, stride: int) -> None:
-        """stride: steps from one that is told of to the next; quiet and nearness are counted in it."""
+    def __init__(
+        self, open_ones: Iterable[OpenIncident], attempt: int, config: IncidentConfig, stride: int,
+        rates: Mapping[str, float],
+    ) -> None:
+        """stride: steps from one that is told of to the next; quiet and nearness are counted in it.
+
+        rates: the newest learning rates by name.
+        """
+        self._rates = rates
         self._open = [one for one in open_ones if one.incident.attempt == attempt]
         self._quiet = config.quiet_steps * stride
         self._near = config.near_steps * stride
@@ -92,7 +103,18 @@ class Peers:
             and _is_of_same_ranks(one, group)
             and self._is_near(one, step, one.carried_step)
         ]
-        return min(near, key=age, default=None)
+        return min(near or self._under_a_raised_rate(group), key=age, default=None)
+
+    def _under_a_raised_rate(self, group: Sequence[Anomaly]) -> list[OpenIncident]:
+        """Return the incidents of a learning rate that jumped and is as high still: every step since is of its making."""
+        return [
+            one
+            for one in self.of("nonfinite", "finite")
+            if one.is_by_jump
+            and one.case.jump is not None
+            and self._rates.get(one.case.jump.name, 0.0) >= STILL_RAISED * one.case.jump.after
+            and _is_of_same_ranks(one, group)
+        ]
 
     def recurring(self, causes: list[Anomaly], born: Origin) -> list[OpenIncident]:
         """Return the non-finite incidents whose root was born where these are."""

@@ -288,7 +288,7 @@ class IncidentTracker:
 
     @property
     def _peers(self) -> Peers:
-        return Peers(self._state.open, self._attempt, self.config, self._stride)
+        return Peers(self._state.open, self._attempt, self.config, self._stride, self._state.background.rates)
 
     def _take_nonfinite(self, bad: list[Anomaly], step: int, closed: list[OpenIncident]) -> OpenIncident:
         peers = self._peers

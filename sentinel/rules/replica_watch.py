@@ -98,8 +98,8 @@ class ReplicaWatch(Watch):
         one = view.differing[0]
         text = (
             f"most weights were never the same on the ranks of attempt {view.attempt}: they began differently (a broadcast "
-            "left out), train models of their own, or are stages of one (attach with place=, docs/trainers.md); no copies are "
-            "compared until they are alike"
+            "left out), train models of their own, or are stages of one (attach with place=, docs/trainers.md); no copies "
+            "are compared until they are alike"
         )
         anomaly = tensor_anomaly(
             view, self.rule, view.tensors[one.index], "checksum", Severity.WARNING, None, None, None,

@@ -202,6 +202,25 @@ def test_a_jump_of_the_learning_rate_explains_what_follows() -> None:
     assert "lr rose from 0.001 to 0.1 (100 times) at step 30" in said(found)
 
 
+def test_what_a_raised_rate_brings_later_is_one_incident_until_it_is_put_back() -> None:
+    run, raised = Run(), {"rates": {"lr": 0.1}}
+    run.take(**raised)
+    first = anomaly("activation", "layers.2", 31, value=148.5, baseline=57.4, severity=Severity.CRITICAL)
+    run.take(first, **raised)
+    for _ in range(20):
+        run.take(going=(first,), **raised)
+
+    run.take(loss(52), going=(first,), **raised)
+    run.well(6, **raised)
+
+    assert len({one.id for one in run.revisions}) == 1
+    assert {one.verdict for one in run.revisions[2:]} == {"model"}
+    for _ in range(20):
+        run.take(going=(first,))
+    run.take(loss(80), going=(first,))
+    assert len({one.id for one in run.revisions}) == 2, "under the rate of before it is news"
+
+
 def test_warm_up_is_no_jump() -> None:
     run = Run(healthy=0)
     for step in range(30):
