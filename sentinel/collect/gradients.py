@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sentinel.collect.holding import Held, Holding, TorchHolding
+from sentinel.collect.holding import Held, Holding, TorchHolding, keeps_plain
 from sentinel.collect.plan import Plan
 from sentinel.collect.tensors import Entry, TensorTable
 from sentinel.place import Place, strip_wrappers
@@ -21,7 +21,7 @@ REFRESH_STEPS = 50
 class Parameter:
     """One parameter of a chunk, once however often it is shared."""
 
-    __slots__ = ("entry", "is_told", "last_read", "last_version", "param", "version_after_backward", "wgrad")
+    __slots__ = ("described", "entry", "is_told", "last_read", "last_version", "param", "version_after_backward", "wgrad")
 
     def __init__(self, param: torch.Tensor, entry: Entry, wgrad: Entry) -> None:
         self.param = param
@@ -31,6 +31,34 @@ class Parameter:
         self.last_version = -1
         self.version_after_backward = -1
         self.is_told = False
+        self.described: tuple[torch.Size, torch.dtype, torch.layout, Place] | None = None
+        """Of the plain gradient that was described last: one like it needs no description."""
+
+
+class Described:
+    """Plain parameters that were described in the table, all of them: a small step has no time to do that again."""
+
+    def __init__(self, entries: list[Entry], tensors: list[torch.Tensor], plan: Plan, holding: Holding) -> None:
+        self.entries = entries
+        self.tensors = tensors
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._dtypes = [tensor.dtype for tensor in tensors]
+        self._generation = plan.generation
+        self._holding, self._place = holding, holding.place
+
+    def holds(self, plan: Plan, holding: Holding, num: int) -> bool:
+        """Whether they are what the running step measures, and described as they are now."""
+        tensors = self.tensors
+        return (
+            plan.generation == self._generation
+            and plan.takes_whole(Kind.PARAM)
+            and holding is self._holding
+            and keeps_plain(holding)
+            and holding.place is self._place
+            and num == len(tensors)
+            and [tensor.shape for tensor in tensors] == self._shapes
+            and [tensor.dtype for tensor in tensors] == self._dtypes
+        )
 
 
 class Parameters:
@@ -52,6 +80,8 @@ class Parameters:
         """Where this trainer keeps parameters and gradients; an adapter may put its own here before the first step."""
         self._has_grads = False
         """A backward of this step left a gradient where torch keeps them, in `.grad`."""
+        self._described: Described | None = None
+        """What `measurable` returned last, while nothing can have changed but the tensors themselves."""
 
     def refresh(self, chunks: Sequence[Any]) -> None:
         """Look for parameters that are not known yet."""
@@ -75,17 +105,20 @@ class Parameters:
                 self.all.append(parameter)
                 self._by_id[id(param)] = parameter
         self.holding.look(one.param for one in self.all)
+        self._described = None
 
     def locate(self, place: Place) -> None:
         """Take note of where this rank stands."""
         if place != self.holding.place:
             self.holding.place = place
             self.holding.look(one.param for one in self.all)
+            self._described = None
 
     def forget(self) -> None:
         """Begin anew: the next `refresh` finds every parameter again."""
         self.all.clear()
         self._by_id.clear()
+        self._described = None
 
     def of(self, tensors: Iterable[torch.Tensor] | None) -> list[Parameter]:
         """Return the known ones among `tensors`; None: all."""
@@ -101,6 +134,9 @@ class Parameters:
 
     def measurable(self, parameters: Iterable[Parameter]) -> tuple[list[Entry], list[torch.Tensor]]:
         """Return entries and local tensors of the parameters themselves."""
+        known = self._described
+        if known is not None and parameters is self.all and known.holds(self._plan, self.holding, len(self.all)):
+            return known.entries, known.tensors
         entries, tensors = [], []
         measures, hold = self._plan.measures, self.holding.param
         for one in parameters:
@@ -108,6 +144,10 @@ class Parameters:
             if tensor is not None:
                 entries.append(one.entry)
                 tensors.append(tensor)
+        if parameters is self.all:
+            is_plain = self._plan.takes_whole(Kind.PARAM) and keeps_plain(self.holding)
+            is_plain = is_plain and all(one.param is tensor for one, tensor in zip(self.all, tensors, strict=False))
+            self._described = Described(entries, tensors, self._plan, self.holding) if is_plain else None
         return entries, tensors
 
     def fresh_grads(
@@ -119,23 +159,30 @@ class Parameters:
         """
         found = []
         measures, hold, read = self._plan.measures, self.holding.wgrad, self.read
+        is_plain, place = keeps_plain(self.holding), self.holding.place
         for one in parameters:
             key = id(one.param)
             row = read.get(key)
             is_final = row is not None and key not in self.reopened and (is_doomed or key not in self.doomed)
             if is_final or not measures(one.wgrad):
                 continue
-            held = hold(one.param)
-            if held is None:
-                continue
             own = one.param.grad
-            grad = held.tensor if own is None else own
+            held = None
+            if is_plain and type(own) is torch.Tensor and one.described == (own.shape, own.dtype, own.layout, place):
+                grad = own
+            else:
+                held = hold(one.param)
+                if held is None:
+                    continue
+                grad = held.tensor if own is None else own
             version = grad._version
             if row is None and one.last_read is not None and one.last_read() is grad and one.last_version == version:
                 continue
-            local = self._local(one, one.wgrad, held)
+            local = grad if held is None else self._local(one, one.wgrad, held)
             if local is None:
                 continue
+            if held is not None and local is own and is_plain:
+                one.described = local.shape, local.dtype, local.layout, place
             # A trainer that keeps gradients elsewhere may have noted those of `.grad` on their way there.
             touched = own is not None and 0 <= one.version_after_backward != version
             one.last_read, one.last_version = weakref.ref(grad), version

@@ -94,6 +94,11 @@ class TorchHolding:
         )
         self._plain_place = None
 
+    @property
+    def cuts_nothing(self) -> bool:
+        """Whether no parameter is a stretch of a flattened one."""
+        return not self._pieces
+
     def param(self, param: torch.Tensor) -> Held | None:
         """Return the parameter's local piece."""
         return self._held(param, param, Kind.PARAM)
@@ -139,6 +144,11 @@ class TorchHolding:
                 for axis, word in placements.items()
             }
         return Held(local_of(tensor), placements, part_of(tensor, self.place), tuple(tensor.shape))
+
+
+def keeps_plain(holding: Holding) -> bool:
+    """Whether a parameter of torch's own type, and its `.grad`, are themselves what this rank holds of it."""
+    return type(holding) is TorchHolding and holding.cuts_nothing
 
 
 def fsdp1_pieces() -> dict[int, FlatPiece]:

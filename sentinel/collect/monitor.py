@@ -466,6 +466,8 @@ class Monitor:
                 self.parameters.refresh(self.chunks)
             if self.plan.takes(Kind.PARAM):
                 self._measure_parameters()
+        if self._events.is_wide:
+            self._events.narrow(self.plan.wants)
         self._events.begun()
         self._begun_steps += 1
         self._costs.turn_to(former)

@@ -255,6 +255,10 @@ class Plan:
         """Whether anybody wants this kind anywhere in the running step."""
         return int(kind) in self._due
 
+    def takes_whole(self, kind: Kind) -> bool:
+        """Whether the running step measures every tensor of this kind."""
+        return int(kind) in self._whole
+
     def wants(self, kind: Kind) -> bool:
         """Whether anybody wants this kind anywhere, in this step or by itself in a later one: its hooks are needed."""
         return any(wish.is_open and kind in wish.kinds for wish in self._wishes) and not self._is_gone(kind)

@@ -102,6 +102,7 @@ class Planning:
             chunk.plan(self._wanted_in(chunk), has_borders)
         self._sites.begin_step()
         self._events.planned()
+        self._events.widen()
         self._table.is_changed = True  # Sites get new places in the next forward.
 
     def _name_models(self) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from sentinel.collect.attempt import Attempt
-from sentinel.collect.costs import OWN, Costs
+from sentinel.collect.costs import OWN, Costs, kinds_of_probe
 from sentinel.collect.failures import Guard
 from sentinel.collect.gradients import Parameters
 from sentinel.collect.inert import inert_hook
@@ -23,6 +23,7 @@ from sentinel.collect.tensors import TensorTable
 from sentinel.messages import Descriptor
 from sentinel.monitor_config import MonitorConfig
 from sentinel.place import Place
+from sentinel.record import Kind
 
 P = ParamSpec("P")
 
@@ -34,20 +35,31 @@ class Event(Generic[P]):
         self._guard = guard
         self._costs = costs
         self._calls: list[tuple[str, Callable[P, None]]] = []
+        self._all = self._calls
 
     def subscribe(self, name: str, call: Callable[P, None]) -> None:
         """Call `call` from now on. name: of the probe, for people."""
-        self._calls.append((name, call))
+        self._all.append((name, call))
+
+    def narrow(self, is_wanted: Callable[[str], bool]) -> None:
+        """Call only probes of which that holds, until `widen`."""
+        self._calls = [one for one in self._all if is_wanted(one[0])]
+
+    def widen(self) -> None:
+        """Call every probe again."""
+        self._calls = self._all
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        former = self._costs.turn_to(OWN)
+        costs = self._costs
+        former = costs.turn_to(OWN)
         for name, call in self._calls:
-            self._costs.turn_to_probe(name)
+            if costs.is_on:
+                costs.turn_to_probe(name)
             try:
                 call(*args, **kwargs)
             except Exception as error:
                 self._guard(name, error, probe=name)
-        self._costs.turn_to(former)
+        costs.turn_to(former)
 
 
 class Events:
@@ -68,6 +80,29 @@ class Events:
         """A training forward of the chunk raised: its rows are forgotten, and it may be tried again."""
         self.removed: Event[[]] = Event(guard, costs)
         """The monitor leaves: take off every hook."""
+        self.is_wide = True
+        """Every probe is told of everything: what is wanted has changed."""
+
+    @property
+    def _of_steps(self) -> tuple[Event[[]], Event[[Any]], Event[[Any]], Event[[]], Event[[Chunk]]]:
+        return self.begun, self.updating, self.updated, self.ending, self.rewound
+
+    def widen(self) -> None:
+        """Tell every probe of everything, until the next step begins."""
+        self.is_wide = True
+        for event in self._of_steps:
+            event.widen()
+
+    def narrow(self, is_wanted: Callable[[Kind], bool]) -> None:
+        """Tell of steps only probes of which a kind is wanted, in this step or by itself in a later one."""
+        self.is_wide = False
+
+        def works(name: str) -> bool:
+            kinds = kinds_of_probe(name)
+            return not kinds or any(is_wanted(kind) for kind in kinds)
+
+        for event in self._of_steps:
+            event.narrow(works)
 
 
 @dataclasses.dataclass(frozen=True)
