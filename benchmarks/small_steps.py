@@ -4,10 +4,11 @@
     python benchmarks/small_steps.py --sizes 5 20 --models gpt --variants default
 
 A watched copy of each model and a bare one take turns step by step, so that a machine that is shared or warms up slows
-both alike. `cpu` is the ratio of processor seconds of the training thread, `wall` that of the clock; `process` counts
-all threads, the writer's too. `us/step` is what a step costs in addition by the processor's time, and `us/row` that by the
-rows that a variant measures. Of the models of size 0 the tensors are so small that reading them costs nothing: what is
-left is what Sentinel itself does for a step, and for a row.
+both alike. `cpu` is the ratio of processor seconds of the training thread, all steps together; `wall` is the median ratio
+of seconds by the clock, and `process` that of the processor's for all threads, the writer's too. `us/step` is what a step
+costs in addition by the processor's time (mean of the middle eight tenths), and `us/row` that by the rows that a variant
+measures. Of the models of size 0 the tensors are so small that reading them costs nothing: what is left is what Sentinel
+itself does for a step, and for a row. `intervals`: kinds that `max_overhead` had measured every so many steps in the end.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sentinel
+from sentinel.collect import pacing
 from sentinel.monitor_config import MEASURED_LABELS
 
 ROOT = Path(__file__).parents[1]
@@ -40,12 +42,16 @@ from model import GPT, GPTConfig, next_token_loss  # noqa: E402
 MODULE_KINDS = ["activation", "activation_in", "dgrad", "dgrad_in"]
 VARIANTS: dict[str, dict[str, Any]] = {
     "off": {"kinds": [], "black_box": False},
+    "unbounded": {"max_overhead": None},
     "default": {},
-    "activations": {"kinds": ["param", "wgrad", *MODULE_KINDS]},
-    "everything": {"kinds": list(MEASURED_LABELS)},
+    "activations": {"kinds": ["param", "wgrad", *MODULE_KINDS], "max_overhead": None},
+    "everything": {"kinds": list(MEASURED_LABELS), "max_overhead": None},
 }
+"""`unbounded` measures every kind of the default at every step, `default` as often as `max_overhead` lets it."""
 WARM = 3
 """Steps of each copy that do not count."""
+PACED_WARM = 80
+"""The same of `default`: by then, decided early here, the intervals are those of a long run."""
 
 
 class ConvNet(nn.Module):
@@ -137,6 +143,9 @@ class Copy:
         if settings is not None:
             self.monitor = sentinel.attach(self.model, self.optimizer, {"run": run, **settings})
         self.num_rows = 0
+        self.total_ns = 0
+        """Nanoseconds of all its steps, of the training thread."""
+        self.intervals: dict[Any, int] = {}
         self.times: list[tuple[float, float, float]] = []
 
     def step(self) -> None:
@@ -150,29 +159,39 @@ class Copy:
             self.monitor.log(loss=loss, lr=1e-3)
         self.optimizer.zero_grad()
         ended = time.thread_time(), time.perf_counter(), time.process_time()
+        self.total_ns += int(1e9 * (ended[0] - began[0]))
         self.times.append((ended[0] - began[0], ended[1] - began[1], ended[2] - began[2]))
         if self.monitor is not None:
-            self.num_rows = self.monitor.recording.rows.num_rows
+            self.num_rows = max(self.num_rows, self.monitor.recording.rows.num_rows)
+            self.intervals = self.monitor.plan.intervals
 
 
 def measure(name: str, size: int, variant: str, rounds: int) -> str:
     """Train two copies of a model in turns, one of them watched; return the line of the table."""
     torch.manual_seed(0)
     model, loss = MODELS[name][size]()
+    warm = PACED_WARM if variant == "default" else WARM
     bare, watched = Copy(model, loss, None, ""), Copy(model, loss, VARIANTS[variant], f"{name}-{size}-{variant}")
-    for turn in range(rounds + WARM):
+    # The other copy's steps are no part of this one's, nor are other programs: shares are those of the processor's time.
+    watched.monitor.recording.costs.clock = lambda: time.thread_time_ns() - bare.total_ns
+    for turn in range(rounds + warm):
         for one in (bare, watched) if turn % 2 else (watched, bare):
             one.step()
     watched.monitor.detach()
-    pairs = list(zip(watched.times[WARM:], bare.times[WARM:], strict=True))
+    pairs = list(zip(watched.times[warm:], bare.times[warm:], strict=True))
     cpu = sorted(own[0] / base[0] for own, base in pairs)
+    of_all = sum(own[0] for own, _ in pairs) / sum(base[0] for _, base in pairs)
     wall, process = (statistics.median(own[at] / base[at] for own, base in pairs) for at in (1, 2))
-    added = 1e6 * statistics.median(own[0] - base[0] for own, base in pairs)
+    # Steps that measure a kind and steps that leave it out are told apart by nobody who waits for the run: their mean.
+    cut = len(pairs) // 10
+    inner = sorted(own[0] - base[0] for own, base in pairs)[cut : len(pairs) - cut]
+    added = 1e6 * statistics.fmean(inner)
     rows = watched.num_rows
+    intervals = ", ".join(f"{kind.label} {every}" for kind, every in sorted(watched.intervals.items()) if every > 1)
     return (
         f"| {name} {size} | {1e3 * statistics.median(base[0] for _, base in pairs):.1f} | {variant} | "
-        f"{statistics.median(cpu):.3f} | {cpu[len(cpu) // 10]:.2f}-{cpu[-1 - len(cpu) // 10]:.2f} | {wall:.3f} | "
-        f"{process:.3f} | {added:.0f} | {rows} | {f'{added / rows:.1f}' if rows else ''} |"
+        f"{of_all:.3f} | {cpu[len(cpu) // 10]:.2f}-{cpu[-1 - len(cpu) // 10]:.2f} | {wall:.3f} | "
+        f"{process:.3f} | {added:.0f} | {rows} | {f'{added / rows:.1f}' if rows and not intervals else ''} | {intervals} |"
     )
 
 
@@ -188,13 +207,14 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the results into benchmarks/results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    pacing.WARM_STEPS, pacing.WARM_S = 32, 0.0
     variants = options.variants
     if options.kinds is not None:
         variants = options.kinds or list(MEASURED_LABELS)
         VARIANTS.update({kind: {"kinds": [kind], "black_box": False} for kind in variants})
     head = [
-        "| model | bare ms | variant | cpu | p10-p90 | wall | process | us/step | rows | us/row |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| model | bare ms | variant | cpu | p10-p90 | wall | process | us/step | rows | us/row | intervals |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     print("\n".join(head), flush=True)
     lines = []
