@@ -125,9 +125,10 @@ class HiddenNan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Score 1.0 at a sudden exact zero, repetitions / repeats at a repetition, 0.0 elsewhere."""
         ready = (state["changes"] >= self.warmup) & np.isfinite(values)
         # A loss printed with few digits repeats in good health: what it usually moves must be well above its last digit.
-        # One that has converged does as well: its latest moves were of its last digit, or it is next to nothing.
+        # One that has converged does as well: its latest moves were of its last digit, or it is nearly, not exactly, 0.0.
         restless = np.minimum(state["change"], state["recent"]) >= 10.0 * state["resolution"]
-        repeated = (values == state["last"]) & ready & restless & (np.abs(values) >= CONVERGED * state["size"])
+        usual = (np.abs(values) >= CONVERGED * state["size"]) | (values == 0.0)
+        repeated = (values == state["last"]) & ready & restless & usual
         score = np.where(repeated, (state["repeated"] + 1.0) / self.repeats, 0.0)
         sudden = ready & (values == 0.0) & (state["size"] >= 10.0 * state["change"]) & (state["size"] > 1e-3)
         score[sudden] = np.maximum(score[sudden], 1.0)

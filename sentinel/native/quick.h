@@ -192,8 +192,9 @@ static int quick_hidden(const QuickRule *r, const double *values)
         const int64_t i = r->series[n];
         const double x = values[r->values[n]];
         if (!(fabs(x) < INFINITY) || changes[i] < p->warmup) continue;
-        const int is_restless = smaller(change[i], recent[i]) >= 10.0 * resolution[i] && fabs(x) >= p->converged * size[i];
-        if (x == last[i] && is_restless && (repeated[i] + 1.0) / (double)p->repeats >= 1.0) return 0;
+        const int is_restless = smaller(change[i], recent[i]) >= 10.0 * resolution[i];
+        const int is_usual = fabs(x) >= p->converged * size[i] || x == 0.0;
+        if (x == last[i] && is_restless && is_usual && (repeated[i] + 1.0) / (double)p->repeats >= 1.0) return 0;
         if (x == 0.0 && size[i] >= 10.0 * change[i] && size[i] > 1e-3) return 0;
     }
     for (int64_t n = 0; n < r->num; n++) {

@@ -39,6 +39,7 @@ from sentinel.rules.series_index import Selection, SeriesIndex
 from sentinel.rules.skew_watch import SkewWatch
 from sentinel.rules.tensor_watch import StepRows, TensorWatch
 from sentinel.rules.watch import BACKGROUND_RATE, Plan, Watch
+from sentinel.rules.zero_loss import well_beside_the_step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -141,6 +142,8 @@ class Engine:
                 learn(view)
         if self._search.see(view):
             found = written_down_only(view, found)
+        if found:
+            found = well_beside_the_step(view, found)
         self.num_steps += 1
         self.num_rows_judged += view.num_rows
         self.settled = tuple([one for watch in self._watches if watch.settled for one in watch.settled])

@@ -512,3 +512,34 @@ def test_an_episode_that_only_goes_on_is_told_once(paper_run, rng):
     found = [a for step, loss in enumerate(losses) for a in engine.judge(run.view(step, scalars={"loss": float(loss)}))]
 
     assert [a.step for a in found if a.event == "onset" and a.rule == "loss-spike"] == [130]
+
+
+@pytest.mark.parametrize(("is_finite", "severity"), [(True, Severity.INFO), (False, Severity.WARNING)])
+def test_a_loss_of_zero_hides_no_nan_where_all_gradients_were_finite(is_finite, severity, paper_run, rng):
+    run = paper_run([("w", "wgrad")] if is_finite else [("a", "activation")])
+    engine = Engine(load_pack())
+    for step in range(40):
+        engine.judge(run.view(step, scalars={"loss": 2.0 + 0.1 * float(rng.standard_normal())}))
+
+    (found,) = [one for one in engine.judge(run.view(40, scalars={"loss": 0.0})) if one.rule == "hidden-nan"]
+
+    assert found.severity is severity
+    assert found.message.endswith("were finite") is is_finite
+
+
+@pytest.mark.parametrize(("loss", "severity"), [(0.0, Severity.INFO), (1.0, Severity.WARNING)])
+def test_gradients_of_a_loss_of_zero_are_zero_by_right(loss, severity, paper_run, rng):
+    run = paper_run([("w", "wgrad"), ("v", "wgrad")])
+    engine = Engine(load_pack())
+
+    def zero(_, rows):
+        for name in ("mean", "m2", "m3", "m4", "min", "max"):
+            rows[name] = 0.0
+        rows["num_zero"] = rows["count"]
+
+    for step in range(40):
+        engine.judge(run.view(step, noisy(rng, 2), scalars={"loss": 1.0 + 0.1 * float(rng.standard_normal())}))
+    found = [one for step in range(40, 46) for one in engine.judge(run.view(step, change=zero, scalars={"loss": loss}))]
+
+    told = [one.severity for one in found if one.rule == "dead-gradient" and one.event == "onset"]
+    assert max(told, key=lambda one: one.level) is severity
