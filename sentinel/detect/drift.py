@@ -26,9 +26,13 @@ CHANGES = 3.0
 """Times the deviation told from neighbours that the one about the level may be: between them lies what neighbours share."""
 WANDER_CLIP = 1.5
 """Times what is normal that a level teaches of its wandering at most."""
-TOLD = 0.5
+TOLD = 1.0
 """Share of the highest rise told that counts as wandering once it is over: with `slack_wander` 3 a rise is news again where
-it is half as high again."""
+it is three times as high."""
+BLOCK = 4
+"""Memories between two looks at how a level turns."""
+ROUGH_NOISE = 9.0
+"""Times the variance that noise gives a level that it gives a turn: 6, and half again."""
 STEP_CLIP = 2.0
 """And past which it adds no more to the sum: a spike of a few points is no drift, for another detector tells of it."""
 
@@ -113,6 +117,9 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
     slack_wander: float = 3.0
     """And how many times as far as the level has stood above its best in the run so far (root mean square), where that is
     more: what a run has always done is no drift. 0: the past is no measure."""
+    slack_walk: float = 3.5
+    """And how many deviations of where chance would have led the level since its best, by how often it turned down in the
+    run's last half, where that is more: what goes up by chance comes down by chance. 0: chance is no measure."""
     sides: Literal["up", "both"] = "up"
     """`up`: against the lowest level so far, whose own fall is no drift. `both`: up and down, against a level of sixteen
     times the memory."""
@@ -124,16 +131,19 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for name in ("threshold", "slack"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
-        if not self.slack_sigmas >= 0:
-            raise ConfigError(f"slack_sigmas must not be negative, got {self.slack_sigmas}")
+        for name in ("slack_sigmas", "slack_wander", "slack_walk"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         if not 0 <= self.settle_after <= 65536:
             raise ConfigError(f"settle_after must be in [0, 65536], got {self.settle_after}")
 
     def state(self, num_series: int) -> State:
-        """Return 121 bytes a series."""
+        """Return 161 bytes a series."""
         state = self._new(num_series)
         names = ("best", "above", "below", "mark", "last", "change", "wander", "known", "told")
+        names += ("border", "moved", "rough", "walk")
         state |= {name: np.zeros(num_series) for name in names}
+        state["since"] = np.zeros(num_series, dtype=np.int64)
         state["run"] = np.zeros(num_series, dtype=np.int64)
         state["settled"] = np.zeros(num_series, dtype=bool)
         return state
@@ -160,7 +170,8 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Return the rise above the best level that is normal."""
         own = np.maximum(math.log1p(self.slack), self.slack_sigmas * self._noise(state))
         past = self.slack_wander * np.maximum(np.sqrt(state["known"]), np.where(state["run"] > 0, 0.0, TOLD * state["told"]))
-        return np.asarray(np.maximum(own, past))
+        blocks = np.maximum(state["since"] / (BLOCK * self.memory), 1.0)
+        return np.asarray(np.maximum(np.maximum(own, past), self.slack_walk * np.sqrt(state["walk"] * blocks)))
 
     def score(self, values: np.ndarray, state: State) -> Scores:
         """Score the larger sum / threshold; 0.0 in the warm-up and for what is not finite."""
@@ -190,11 +201,15 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
         flagged = ready & anomalous
         apart = np.abs(state["level"] - state["best"])
         state["told"][flagged] = np.maximum(state["told"], apart)[flagged]
+        state["since"][ready] += 1
         if self.sides == "up":
+            state["since"][calm & (state["level"] < state["best"])] = 0
             state["best"][calm] = np.minimum(state["best"][calm], state["level"][calm])
         else:
             state["best"][calm] += (state["level"][calm] - state["best"][calm]) / (16.0 * self.memory)
+            np.minimum(state["since"], 16 * self.memory, out=state["since"])
         self._follow_wander(state, calm)
+        self._follow_turns(state, ready, calm)
         if self.settle_after:
             self._settle(state, flagged)
 
@@ -222,6 +237,27 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
         due = calm & (count & (count - 1) == 0)
         state["known"][due] = state["wander"][due]
 
+    def _follow_turns(self, state: State, ready: np.ndarray, calm: np.ndarray) -> None:
+        """Take in how the level turns from block to block: the variance of what it walks in one, less that of the noise.
+
+        Downward turns alone count: a decay and a divergence bend upward, chance bends both ways. What is known of it changes
+        with the number of blocks doubled, too.
+        """
+        block = BLOCK * self.memory
+        due = ready & (state["count"] % block == 0)
+        if not due.any():
+            return
+        moved = state["level"] - state["border"]
+        turn = np.minimum(moved - state["moved"], 0.0)
+        state["border"][due], state["moved"][due] = state["level"][due], moved[due]
+        known = due & calm & (state["count"] > self.warmup + 2 * block)
+        num = np.maximum(state["count"] // block, 2)
+        age = num - np.ldexp(1.0, np.frexp((num - 1).astype(np.float64))[1] - 1)
+        state["rough"][known] += ((2.0 * (turn * turn) - state["rough"]) / age)[known]
+        doubled = known & (num & (num - 1) == 0)
+        noise = ROUGH_NOISE * (state["noise"] * state["noise"]) / (2.0 * self.memory - 1.0)
+        state["walk"][doubled] = 0.5 * np.maximum(state["rough"] - noise, 0.0)[doubled]
+
     def _settle(self, state: State, flagged: np.ndarray) -> None:
         run = state["run"]
         run[flagged] += 1
@@ -234,6 +270,7 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
         flat = np.abs(state["level"] - state["mark"]) <= np.maximum(math.log1p(self.slack) / 3.0, 0.5 * state["noise"])
         rested = due & flat
         state["best"][rested] = state["level"][rested]
+        state["since"][rested] = 0
         for name in ("above", "below"):
             state[name][rested] = 0.0
         state["settled"][rested] = True
@@ -242,7 +279,7 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def rearm(self, state: State) -> None:
         """Begin anew with the next point, all series: after a resume what came before is no measure any more."""
         self._begin_anew(state)
-        for name in ("above", "below", "run", "wander", "known", "told"):
+        for name in ("above", "below", "run", "wander", "known", "told", "rough", "walk", "since"):
             state[name].fill(0)
 
 

@@ -108,3 +108,8 @@ class GradNormSpike(RollingMedian, frozen=True, kw_only=True, forbid_unknown_fie
     """Robust deviations (the width of the residuals' middle half / 1.349) that are still normal."""
     floor: float = 0.95
     """Relative rise that is always normal."""
+    window: int = 55
+    """Points the median is taken over: of a norm printed with two digits the quarters of the residuals jump by a digit;
+    about the median of more points they stay."""
+    memory: int = 128
+    """Residuals the deviation is taken over."""

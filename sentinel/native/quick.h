@@ -17,7 +17,7 @@ typedef struct {
 #define MEAN_TO_SIGMA 1.2533141373155001
 
 typedef struct {
-    double threshold, log_slack, slack_sigmas, slack_wander, share, patience, log_improvement;
+    double threshold, log_slack, slack_sigmas, slack_wander, slack_walk, share, patience, log_improvement;
     int64_t memory, warmup, is_both;
 } LevelParameters;
 
@@ -61,15 +61,17 @@ static inline double drift_sum(const LevelParameters *p, double total, double to
 
 typedef struct {
     Level level;
-    double *best, *above, *below, *last, *change, *wander, *known, *told;
-    int64_t *run;
+    double *best, *above, *below, *last, *change, *wander, *known, *told, *border, *moved, *rough, *walk;
+    int64_t *run, *since;
     uint8_t *settled;
 } DriftState;
 
-/* Drift: unit, level, noise, size, count, best, above, below, run, settled, last, change, wander, known, told. */
+/* Drift: unit, level, noise, size, count, best, above, below, run, settled, last, change, wander, known, told, border, moved,
+ * rough, walk, since. */
 static DriftState drift_state(void **a)
 {
-    return (DriftState){{a[0], a[1], a[2], a[3], a[4]}, a[5], a[6], a[7], a[10], a[11], a[12], a[13], a[14], a[8], a[9]};
+    return (DriftState){{a[0], a[1], a[2], a[3], a[4]}, a[5], a[6], a[7], a[10], a[11], a[12], a[13], a[14], a[15], a[16], a[17], a[18],
+                        a[8], a[19], a[9]};
 }
 
 static double drift_noise(const DriftState *s, int64_t i) { return larger(smaller(s->level.noise[i], 3.0 * s->change[i]), 1e-9); }
@@ -77,7 +79,9 @@ static double drift_noise(const DriftState *s, int64_t i) { return larger(smalle
 static double drift_slack(const LevelParameters *p, const DriftState *s, int64_t i)
 {
     const double own = larger(p->log_slack, p->slack_sigmas * drift_noise(s, i));
-    return larger(own, p->slack_wander * larger(sqrt(s->known[i]), s->run[i] > 0 ? 0.0 : 0.5 * s->told[i]));
+    const double past = p->slack_wander * larger(sqrt(s->known[i]), s->run[i] > 0 ? 0.0 : s->told[i]);
+    const double blocks = larger((double)s->since[i] / (double)(4 * p->memory), 1.0);
+    return larger(larger(own, past), p->slack_walk * sqrt(s->walk[i] * blocks));
 }
 
 static void drift_sums(const LevelParameters *p, const DriftState *s, int64_t i, double x, double *up, double *down)
@@ -113,6 +117,23 @@ static void follow_wander(const LevelParameters *p, const DriftState *s, int64_t
     if (!(count & (count - 1))) s->known[i] = s->wander[i];
 }
 
+/* Drift._follow_turns for a point that is not anomalous. */
+static void follow_turns(const LevelParameters *p, const DriftState *s, int64_t i)
+{
+    const int64_t count = s->level.count[i], block = 4 * p->memory;
+    if (count % block) return;
+    const double moved = s->level.level[i] - s->border[i], turn = smaller(moved - s->moved[i], 0.0);
+    s->border[i] = s->level.level[i];
+    s->moved[i] = moved;
+    if (count <= p->warmup + 2 * block) return;
+    int64_t num = count / block, begun = 1;
+    while (2 * begun < num) begun *= 2;
+    s->rough[i] += (2.0 * (turn * turn) - s->rough[i]) / (double)(num - begun);
+    if (num & (num - 1)) return;
+    const double noise = 9.0 * (s->level.noise[i] * s->level.noise[i]) / (2.0 * (double)p->memory - 1.0);
+    s->walk[i] = 0.5 * larger(s->rough[i] - noise, 0.0);
+}
+
 static int quick_drift(const QuickRule *r, const double *values)
 {
     const LevelParameters *p = r->parameters;
@@ -135,9 +156,16 @@ static int quick_drift(const QuickRule *r, const double *values)
         if (follow_level(p, &s.level, i, x)) {
             s.run[i] = 0;
             const double level = s.level.level[i];
-            if (p->is_both) s.best[i] += (level - s.best[i]) / (16.0 * (double)p->memory);
-            else s.best[i] = smaller(s.best[i], level);
+            s.since[i]++;
+            if (p->is_both) {
+                s.best[i] += (level - s.best[i]) / (16.0 * (double)p->memory);
+                s.since[i] = s.since[i] < 16 * p->memory ? s.since[i] : 16 * p->memory;
+            } else {
+                s.since[i] = level < s.best[i] ? 0 : s.since[i];
+                s.best[i] = smaller(s.best[i], level);
+            }
             follow_wander(p, &s, i);
+            follow_turns(p, &s, i);
         } else if (s.level.count[i] > FIRST_POINTS) {
             s.best[i] = s.level.level[i];
         }

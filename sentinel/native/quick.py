@@ -36,7 +36,7 @@ class LevelParameters(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_double) for name in (
-            "threshold", "log_slack", "slack_sigmas", "slack_wander", "share", "patience", "log_improvement",
+            "threshold", "log_slack", "slack_sigmas", "slack_wander", "slack_walk", "share", "patience", "log_improvement",
         )),
         *((name, ctypes.c_int64) for name in ("memory", "warmup", "is_both")),
     )  # fmt: skip

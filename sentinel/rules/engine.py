@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from sentinel.ingest.decision import RankFacts, Tick
     from sentinel.ingest.merge import Layout, StepView
 
-SNAPSHOT_VERSION = 3
+SNAPSHOT_VERSION = 4
 MAX_LAYOUTS = 8
 """Layouts whose plans are kept: a run has one, or two for a while when it changes shape."""
 

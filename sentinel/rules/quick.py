@@ -20,7 +20,10 @@ from sentinel.rules.programme import describe_form
 
 _LEVEL = ("unit", "level", "noise", "size", "count", "best")
 _ARRAYS = {
-    "drift": (*_LEVEL, "above", "below", "run", "settled", "last", "change", "wander", "known", "told"),
+    "drift": (
+        *(*_LEVEL, "above", "below", "run", "settled", "last", "change", "wander", "known", "told"),
+        *("border", "moved", "rough", "walk", "since"),
+    ),
     "plateau": (*_LEVEL, "best_at"),
     "hidden": ("last", "size", "change", "resolution", "recent", "changes", "repeated"),
     "rolling": tuple(name for name, _ in rolling.ARRAYS),
@@ -54,8 +57,8 @@ class Quick:
         if self._kind == "drift":
             return native.LevelParameters(
                 threshold=detector.threshold, log_slack=math.log1p(detector.slack), slack_sigmas=detector.slack_sigmas,
-                slack_wander=detector.slack_wander, memory=detector.memory, warmup=detector.warmup,
-                is_both=detector.sides == "both",
+                slack_wander=detector.slack_wander, slack_walk=detector.slack_walk, memory=detector.memory,
+                warmup=detector.warmup, is_both=detector.sides == "both",
             )  # fmt: skip
         if self._kind == "plateau":
             return native.LevelParameters(

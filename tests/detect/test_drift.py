@@ -130,7 +130,7 @@ def told(flagged):
 
 
 def test_what_a_long_run_has_always_done_is_no_drift(rng):
-    """56,000 rows of ordinary wander, epochs, waves: told thrice at most, each half as high again as the one before."""
+    """56,000 rows of ordinary wander, epochs, waves: told once at most."""
     n = 56_000
     t, noise = np.arange(n), 0.02 * rng.standard_normal((n, 7))
     level = 2.5 * (1.0 + t / 300.0) ** -0.1
@@ -144,9 +144,9 @@ def test_what_a_long_run_has_always_done_is_no_drift(rng):
     )  # fmt: skip
 
     flagged, _ = judge(Drift(), level[:, None] * np.exp(z + noise))
-    unmeasured, _ = judge(Drift(slack_wander=0.0), level[:6000, None] * np.exp(z + noise)[:6000])
+    unmeasured, _ = judge(Drift(slack_wander=0.0, slack_walk=0.0), level[:6000, None] * np.exp(z + noise)[:6000])
 
-    assert max(told(flagged[:, at]) for at in range(7)) <= 3
+    assert max(told(flagged[:, at]) for at in range(7)) <= 1
     assert not flagged[:, 6].any()
     assert told(unmeasured[:, 1]) > 3, "the case is one"
 
@@ -160,6 +160,32 @@ def test_a_run_that_wanders_is_still_told_of_a_divergence(rng):
     flagged, _ = judge(Drift(), loss)
 
     assert flagged[6000:7000].any(axis=0).all()
+
+
+def test_a_rise_by_a_third_over_two_thousand_rows_of_a_mature_run_is_called_in_its_first_quarter(rng):
+    t = np.arange(13_000)[:, None]
+    loss = 2.5 * (1.0 + t / 300.0) ** -0.1 * np.exp(np.array([0.002, 0.01, 0.02, 0.03]) * rng.standard_normal((13_000, 4)))
+    climbs = loss * 1.3 ** np.clip((t - 10_000) / 2000.0, 0.0, 1.0)
+
+    flagged, _ = judge(Drift(), climbs)
+
+    assert not flagged[:10_000].any()
+    assert flagged[10_000:10_500].any(axis=0).all()
+
+
+def test_what_a_level_walks_by_chance_is_no_drift(rng):
+    """How far a level is from its best after a thousand rows is known from how it turned down before, not from any rise."""
+    n = 9000
+    wander = np.stack([0.03 * autoregressive(rng, n, 0.999) for _ in range(24)], axis=1)
+    loss = 2.5 * np.exp(wander + 0.02 * rng.standard_normal((n, 24)))
+
+    walked, _ = judge(Drift(), loss)
+    unwalked, _ = judge(Drift(slack_walk=0.0), loss)
+
+    # Nearly all that is left is of the first two thousand rows, of which little is known.
+    assert unwalked[2000:].any(axis=0).sum() > 8
+    assert (walked[2000:].any(axis=0) & ~walked[:2000].any(axis=0)).sum() <= 3
+    assert walked.any(axis=0).sum() <= 0.6 * unwalked.any(axis=0).sum()
 
 
 @pytest.mark.parametrize("begins", [600, 3000])

@@ -184,6 +184,20 @@ def test_earlier_excursions_do_not_hide_one_that_is_far_above_them_all(share, de
     assert feed(detector, loss)[500]
 
 
+def test_a_norm_printed_with_two_digits_that_doubles_is_seen(rng):
+    """Its residuals take some six values, so that quarters of them jump by a digit."""
+    found = []
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        norm = np.round(0.28 * np.exp(0.06 * rng.standard_normal(600) + 0.05 * autoregressive(rng, 600, 0.9)), 2)
+        norm[500] = np.round(2.25 * np.median(norm[425:500]), 2)
+        flagged = feed_at_once(GradNormSpike(), norm)
+        assert not flagged[:500].any()
+        found.append(flagged[500])
+
+    assert all(found)
+
+
 def test_a_restless_loss_without_such_a_rise_is_left_alone(rng):
     assert feed(LossSpike(), restless(rng, 6000, 0.4))[64:].mean() < 0.01
     assert not feed(GradNormSpike(), np.exp(0.5 * rng.standard_normal(20_000))).any()
@@ -241,7 +255,7 @@ def test_a_healthy_run_of_56_000_rows_is_left_alone(kind, rng):
 
 @pytest.mark.parametrize(("channel", "detector"), [("loss", LossSpike()), ("grad_norm", GradNormSpike())])
 def test_labelled_logs(channel, detector):
-    """weighted recall >= 0.98 (norms 0.97) at no lenient false alarm, and 3.2 strict ones in 10,000 rows."""
+    """weighted recall >= 0.98 at no lenient false alarm, and 3.0 strict ones in 10,000 rows (norms: 1.5)."""
     if not LOGS.is_dir():
         pytest.skip(f"needs labelled logs at {LOGS}")
     spec = importlib.util.spec_from_file_location("benchmark_detection", BENCHMARK)
@@ -250,9 +264,8 @@ def test_labelled_logs(channel, detector):
 
     result = benchmark.score_detector(channel, detector, LOGS)
 
-    # One of 38 norms is missed: a smaller k accuses a healthy autoregression (test_battery.py).
-    assert result["weighted_recall"] >= (0.98 if channel == "loss" else 0.97)
+    assert result["weighted_recall"] >= 0.98
     assert result["per_10k_lenient"] == 0.0
-    assert result["per_10k_strict"] <= 3.2
+    assert result["per_10k_strict"] <= (3.0 if channel == "loss" else 1.5)
     assert result["median_delay"] == 0
     assert result["nan_caught"] == result["nan_events"]
