@@ -141,8 +141,8 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Return 161 bytes a series."""
         state = self._new(num_series)
         names = ("best", "above", "below", "mark", "last", "change", "wander", "known", "told")
-        names += ("border", "moved", "rough", "walk")
-        state |= {name: np.zeros(num_series) for name in names}
+        walk = ("border", "moved", "rough", "walk")
+        state |= {name: np.zeros(num_series) for name in (*names, *walk)}
         state["since"] = np.zeros(num_series, dtype=np.int64)
         state["run"] = np.zeros(num_series, dtype=np.int64)
         state["settled"] = np.zeros(num_series, dtype=bool)
