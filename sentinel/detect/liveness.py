@@ -68,7 +68,7 @@ class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """A rank that fell silent, hangs, or left the others waiting. Those that wait for it are not accused."""
 
     summary: ClassVar[str] = "a rank that fell silent, that hangs while others wait for it, or that left them waiting"
-    statistics: ClassVar[tuple[str, ...]] = ("silent_s", "idle_s")
+    statistics: ClassVar[tuple[str, ...]] = ("silent_s", "stopped_s", "idle_s")
 
     stale_after_s: float = 30.0
     """Seconds without any frame, while it trains, after which a rank's process is taken for gone or stopped."""

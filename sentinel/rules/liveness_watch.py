@@ -187,7 +187,7 @@ class LivenessWatch(Watch):
         alone = len(facts) == 1
         step = min(max(one.step, 0) for one in facts)
         rank = first.rank if alone else None
-        statistic = "silent_s" if reason in ("silent", "stopped") else "idle_s"
+        statistic = {"silent": "silent_s", "stopped": "stopped_s"}.get(reason, "idle_s")
         return Anomaly(
             # A rank may stop twice at one place: the number of the decision tells the two apart.
             id=anomaly_id(tick.run, tick.attempt, step, None, rank, f"liveness/{tick.seq}/{statistic}", self.rule.name),

@@ -111,7 +111,7 @@ def test_a_stopped_rank_is_named_and_its_return_told(start: Callable[..., Ranks]
     run.ranks[2].send_signal(signal.SIGCONT)
     end = wait_for("the return", lambda: run.found[1:])[0]
 
-    assert (onset.rank, onset.ranks, onset.statistic) == (2, (2,), "silent_s")
+    assert (onset.rank, onset.ranks, onset.statistic) == (2, (2,), "stopped_s")
     assert "rank 2 is stopped: nothing was heard for" in onset.message
     assert f"process {run.ranks[2].pid} on " in onset.message and "is stopped (state T)" in onset.message
     assert f"kill -CONT {run.ranks[2].pid}" in onset.message

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
 from sentinel.anomaly import TO_DO
 from sentinel.incidents.diagnosis.claim import QUIET_STEPS, Diagnosis, listed
-from sentinel.incidents.diagnosis.evidence import Evidence, NonFiniteOrigin
+from sentinel.incidents.diagnosis.evidence import Evidence, NonFiniteOrigin, Sign
 from sentinel.order.phase import Phase
+
+_ROUTER = re.compile(r"(^|\.)(gate|router)(\.|$)")
+"""Weights of a router. A gated feed-forward's are called gate_proj."""
 
 
 def advice(case: Evidence, found: Diagnosis) -> str:
     """Return what to do; empty: wait for the steps that the reasons ask for."""
     if case.is_about_rows or case.is_about_an_end:
         return ""  # What to do depends on where rows were lost, or on how the run ended: the anomaly says it.
+    if case.is_about_a_stop:
+        return f"{TO_DO}see who stopped the process (Ctrl-Z, a scheduler, a debugger), then continue it: kill -CONT"
     if case.is_liveness:
         return f"{TO_DO}look at the rank itself: its stack (py-spy dump), its loader, its device's log and clock"
     if found.next_step:
@@ -90,10 +97,24 @@ def _of_model(case: Evidence) -> str:
         (one for one in case.signs.values() if one.kind != "scalar"), default=None,
         key=lambda one: (one.first_step, one.phase, one.name),
     )  # fmt: skip
+    router = min(
+        (one for one in case.signs.values() if _routes(one)), default=None, key=lambda one: (one.first_step, one.name)
+    )
+    if router is not None:
+        name = router.name.partition(":")[0]
+        return (
+            f"{TO_DO}look at the loads of the router {name}, and at what keeps them even (auxiliary loss, z-loss, bias of "
+            f"its experts); if it does not come back, go on from {before} with that made stronger"
+        )
     look = f"look at {first.name} first" if first is not None else "look at what changed in the program"
     if any(sign.phase in (Phase.LOSS, Phase.NORM) or sign.is_bad for sign in case.signs.values()):
         return f"{TO_DO}{look}; if it grows, go on from {before} with a lower learning rate or a tighter clip"
     return f"{TO_DO}{look}; the loss does not show it yet"
+
+
+def _routes(sign: Sign) -> bool:
+    """Tell whether a sign is about how a mixture of experts chooses."""
+    return sign.kind == "router" or (sign.kind == "param" and _ROUTER.search(sign.name) is not None)
 
 
 def _ranges(steps: tuple[int, ...]) -> str:

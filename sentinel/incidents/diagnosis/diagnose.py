@@ -84,6 +84,8 @@ def _liveness(case: Evidence) -> Diagnosis:
         return Diagnosis(reasons=("rows were lost on their way to the judge: that tells nothing of the training itself",))
     if case.is_about_an_end:
         return Diagnosis(reasons=("the process is gone, and what it computed says nothing of why",))
+    if case.is_about_a_stop:
+        return Diagnosis(reasons=("the process is stopped: continued, it goes on where it stood",))
     ranks = sorted({sign.rank for sign in case.signs.values() if sign.rank is not None})
     who = f"rank {listed(ranks)}" if ranks else "a rank"
     return Diagnosis(

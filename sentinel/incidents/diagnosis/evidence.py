@@ -220,6 +220,11 @@ class Evidence(msgspec.Struct, kw_only=True):
         """Whether it is about how a run, or a rank of it, ended."""
         return any(sign.statistic == "ended" for sign in self.signs.values())
 
+    @property
+    def is_about_a_stop(self) -> bool:
+        """Whether a rank's process is stopped, as its machine tells."""
+        return any(sign.statistic == "stopped_s" for sign in self.signs.values())
+
     def join(self, group: Iterable[Anomaly], facts: StepFacts | None) -> None:
         """Take anomalies that became members."""
         if facts is not None and facts.num_lanes > 1:
