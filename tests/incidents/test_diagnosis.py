@@ -9,9 +9,6 @@ import msgspec
 import pytest
 
 from sentinel.anomaly import Anomaly, Incident, Severity, anomaly_id
-from sentinel.incidents.diagnosis.advice import advice
-from sentinel.incidents.diagnosis.claim import Diagnosis
-from sentinel.incidents.diagnosis.evidence import Evidence
 from sentinel.incidents.diagnosis.step_facts import (
     Divergence,
     FirstBad,
@@ -805,39 +802,6 @@ def test_each_verdict_says_what_to_do() -> None:
     run.take(diverged(30), num_differing=1, divergences=(differing(),))
     found = run.well(num_differing=1, divergences=(differing(),))
     assert "drain the node of rank 2 and test it; go on from a checkpoint before step 30" in said(found)
-
-
-def test_a_rank_that_is_stopped_is_to_be_continued_and_not_called_late() -> None:
-    stopped = anomaly(
-        "health", "heartbeat", 40, statistic="stopped_s", rule="stale-rank", detector="StaleRank", rank=1, ranks=(1,),
-        message="rank 1 is stopped",
-    )  # fmt: skip
-
-    (incident,) = IncidentTracker().update(40, [stopped])
-
-    told = " ".join(incident.evidence)
-    assert "kill -CONT" in told
-    assert "py-spy" not in told and "late or silent" not in told
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "is_router"),
-    [
-        ("router", "layers.1.mlp.gate:inactive", True),
-        ("param", "layers.1.mlp.gate.bias", True),
-        ("param", "layers.1.mlp.router.weight", True),
-        ("param", "layers.1.mlp.gate_proj.weight", False),
-        ("wgrad", "layers.1.mlp.gate.bias", False),
-    ],
-)
-def test_a_router_that_collapsed_is_not_mended_by_a_lower_learning_rate(kind: str, name: str, is_router: bool) -> None:
-    case = Evidence(opened=40, is_liveness=False)
-    case.join([anomaly(kind, name, 40, detector="ExplodingTensor"), loss(40)], None)
-
-    text = advice(case, Diagnosis(verdict="model"))
-
-    assert ("loads of the router layers.1.mlp." in text) == is_router
-    assert ("learning rate" in text) == (not is_router)
 
 
 def test_a_rank_that_is_gone_is_not_called_late_nor_looked_into_with_a_debugger() -> None:

@@ -1,0 +1,50 @@
+"""What to do is about what was found: a stopped rank is continued, and a router that collapsed is evened."""
+
+from __future__ import annotations
+
+import pytest
+
+from sentinel.anomaly import Anomaly, Severity, anomaly_id
+from sentinel.incidents.diagnosis.advice import advice
+from sentinel.incidents.diagnosis.claim import Diagnosis
+from sentinel.incidents.diagnosis.evidence import Evidence
+from sentinel.incidents.tracker import IncidentTracker
+
+
+def anomaly(kind: str, name: str, statistic: str, detector: str, *, rank: int | None = None, message: str = "") -> Anomaly:
+    identity = anomaly_id("r", 0, 40, None, rank, f"{name}/{statistic}", detector)
+    return Anomaly(
+        id=identity, run="r", attempt=0, rank=rank, ranks=(0, 1) if rank is None else (rank,), step=40, micro_step=None,
+        pp_stage=0, vpp_stage=0, call_id=None, tag_name=name, kind=kind, statistic=statistic, rule=detector.lower(),
+        detector=detector, severity=Severity.CRITICAL, value=9.0, baseline=1.0, score=2.0, message=message, time=40.0,
+    )  # fmt: skip
+
+
+def test_a_rank_that_is_stopped_is_to_be_continued_and_not_called_late() -> None:
+    stopped = anomaly("health", "heartbeat", "stopped_s", "StaleRank", rank=1, message="rank 1 is stopped")
+
+    (incident,) = IncidentTracker().update(40, [stopped])
+
+    told = " ".join(incident.evidence)
+    assert "kill -CONT" in told
+    assert "py-spy" not in told and "late or silent" not in told
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "is_router"),
+    [
+        ("router", "layers.1.mlp.gate:inactive", True),
+        ("param", "layers.1.mlp.gate.bias", True),
+        ("param", "layers.1.mlp.router.weight", True),
+        ("param", "layers.1.mlp.gate_proj.weight", False),
+        ("wgrad", "layers.1.mlp.gate.bias", False),
+    ],
+)
+def test_a_router_that_collapsed_is_not_mended_by_a_lower_learning_rate(kind: str, name: str, is_router: bool) -> None:
+    case = Evidence(opened=40, is_liveness=False)
+    case.join([anomaly(kind, name, "norm", "ExplodingTensor"), anomaly("scalar", "loss", "value", "LossSpike")], None)
+
+    text = advice(case, Diagnosis(verdict="model"))
+
+    assert ("loads of the router layers.1.mlp." in text) == is_router
+    assert ("learning rate" in text) == (not is_router)
