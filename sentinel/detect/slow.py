@@ -21,6 +21,9 @@ _FADING = 0.995
 """What the longest single step so far keeps of itself a step."""
 _FIRST_STEPS = 2
 """Steps of a rank that tell nobody's usual time (chosen): they compile and allocate, on one rank longer than on another."""
+_LATE_FADING = 0.98
+_LATE = 0.1
+"""What a rank's lateness keeps of itself a step, and down to what (as log of the ratio) it counts as lately (chosen)."""
 _GREW = 1.15
 """Times its own usual busy time from which a rank that is alone on its stage may be late (chosen): when the others became
 faster, or a slow one among them is well again, it is not the one that changed."""
@@ -32,8 +35,9 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     In a synchronous group every step is as long as the slowest rank's, for all. What differs is how much of it each waits:
     busy = step time - wait. A rank is held against the others of its pipeline stage; one that is alone on its stage against
     the other stages, as it usually compares with them, and against its own past. One step alone is written down (`info`)
-    where it is `sudden`: longer than all such steps before, which fade by 0.5 % a step. How ranks compare is learned from
-    steps in which nobody that they are held against is late.
+    where it is `sudden`: longer than all such steps before, which fade by 0.5 % a step. Where several are late by turns, as
+    on a host that is busy, each must be so for longer, unless it is twice as late as they were. How ranks compare is learned
+    from steps in which nobody that they are held against is late.
     """
 
     summary: ClassVar[str] = "the rank that arrives last at the collectives: its own work is longer, and the others wait"
@@ -68,11 +72,12 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError(f"warmup must be at least 1, got {self.warmup}")
 
     def state(self, num_members: int) -> State:
-        """Return 64 bytes a rank."""
+        """Return 72 bytes a rank."""
         return {
             "num_steps": np.zeros(num_members, dtype=np.int64),
             "streak": np.zeros(num_members, dtype=np.int64),
             "cost": np.zeros(num_members),
+            "late": np.zeros(num_members),
             "usual": np.zeros(num_members),
             "spread": np.zeros(num_members),
             "longest": np.zeros(num_members),
@@ -87,7 +92,7 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         is_warm = state["num_steps"] >= self.warmup
         is_judged = is_warm | ((state["num_steps"] >= _FIRST_STEPS) & (size >= math.log(self.young)))
         cost = state["cost"] + np.nan_to_num(busy - peers_busy)
-        is_early = ~is_judged | (state["streak"] + 1 < self.lasting) | (cost < self.least_s)
+        is_early = ~is_judged | (state["streak"] + 1 < self._needed(size, group, state)) | (cost < self.least_s)
         score = np.where(is_early, np.minimum(raw, JUST_BELOW_ONE), raw)
         is_out = is_judged & (raw >= 1.0)
         is_sudden = is_warm & is_out & (size >= math.log(self.sudden)) & (size > state["longest"])
@@ -106,6 +111,8 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         is_past_first = state["num_steps"] >= _FIRST_STEPS
         state["streak"] = np.where(is_high & is_past_first, state["streak"] + 1, 0)
         state["cost"] = np.where(state["streak"] > 0, state["cost"] + np.nan_to_num(busy - peers_busy), 0.0)
+        is_lasting = state["streak"] >= self.lasting
+        state["late"] = np.maximum(state["late"] * _LATE_FADING, np.where(is_lasting, size, 0.0))
         # A young rank that takes many times as long is no measure of what is usual.
         take = known & ~anomalous & ~(is_high & (size >= math.log(self.young)))
         most = math.log(self.factor)
@@ -122,6 +129,23 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             later = take & ~first & ~is_high & np.isfinite(now)
             state[name][later] += (rate * (now - state[name]))[later]
         state["num_steps"][known] += 1
+
+    def _needed(self, size: np.ndarray, group: np.ndarray, state: State) -> np.ndarray:
+        """Return the steps in a row that each rank must be late: more where others were as late just now, by turns.
+
+        Then no rank is slow, but the host or the network that they share; what lasts, or is twice as bad, is told still.
+        """
+        needed = np.full(len(size), self.lasting)
+        is_late = state["late"] > _LATE
+        if not is_late.any():
+            return needed
+        for members in members_of(group):
+            late = members[is_late[members]]
+            for at in members.tolist():
+                others = late[late != at]
+                if len(others) and size[at] < state["late"][others].max() + math.log(2.0):
+                    needed[at] = self.lasting * (1 + len(others))
+        return needed
 
     def _undisturbed(self, against: np.ndarray, is_high: np.ndarray, points: Points, group: np.ndarray) -> np.ndarray:
         """Return how each rank compares with other stages; NaN where most of those it is held against are late."""

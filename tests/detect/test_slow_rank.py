@@ -157,3 +157,34 @@ def test_a_step_that_is_sudden_is_told_alone_and_the_next_like_it_is_not() -> No
 
     assert early == [[]] * 30, "the first steps compile"
     assert [alone(busy) for busy in (3.0, 1.0, 1.0, 2.9, 1.0, 1.9, 1.0, 4.0)] == [[2], [], [], [], [], [], [], [2]]
+
+
+def by_turns(straggler: int | None, size: float = 3.0) -> list[tuple[int, int]]:
+    """Return (step, rank) of all accusations where a busy host makes one rank after another late for four steps each."""
+    detector, rng, group = SlowRank(), np.random.default_rng(3), np.zeros(4, int)
+    state, found = detector.state(4), []
+    for step in range(400):
+        work = 0.1 * np.exp(0.02 * rng.standard_normal(4))
+        if step >= 30 and step % 9 < 4:
+            work[step // 9 % 4] *= 2.5
+        if straggler is not None and step >= 300:
+            work[straggler] = 0.1 * size
+        points = {"step_s": np.full(4, work.max() + 0.02), "wait_s": work.max() + 0.02 - work, "stage": group}
+        scores = detector.score(points, group, state)
+        found += [(step, int(rank)) for rank in np.flatnonzero(scores.score >= 1)]
+        detector.learn(points, group, state, scores.score >= 1)
+    return found
+
+
+def test_ranks_that_are_late_by_turns_are_told_once_and_not_each_time() -> None:
+    told = by_turns(None)
+
+    assert 1 <= len(told) <= 4
+
+
+@pytest.mark.parametrize(("size", "within"), [(3.0, 12), (12.0, 3)])
+def test_a_straggler_among_ranks_that_are_late_by_turns_is_told(size: float, within: int) -> None:
+    found = [(step, rank) for step, rank in by_turns(1, size) if step >= 300]
+
+    assert found[0][0] < 300 + within
+    assert {rank for _, rank in found} == {1}
