@@ -64,7 +64,7 @@ class MemoryReader(SpoolReader):
         """Have these frames lie where the last ones ended."""
         self._base, self.data = self.offset, data
 
-    def _has_newer(self) -> bool:
+    def _has_newer(self, final: bool) -> bool:
         return False
 
     def _read(self, max_bytes: int) -> bytes | None:
