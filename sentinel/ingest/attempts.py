@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
@@ -13,6 +14,8 @@ from sentinel.ingest.parts import OpenStep, Part
 
 MAX_ATTEMPTS = 8
 """Newest attempts of which anything is remembered."""
+MAX_UNHEARD = 1024
+"""Ranks that are waited for, and named in each step, though nobody ever heard them (chosen)."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -82,6 +85,14 @@ class Attempt:
         """The first step that is open; ValueError: none is."""
         return min(self.open)
 
+    def expected(self) -> set[int]:
+        """Return the ranks that a step waits for: those that were heard, and the first of those that never were.
+
+        Nobody can know that a world is as large as its ranks say.
+        """
+        unheard = (rank for rank in range(self.state.world_size) if rank not in self.stints)
+        return {*self.stints, *itertools.islice(unheard, MAX_UNHEARD)}
+
     def is_over(self) -> bool:
         """Whether every rank that ever spoke has said bye."""
         return bool(self.stints) and all(stint.life.has_left for stint in self.stints.values())
@@ -105,7 +116,7 @@ class Attempt:
             return []
         is_over = self.is_over()
         waited = []
-        for rank in {*range(self.state.world_size), *self.stints} - whole:
+        for rank in self.expected() - whole:
             stint = self.stints.get(rank)
             if rank in returning:
                 waited.append(rank)

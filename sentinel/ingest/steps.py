@@ -300,7 +300,7 @@ class StepAssembler:
         """Return why ranks are not whole in a step, ranks rising."""
         missing = {rank: "unfinished" for rank, part in chosen.items() if not part.is_whole}
         returning = self.attempts.returning()
-        for rank in {*range(attempt.state.world_size), *attempt.stints}.difference(chosen):
+        for rank in attempt.expected().difference(chosen):
             if rank in attempt.stints:
                 missing[rank] = "ended" if attempt.stints[rank].life.has_left else "late"
             else:

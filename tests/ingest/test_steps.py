@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from sentinel.ingest.attempts import MAX_UNHEARD
 from sentinel.ingest.decision import Decision
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.steps import StepAssembler, snapshot_positions
@@ -523,3 +524,16 @@ def test_ranks_that_cannot_say_their_attempt_share_one_when_all_is_read_at_once(
 
     assert steps(ears) == [(0, step) for step in range(4)]
     assert all(decision.missing == {} for decision in ears.decisions)
+
+
+def test_of_ranks_that_nobody_heard_only_the_first_are_named(run_dir: Path) -> None:
+    run, ears = SyntheticRun(run_dir), Ears(run_dir)
+    table = run._ranks[0].table
+    place = msgspec.structs.replace(table.descriptor.place, world_size=2**18)
+    table.descriptor = msgspec.structs.replace(table.descriptor, place=place)
+    run.start(0)
+    run.write(2)
+    ears.finish()
+
+    assert [len(decision.missing) for decision in ears.decisions] == [MAX_UNHEARD] * 2
+    assert list(ears.decisions[0].missing) == list(range(1, MAX_UNHEARD + 1))
