@@ -109,8 +109,7 @@ class GradientWatch:
             if mine:
                 self._before_reading()
                 self._has_clipped = self._was_mine = True
-                # A DTensor's number would take a collective, a device's a wait.
-                if type(total_norm) is torch.Tensor and total_norm.is_cpu and not math.isfinite(float(total_norm)):
+                if total_norm is not None and _is_known_nonfinite(total_norm):
                     self._on_nonfinite()
                 if self._is_wanted():
                     self._measure(mine, is_doomed=False)
@@ -129,3 +128,10 @@ class GradientWatch:
                     self._measure(mine, is_doomed=False)
         except Exception as error:
             self._guard("clip_grad", error)
+
+
+def _is_known_nonfinite(norm: torch.Tensor) -> bool:
+    """Tell whether a norm is no number, where its memory says so: a DTensor's would take a collective, a device's a wait."""
+    if type(norm) is not torch.Tensor or not norm.is_cpu or norm.dtype not in (torch.float32, torch.float64):
+        return False
+    return not math.isfinite(norm.detach().numpy().item())
