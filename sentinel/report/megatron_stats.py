@@ -92,8 +92,8 @@ def places_of(
     if kind not in STAT_OF_SITE:
         return []
     is_input = kind.endswith("_in")
-    takers = (name, *also, *consumers) if is_input else consumers
-    givers = () if is_input else (name, *also)
+    takers = (name, *consumers) if is_input else consumers
+    givers = also if is_input else (name, *also)
     sites = [*(_site(one, "output") for one in givers), *(_site(one, "input") for one in takers)]
     found = [(STAT_OF_SITE[kind], site) for site in dict.fromkeys(sites)]
     stream = _stream_site(givers, takers, border)
