@@ -51,7 +51,7 @@ def passed(chunk: Chunk, entry: Entry, tensor: torch.Tensor | None) -> Passed:
 def take_over(chunk: Chunk, former: Entry, entry: Entry, tensor: torch.Tensor, row: int) -> None:
     """Make what was measured as `former` a border's: its row, and its place in the order. -1: it was not measured."""
     sites = chunk.recorder.sites
-    chunk.place_border(former, entry)
+    entry.generation, entry.site_pos = chunk.generation, former.site_pos
     if entry.functions is None and former.functions is not None:
         sites.note_functions(entry, former.functions)
     if not sites.rename(row, former, entry, chunk.micro_step):

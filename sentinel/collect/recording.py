@@ -85,7 +85,6 @@ class Recording:
         if (int(one["tensor"]), int(one["micro_step"]), int(one["num_folded"])) != (former.id, micro_step, 1):
             return False
         one["tensor"], one["kind"], one["flags"] = entry.id, entry.kind, (int(one["flags"]) & ~former.flags) | entry.flags
-        one["site_pos"] = entry.site_pos
         return True
 
     def show(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:

@@ -50,7 +50,6 @@ from sentinel.collect.partial_functions import partial_functions
 from sentinel.collect.pipelining import in_inference
 from sentinel.collect.placements import arrived
 from sentinel.collect.recorder import Recorder
-from sentinel.collect.sites import BORDER
 from sentinel.collect.structure import Border, Structure
 from sentinel.collect.tensor_parallel import LocalTensors
 from sentinel.collect.tensors import Entry
@@ -59,9 +58,6 @@ from sentinel.record import Kind
 
 SITE_GAP = 64
 """Distance of two neighbouring sites in `site_pos`: room for sites that are seen first in a later forward."""
-BORDER_GAP = 2**18
-"""Borders of the black box have multiples of this as their `site_pos`: a border's place, and with it the descriptor, stays
-the same when the modules of its segment, up to 4095 sites, are measured too or no more (chosen)."""
 NO_FORWARD = "rows of this forward of the model, and of its backward, may be missing"
 MAX_LOOKS = 4
 """Forwards in which compiled parts are looked for, after each change of the taps (chosen)."""
@@ -93,8 +89,6 @@ class Chunk:
         self.next_pos = SITE_GAP
         self._cursor = 0
         """site_pos of the site that the running forward passed last."""
-        self._makers: set[int] = set()
-        """Ids of the entries under which the tensor of a border passes first, where its modules are measured too."""
         self._is_placed = False
         """A whole forward has passed since the taps were changed: every usual site has its place."""
         self.recomputes = False
@@ -477,30 +471,10 @@ class Chunk:
             entry.generation = self.generation
             if self._is_placed:
                 entry.site_pos = self._cursor + 1
-            elif entry.flags & BORDER or entry.id in self._makers:
-                entry.site_pos = self._next_border_pos()
             else:
                 entry.site_pos = self.next_pos
                 self.next_pos += SITE_GAP
         self._cursor = entry.site_pos
-
-    def place_border(self, former: Entry, entry: Entry) -> None:
-        """Give a border the place of the site that met its tensor first, which is a border's place from now on.
-
-        Where other sites have been placed in between, the site is moved only when sites are placed anew.
-        """
-        if former.id not in self._makers:
-            self._makers.add(former.id)
-            if not self._is_placed and former.site_pos == self._cursor:
-                former.site_pos = self._cursor = self._next_border_pos()
-                if former.grad is not None:
-                    former.grad.site_pos = former.site_pos
-        entry.generation, entry.site_pos = self.generation, former.site_pos
-
-    def _next_border_pos(self) -> int:
-        at = -(-self.next_pos // BORDER_GAP) * BORDER_GAP
-        self.next_pos = at + SITE_GAP
-        return at
 
     def note_without_graph(self, entry: Entry, tensor: torch.Tensor, kind: Kind) -> None:
         """A forward that reentrant checkpointing will run again: what is made in it has no gradient, what it is given has.

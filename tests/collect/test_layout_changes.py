@@ -96,12 +96,12 @@ def test_layer_drop_and_switching_cost_what_is_new(tmp_path: Path) -> None:
 
     told = [one for one in records if isinstance(one.message, Descriptor)]
     types = [one.frame.header.type for one in told]
-    assert types.count(FrameType.DESCRIPTOR) <= 3 and types.count(FrameType.CHANGE) >= 2
+    assert types.count(FrameType.DESCRIPTOR) <= 3 and types.count(FrameType.CHANGE) > 2
     sizes = {kind: [memoryview(one.frame.payload).nbytes for one in told if one.frame.header.type == kind] for kind in types}
     assert sum(sizes[FrameType.CHANGE]) < max(sizes[FrameType.DESCRIPTOR])
     last_told = next(at for at in range(len(records) - 1, 0, -1) if isinstance(records[at].message, Descriptor))
     after = [one.frame.header.step for one in records[last_told:] if isinstance(one.message, EndStep)]
-    assert len(after) >= 20, "to switch on and off again says nothing new"
+    assert len(after) >= 15, "to switch on and off again says nothing new"
     assert isinstance(told[-1].message, Descriptor) and told[-1].message.tensors == table
     num_rows = 0
     for one in records:
