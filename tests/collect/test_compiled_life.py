@@ -70,7 +70,7 @@ def num_activations(said: Said) -> list[int]:
 
 @pytest.mark.parametrize(
     ("style", "named", "outside"),
-    [("whole", "the model", 1), ("in place", "the model", 1), ("blocks", "blocks.0, blocks.1", 4)],
+    [("whole", "the model", 1), ("in place", "the model", 1), ("blocks", "blocks.0, blocks.1", 5)],
     ids=["whole", "in place", "blocks"],
 )
 def test_a_model_called_before_attach_is_said_to_be_blind_inside_once(
@@ -88,7 +88,7 @@ def test_a_model_called_before_attach_is_said_to_be_blind_inside_once(
     (health,) = [one for one in said.health if one.code == "compiled_before_attach"]
     assert health.message.startswith(f"{named}: compiled and called before attach")
     assert "attach before the first call" in health.message and health.count == 1
-    assert num_activations(said) == [outside, outside, 10]
+    assert num_activations(said) == [outside, outside, 11]
 
 
 def test_a_model_attached_in_time_is_not_said_to_be_blind(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_model_attached_in_time_is_not_said_to_be_blind(tmp_path: Path) -> Non
     monitor.detach()
 
     assert training.said().health == []
-    assert num_activations(training.said()) == [3, 10]
+    assert num_activations(training.said()) == [3, 11]
 
 
 def test_a_graph_for_cuda_graphs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_another_torch_is_tried_out_before_it_is_trusted(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(compiled_trial, "TESTED", ())
 
-    assert run_on(tmp_path / "works", True) == ([10], set())
+    assert run_on(tmp_path / "works", True) == ([11], set())
     assert run_on(tmp_path / "loses ops", False) == ([1], {"compiled"})
     compiled_trial.why_unusable.cache_clear()
 
@@ -151,10 +151,10 @@ def test_what_fails_in_an_op_is_told_and_training_goes_on(tmp_path: Path) -> Non
     def break_it(monitor: Any, step: int, model: nn.Module) -> None:
         observe = monitor.sites.observe
 
-        def planned(entry: Any, tensor: torch.Tensor, micro_step: int) -> int:
+        def planned(entry: Any, tensor: torch.Tensor, micro_step: int) -> None:
             if entry.name == "blocks.0.fc1":
                 raise ValueError("planned")
-            return observe(entry, tensor, micro_step)
+            observe(entry, tensor, micro_step)
 
         if step == 0:
             monitor.sites.observe = planned
@@ -166,7 +166,7 @@ def test_what_fails_in_an_op_is_told_and_training_goes_on(tmp_path: Path) -> Non
     ((code, site, message),) = {(one.code, one.site, one.message) for one in watched.said.health}
     assert (code, site) == ("hook_failed", "blocks.0.fc1")
     assert message.startswith("blocks.0.fc1: ValueError: planned; rows of its outputs")
-    assert len(watched.said.of(1, "activation")) == 3 * 9
+    assert len(watched.said.of(1, "activation")) == 3 * 10
     assert any(row["flags"] & Flag.DEGRADED for _, row in watched.said.rows[1])
 
 
@@ -207,7 +207,7 @@ def test_copies_are_nobodys_and_compile_without_ops(tmp_path: Path) -> None:
 
     said = training.said()
     assert said.health == [] and [end.num_micro_steps for end in said.ends] == [1, 1]
-    assert num_activations(said) == [10, 10]
+    assert num_activations(said) == [11, 11]
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -220,7 +220,7 @@ def test_an_exported_program_holds_no_ops(tmp_path: Path, strict: bool) -> None:
     monitor.detach()
 
     assert not [node for node in exported.graph.nodes if "sentinel" in str(node.target)]
-    assert num_activations(training.said()) == [10]
+    assert num_activations(training.said()) == [11]
 
 
 def test_a_forward_that_fails_in_a_graph_is_forgotten(tmp_path: Path) -> None:
