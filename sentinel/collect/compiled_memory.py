@@ -24,8 +24,6 @@ class GraphMemory:
         """(site, id) -> entry of what passed in a compiled graph: tickets name them."""
         self._held: dict[_Key, tuple[StorageWeakRef, int, bool, Entry]] = {}
         """(memory, version, whether a graph's op saw it, entry)"""
-        self._renamed: dict[int, Entry] = {}
-        """Serial of a ticket of this step -> the border that its tensor turned out to be behind its graph."""
         self._answered: set[int] = set()
         """Serials of the tickets whose gradients came in this step."""
         self._step = -1
@@ -34,7 +32,7 @@ class GraphMemory:
         """A forward begins; step: the number of steps that have ended."""
         self._held = {}
         if step != self._step:
-            self._step, self._answered, self._renamed = step, set(), {}
+            self._step, self._answered = step, set()
 
     def forget(self) -> None:
         """A forward is over."""
@@ -46,11 +44,7 @@ class GraphMemory:
 
     def entry_of(self, ticket: Ticket) -> Entry | None:
         """Return what a ticket names; None: nothing, or another chunk's."""
-        return self._renamed.get(ticket.serial) or self._entries.get((ticket.site, ticket.entry))
-
-    def rename(self, serial: int, entry: Entry) -> None:
-        """The tensor of a ticket is a border's: its gradient, which its graph hands over, is too."""
-        self._renamed[serial] = entry
+        return self._entries.get((ticket.site, ticket.entry))
 
     def remember(self, tensor: torch.Tensor, entry: Entry, *, in_graph: bool) -> None:
         """Let others find a tensor that leaves a graph or enters one, as long as its memory lives and does not change."""

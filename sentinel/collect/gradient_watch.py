@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,8 @@ from sentinel.collect.recording import Recording
 from sentinel.collect.scalars import Scalars
 from sentinel.collect.waiting import WaitClock
 from sentinel.record import Kind
+
+_NUMBERS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
 
 
 class GradientWatch:
@@ -132,6 +135,8 @@ class GradientWatch:
 
 def _is_known_nonfinite(norm: torch.Tensor) -> bool:
     """Tell whether a norm is no number, where its memory says so: a DTensor's would take a collective, a device's a wait."""
-    if type(norm) is not torch.Tensor or not norm.is_cpu or norm.dtype not in (torch.float32, torch.float64):
+    number = _NUMBERS.get(norm.dtype)
+    if type(norm) is not torch.Tensor or not norm.is_cpu or number is None:
         return False
-    return not math.isfinite(norm.detach().numpy().item())
+    # Read where it lies: torch's own ways are those that wait for a device, and a trainer may count them.
+    return not math.isfinite(number.from_address(norm.data_ptr()).value)

@@ -5,14 +5,12 @@ Nothing here changes, copies or waits for a tensor, and nothing escapes into aut
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sentinel.collect.border_names import Passed, name_alike, passed, take_over
 from sentinel.collect.compiled import compiler_is_back, compiler_steps_aside, run_as_it_is, trace_tensors
 from sentinel.collect.compiled_ops import (
     ENTERS_GRAPH,
@@ -80,8 +78,6 @@ class ModuleTap:
         """In a compiled part: hooks stay on, whatever is wanted."""
         self.has_passed = False
         """Its module was called, and was seen."""
-        self._renames: set[tuple[bool, str]] = set()
-        """(is input, path) of the borders that met, in a compiled graph, what another site had seen."""
         self._recomputed: set[str] = set()
         """Paths of inputs that a gradient goes through, as reentrant checkpointing shows when it runs a forward again."""
         self.has_gradient = False
@@ -237,9 +233,9 @@ class ModuleTap:
                     self._meet_again(entry, path, True, was_first, tensor)
                     continue
                 entry = chunk.source(tensor)
-                if entry is not None and not self._is_own_border(entry, True, was_first):
+                if entry is not None:
                     chunk.remember(tensor, entry)
-                    self._name_again(entry, path, True, was_first)
+                    self._meet_again(entry, path, True, was_first, tensor)
                     if Kind.DGRAD_IN in self.takes_in and tensor.requires_grad and tensor.grad_fn is not None:
                         tensor.register_hook(SummandTap(chunk, entry, self.name + path))  # type: ignore[no-untyped-call]
                     continue
@@ -262,15 +258,10 @@ class ModuleTap:
             self.has_gradient |= tensor.requires_grad
             if not was_first and (not self.takes_all or isinstance(tensor, nn.Parameter)):
                 continue
-            entry = chunk.known(tensor)
+            entry = chunk.known(tensor) or chunk.source(tensor)
             if entry is not None:
                 chunk.remember(tensor, entry)
                 self._meet_again(entry, path, False, was_first, tensor)
-                continue
-            entry = chunk.source(tensor)
-            if entry is not None and not self._is_own_border(entry, False, was_first):
-                chunk.remember(tensor, entry)
-                self._name_again(entry, path, False, was_first)
                 continue
             entry = self._own(path, tensor, False, was_first)
             self._take(entry, tensor, Kind.ACTIVATION, Kind.DGRAD, path, self.takes_out)
@@ -281,36 +272,22 @@ class ModuleTap:
         chunk, sites = self.chunk, self.chunk.recorder.sites
         chunk.place_site(entry)
         chunk.remember(tensor, entry)
-        row = -1
         if kind in takes:
             if is_async(tensor):
-                row = sites.reserve(entry, chunk.micro_step)
-                chunk.postpone(self.name, tensor, entry, row)
+                chunk.postpone(self.name, tensor, entry, sites.reserve(entry, chunk.micro_step))
             else:
-                row = sites.observe(entry, local_of(tensor), chunk.micro_step)
-        hook = self._ask_gradient(entry, tensor, kind, grad_kind, path) if grad_kind in takes else None
-        chunk.passed[entry.id] = Passed(row, weakref.ref(tensor), hook)
+                sites.observe(entry, local_of(tensor), chunk.micro_step)
+        if grad_kind in takes and not isinstance(tensor, nn.Parameter):
+            origin = chunk.origin(tensor) if kind is Kind.ACTIVATION_IN else None
+            grad = self._own_gradient(entry, tensor if origin is None else local_of(tensor), grad_kind, path)
+            if torch.is_grad_enabled():
+                chunk.without_graph.discard(entry.id)
+            else:
+                chunk.note_without_graph(entry, tensor, kind)
+            is_made_without_graph = entry.id in chunk.without_graph and kind is Kind.ACTIVATION
+            if tensor.requires_grad and not is_made_without_graph and sites.is_looked_at(grad):
+                chunk.hook_gradient(tensor, grad, origin)
         chunk.locals.ask(entry, tensor, self.module, kind is Kind.ACTIVATION)
-
-    def _ask_gradient(
-        self, entry: Entry, tensor: torch.Tensor, kind: Kind, grad_kind: Kind, path: str, former: GradientTap | None = None
-    ) -> GradientTap | None:
-        """Have the gradient of a tensor measured, if it is wanted; former: waits for it already, under another name."""
-        chunk, sites = self.chunk, self.chunk.recorder.sites
-        if isinstance(tensor, nn.Parameter):
-            return None
-        origin = chunk.origin(tensor) if kind is Kind.ACTIVATION_IN else None
-        grad = self._own_gradient(entry, tensor if origin is None else local_of(tensor), grad_kind, path)
-        if torch.is_grad_enabled():
-            chunk.without_graph.discard(entry.id)
-        else:
-            chunk.note_without_graph(entry, tensor, kind)
-        is_made_without_graph = entry.id in chunk.without_graph and kind is Kind.ACTIVATION
-        if former is not None:
-            former.entry = grad
-        elif tensor.requires_grad and not is_made_without_graph and sites.is_looked_at(grad):
-            return chunk.hook_gradient(tensor, grad, origin)
-        return former
 
     def _take_recomputed(self, values: Any, entries: dict[str, Entry], is_wanted: bool) -> None:
         """Reentrant checkpointing ran the first forward without a graph: the gradients hang on the recomputed tensors."""
@@ -319,18 +296,12 @@ class ModuleTap:
             if tensor.requires_grad and entries is self._inputs:
                 self._recomputed.add(path)
             entry = entries.get(path)
-            if entry is None or entry.grad is None or entry.id not in chunk.without_graph or not tensor.requires_grad:
+            if entry is None or entry.grad is None or entry.id not in chunk.without_graph:
                 continue
-            known = chunk.known(tensor)
-            hook = None if known is None or known.border or not entry.border else passed(chunk, known, tensor).hook
-            if hook is not None:
-                hook.entry = entry.grad
-                chunk.remember(tensor, entry)
-            elif known is None and chunk.recorder.sites.is_looked_at(entry.grad):
+            if tensor.requires_grad and chunk.known(tensor) is None and chunk.recorder.sites.is_looked_at(entry.grad):
                 chunk.remember(tensor, entry)
                 micro_step, chunk.micro_step = chunk.micro_step, chunk.backward_micro_step
-                hook = chunk.hook_gradient(tensor, entry.grad)
-                chunk.passed[entry.id] = Passed(-1, weakref.ref(tensor), hook)
+                chunk.hook_gradient(tensor, entry.grad)
                 chunk.micro_step = micro_step
 
     # -- in compiled graphs (the Listener of compiled_ops.py) ---------------------------------------------------------
@@ -342,7 +313,7 @@ class ModuleTap:
         if not chunk.recorder.is_alive or (self.may_rest and not sites.is_due):
             return former
         is_input, was_first = bool(how & IS_INPUT), bool(how & IS_FIRST)
-        if in_backward() and (former.entry < 0 or (is_input, path) in self._renames):
+        if former.entry < 0 and in_backward():
             # A checkpointed part runs again: its backward gets this ticket instead of the first one.
             entry, is_wanted = self._answers.get((is_input, path), (None, False))
             return former if entry is None else self._ticket(entry, chunk.backward_micro_step, is_wanted)
@@ -351,49 +322,33 @@ class ModuleTap:
             self.has_gradient |= bool(how & (HAS_GRADIENT | IS_WITHOUT_GRAPH))
         if not chunk.in_forward or in_backward() or not takes or not (was_first or self.takes_all):
             return former
-        in_graph = bool(how & IN_GRAPH)
         known = chunk.graphs.entry_of(former)
-        is_here = known is not None  # Seen before in this very graph, which has one ticket for the tensor.
-        if known is None and (how & ENTERS_GRAPH or not in_graph):
-            known = chunk.known(tensor, in_graph=in_graph)
-        is_border = known is not None and self._is_own_border(known, is_input, was_first)
-        if known is not None and not is_border:
-            self._name_again(known, path, is_input, was_first)
-            if is_here:
-                return former
-            self._answers[is_input, path] = known, False
-            return self._ticket(known, chunk.micro_step, False)
-        kind, grad_kind = (Kind.ACTIVATION_IN, Kind.DGRAD_IN) if is_input else (Kind.ACTIVATION, Kind.DGRAD)
+        if known is not None:
+            is_wanted = self._name_again(known, path, is_input, was_first, tensor) and bool(how & HAS_GRADIENT)
+            return self._ticket(known, chunk.micro_step, True) if is_wanted else former
+        in_graph = bool(how & IN_GRAPH)
+        known = chunk.known(tensor, in_graph=in_graph) if how & ENTERS_GRAPH or not in_graph else None
+        if known is not None:
+            is_wanted = self._name_again(known, path, is_input, was_first, tensor) and bool(how & HAS_GRADIENT)
+            self._answers[is_input, path] = known, is_wanted
+            return self._ticket(known, chunk.micro_step, is_wanted)
         entry = self._own(path, tensor, is_input, was_first)
-        hook, row, is_handed_over = None, -1, False
-        if known is None:
-            chunk.place_site(entry)
-            row = sites.observe(entry, tensor, chunk.micro_step) if kind in takes else -1
-        else:
-            row, _, hook, serial = passed(chunk, known, None if is_here else tensor)
-            take_over(chunk, known, entry, tensor, row)
-            if hook is not None or (serial and not is_here):
-                is_handed_over = True
-                chunk.graphs.rename(serial, entry)
-            self._renames.add((is_input, path))
+        chunk.place_site(entry)
         if not in_graph:
             chunk.remember(tensor, entry)
         elif how & LEAVES_GRAPH:
             chunk.graphs.remember(tensor, entry, in_graph=True)
+        kind, grad_kind = (Kind.ACTIVATION_IN, Kind.DGRAD_IN) if is_input else (Kind.ACTIVATION, Kind.DGRAD)
+        if kind in takes:
+            sites.observe(entry, tensor, chunk.micro_step)
         is_wanted = False
         if grad_kind in takes and not how & IS_PARAMETER:
             grad = self._own_gradient(entry, tensor, grad_kind, path)
-            is_wanted = bool(how & (HAS_GRADIENT | IS_WITHOUT_GRAPH)) and sites.is_looked_at(grad) and not is_handed_over
-            if hook is not None:
-                hook.entry = grad
-        if known is not None:
-            name_alike(chunk, known, entry)
-        elif former.entry >= 0:  # Another model's tensor too: the graph has one ticket for it.
+            is_wanted = bool(how & (HAS_GRADIENT | IS_WITHOUT_GRAPH)) and sites.is_looked_at(grad)
+        if former.entry >= 0:  # Another model's tensor too: the graph has one ticket for it.
             return former
         self._answers[is_input, path] = entry, is_wanted
-        ticket = self._ticket(entry, chunk.micro_step, is_wanted)
-        chunk.passed[entry.id] = Passed(row, tensor.data_ptr(), None, ticket.serial)
-        return ticket
+        return self._ticket(entry, chunk.micro_step, is_wanted)
 
     def gradient_passes(self, gradient: torch.Tensor, ticket: Ticket) -> None:
         """The gradient of a ticket's tensor arrived."""
@@ -448,45 +403,38 @@ class ModuleTap:
         return grad
 
     def _meet_again(self, entry: Entry, path: str, is_input: bool, was_first: bool, tensor: torch.Tensor) -> None:
-        """Name a second time what another site has met; a border puts its own name on it."""
-        if not self._is_own_border(entry, is_input, was_first):
-            self._name_again(entry, path, is_input, was_first)
-            return
-        chunk = self.chunk
-        row, _, hook, serial = passed(chunk, entry, tensor)
-        own = self._own(path, tensor, is_input, True)
-        take_over(chunk, entry, own, tensor, row)
-        chunk.remember(tensor, own)
-        kind, grad_kind = (Kind.ACTIVATION_IN, Kind.DGRAD_IN) if is_input else (Kind.ACTIVATION, Kind.DGRAD)
-        if serial:
-            self._own_gradient(own, tensor, grad_kind, path)
-            chunk.graphs.rename(serial, own)
-        else:
-            hook = self._ask_gradient(own, tensor, kind, grad_kind, path, hook)
-        name_alike(chunk, entry, own)
-        chunk.passed[own.id] = Passed(row, weakref.ref(tensor), hook, serial)
-        chunk.locals.ask(own, tensor, self.module, not is_input)
+        if self._name_again(entry, path, is_input, was_first, tensor) and tensor.requires_grad:
+            assert entry.grad is not None
+            self.chunk.hook_gradient(tensor, entry.grad)
 
-    def _is_own_border(self, entry: Entry, is_input: bool, was_first: bool) -> bool:
-        """Whether this is the border of a tensor that a site which is none has met.
+    def _name_again(self, entry: Entry, path: str, is_input: bool, was_first: bool, tensor: torch.Tensor) -> bool:
+        """Name a second time what another site has met; measure it where only a border asks for that.
 
-        Its row has the border's name then, as it has where only the black box is measured: whatever else is, one tensor has
-        one name.
+        Return whether its gradient is asked for from now on, and was not.
         """
-        return was_first and is_input in self.borders and not entry.border
-
-    def _name_again(self, entry: Entry, path: str, is_input: bool, was_first: bool) -> None:
-        """Name a second time what another site has met."""
         sites = self.chunk.recorder.sites
         if is_input:
             sites.add_consumer(entry, self.name)
         else:
             sites.add_producer(entry, self.name + path)
         if was_first and is_input in self.borders:
-            self._widen_border(entry, self.borders[is_input])
+            grad = entry.grad
+            was_measured, was_looked_at = sites.is_measured(entry), grad is not None and sites.is_looked_at(grad)
+            self._widen_border(entry, is_input)
+            if not was_measured and sites.is_measured(entry) and not is_async(tensor):
+                sites.catch_up(entry, local_of(tensor), self.chunk.micro_step)
+            return grad is not None and not was_looked_at and sites.is_looked_at(grad)
+        return False
 
-    def _widen_border(self, entry: Entry, border: Border) -> None:
+    def _widen_border(self, entry: Entry, is_input: bool) -> None:
         """One tensor may be two borders (a chunk that begins with a block): its gradient was made behind the later one."""
+        border = self.borders.get(is_input)
+        if border is None or entry.chunk != self.chunk.vpp_stage:
+            return
+        if not entry.border:
+            entry.border, entry.border_index = border.label, border.index
+            entry.flags |= BORDER
+            self.chunk.recorder.sites.placed(True)
         grad = entry.grad
         if grad is not None and grad.border_index < border.index:
             grad.border_index = border.index

@@ -88,17 +88,12 @@ class Sites:
         """Whether somebody looks at tensors that are not measured themselves."""
         return bool(self._recording.onlookers)
 
-    def observe(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> int:
-        """Measure one tensor of the black box, or of a due step; return its row, -1 where it is not measured."""
+    def observe(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
+        """Measure one tensor of the black box, or of a due step."""
         if self.is_measured(entry):
-            return self._recording.observe(entry, tensor, micro_step)
-        if self.is_due and self._recording.onlookers:
+            self._recording.observe(entry, tensor, micro_step)
+        elif self.is_due and self._recording.onlookers:
             self._recording.show(entry, tensor, micro_step)
-        return -1
-
-    def rename(self, row: int, former: Entry, entry: Entry, micro_step: int) -> bool:
-        """Make what was measured as `former` in this micro-step the row of a border; False: it was not."""
-        return self._recording.rename(row, former, entry, micro_step)
 
     def catch_up(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
         """Measure what turned out to be a border after it had passed: onlookers have seen it."""

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from sentinel.collect.aliases import Aliases, aliases_of
-from sentinel.collect.border_names import Passed
 from sentinel.collect.compiled import (
     CUDA_GRAPHS,
     TOO_LATE,
@@ -104,8 +103,6 @@ class Chunk:
         self._pending: list[tuple[str, torch.Tensor, Entry, int]] = []
         """Outputs that a collective still writes: (module, tensor, site, reserved row)."""
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, Entry]] = {}
-        self.passed: dict[int, Passed] = {}
-        """Id of an entry -> what passed its site last in the running forward."""
         self._nodes: dict[Any, str] = {}
         """grad_fn of the tensors of the running forward -> their sites; while sites are being met for the first time."""
         self.locals = LocalTensors()
@@ -355,7 +352,7 @@ class Chunk:
     def _begin(self) -> None:
         self.recorder.before_forward(self)
         self.in_forward, self.forward = True, object()
-        self._seen, self._nodes, self._pending, self._cursor, self.passed = {}, {}, [], 0, {}
+        self._seen, self._nodes, self._pending, self._cursor = {}, {}, [], 0
         self.locals.begin(self.recorder.sites.place)
         self.graphs.begin(self.recorder.ended_steps)
         if self.aliases is not None:
@@ -497,7 +494,7 @@ class Chunk:
 
     def hook_gradient(
         self, tensor: torch.Tensor, entry: Entry, origin: torch.Tensor | tuple[Any, int] | None = None
-    ) -> GradientTap:
+    ) -> None:
         """Take the gradient of `tensor` when its backward comes, once; or that of the logical tensor at its origin."""
         hook = GradientTap(self, entry, self.micro_step)
         costs = self.recorder.recording.costs
@@ -508,14 +505,13 @@ class Chunk:
             node, number = origin
             node.register_prehook(lambda gradients: None if gradients[number] is None else hook(gradients[number]))
             costs.turn_to(former)
-            return hook
+            return
         handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         costs.turn_to(former)
         if tensor.grad_fn is None:
             # A leaf outlives the step: a pipeline's receive buffer would collect one hook a step.
             hook.handle = handle
             self.recorder.keep_until_step_ends(handle)
-        return hook
 
 
 for _hook in (Chunk._root_pre, Chunk._root_post):

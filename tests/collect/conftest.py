@@ -54,8 +54,8 @@ class Said:
                 self.byes.append(message)
 
     def of(self, step: int, kind: str, name: str | None = None) -> list[Any]:
-        """Rows of one step and kind, in order of their call_ids; a tensor has the name of each module that put it out."""
-        found = [r for t, r in self.rows.get(step, []) if t.kind == kind and name in (None, t.name, *t.also)]
+        """Rows of one step and kind, in order of their call_ids."""
+        found = [r for t, r in self.rows.get(step, []) if t.kind == kind and name in (None, t.name)]
         return sorted(found, key=lambda row: int(row["call_id"]))
 
     def names(self, step: int, kind: str) -> list[str]:

@@ -106,7 +106,7 @@ def test_rows_are_those_of_the_uncompiled_model(
 
     assert_same_rows(plain.said, watched.said)
     assert watched.said is not None
-    num_sites = 10 if config is FULL else 3  # What the embedding puts out is the border before the first block.
+    num_sites = 11 if config is FULL else 3
     assert [len(watched.said.of(1, kind)) for kind in ("activation", "dgrad")] == [3 * num_sites] * 2
     assert watched.is_same(bare)
     assert watched.graphs == bare.graphs == [1, 1]

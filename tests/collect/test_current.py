@@ -50,9 +50,7 @@ def test_activations_merge_the_micro_steps_and_gradients_lose_the_loss_scale(run
 
     assert found["activation"][name]["mean"] == pytest.approx(whole.mean().item(), rel=1e-5, abs=1e-9)
     assert found["activation"][name]["std"] == pytest.approx(whole.std(unbiased=False).item(), rel=1e-5)
-    assert found["activation_in"].keys() == {"blocks.0"}  # A border has its own name, and that of the module that made it.
-    assert found["activation"]["emb"] == found["activation_in"]["blocks.0"]
-    assert found["activation"]["head"] == found["activation"][""]
+    assert found["activation_in"] == {}
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     expected = {n: p.grad.double().norm().item() for n, p in model.named_parameters()}

@@ -389,9 +389,8 @@ def test_shared_tensor_is_measured_once_and_named_twice(run: Path) -> None:
     said = Said(run)
 
     assert said.tensor("dgrad", "blocks.0").consumers == ("blocks.1", "blocks.1.ln")
-    assert said.names(0, "activation_in") == ["blocks.0", "blocks.0.fc2", "blocks.1.fc2"]  # relu is no module
-    assert said.tensor("activation_in", "blocks.0").also == ("emb",)  # A border has a name of its own.
-    assert said.tensor("activation", "").also == ("head",)
+    assert said.names(0, "activation_in") == ["blocks.0.fc2", "blocks.1.fc2"]  # relu is no module
+    assert said.tensor("activation", "head").also == ("",)
 
 
 def test_borders_and_segments(run: Path) -> None:
@@ -630,7 +629,7 @@ def test_site_seen_late_has_its_place_between_the_others(run: Path) -> None:
     assert new == {("activation_in", "norm")}
     assert all(places[1][site] == at for site, at in places[0].items() if site in places[1])
     late = places[1]["activation_in", "norm"]
-    assert places[1]["activation", "blocks.1"] < late < places[1]["activation", "norm"] < places[1]["activation", ""]
+    assert places[1]["activation", "blocks.1"] < late < places[1]["activation", "norm"] < places[1]["activation", "head"]
 
 
 def test_attach_that_fails_leaves_the_model_as_it_was(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,8 @@ def test_groups_and_megatrons_files_know_it_too(run: Path) -> None:
     points = picker.points(MergedStep.of(view))
 
     assert {(one.name, one.kind): int(num) for one, num in zip(points.series, points.num_tensors, strict=True)} == {
-        # The first block's input has its own name, whether or not what the embedding puts out is asked for.
-        ("stream", "activation"): 2, ("stream", "dgrad"): 2, ("stream", "activation_in"): 1, ("stream", "dgrad_in"): 1,
+        # The first block's input is the embedding's output, measured once.
+        ("stream", "activation"): 3, ("stream", "dgrad"): 3,
     }  # fmt: skip
     assert ("residual_dgrad_raw_moments_by_layer", "blocks.1/output0") in places_of("blocks.1", "dgrad", "block_output")
 
@@ -86,8 +86,8 @@ def test_a_rule_on_the_residual_stream_judges_nothing_else(run: Path) -> None:
     taken = [one for one in layout.tensors if takes[one.index]]
 
     assert {(one.name, one.kind) for one in taken} == {
-        ("blocks.0", "activation_in"), ("blocks.0", "activation"), ("blocks.1", "activation"),
-        ("blocks.0", "dgrad_in"), ("blocks.0", "dgrad"), ("blocks.1", "dgrad"),
+        ("emb", "activation"), ("blocks.0", "activation"), ("blocks.1", "activation"),
+        ("emb", "dgrad"), ("blocks.0", "dgrad"), ("blocks.1", "dgrad"),
     }  # fmt: skip
     assert len(layout.tensors) > 20
 
