@@ -20,7 +20,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int = 290
     batch_step: int = 160
     """Step whose batch is corrupted, on every replica."""
-    nan_steps: tuple[int, ...] = (230, 240, 250, 260, 270)
+    nan_steps: tuple[int, ...] = (230, 240, 250, 260, 270, 280)
     """Steps at which the planted module puts a NaN into its output."""
     module: str = "blocks.1.mlp.fc1"
     segment: str = "blocks.1"
