@@ -213,10 +213,10 @@ class Escalator:
         self._desk = desk
         self._audit = audit
         self._latency_s = config.latency_s
-        self._times: list[float] = []
-        self._dump_times: list[float] = []
+        self._times: dict[str, list[float]] = {ESCALATE: [], DUMP: []}
+        """Action -> when it was ordered within the last hour, in seconds since the epoch."""
         self._quiet_until = 0.0
-        self._last_why_not = ""
+        self._last_why_not: dict[str, str] = {}
         self._proposals: dict[str, tuple[Proposal, int]] = {}
         """Id of a command -> what it follows from, and how often it was issued anew."""
         self._again: list[tuple[Proposal, int]] = []
@@ -228,72 +228,45 @@ class Escalator:
 
     def consider(
         self, proposal: Proposal, *, newest_step: int, step_time_s: float | None, now: float
-    ) -> EnableMonitoring | None:
+    ) -> EnableMonitoring | DumpTensors | None:
         """Return the command that was issued, or None. newest_step: of any rank; now: seconds since the epoch.
 
         StoreError when the command could not be written: consider it again later.
         """
-        self._times = [time for time in self._times if now - 3600.0 < time <= now]
-        why_not = self._why_not(proposal, newest_step, now)
+        times = self._times[proposal.action]
+        times[:] = [time for time in times if now - 3600.0 < time <= now]
+        is_dump = proposal.action == DUMP
+        why_not = self._why_not_dump(proposal, now) if is_dump else self._why_not(proposal, newest_step, now)
         if why_not:
             # A storm of anomalies asks a thousand times: written down once a reason.
-            if why_not != self._last_why_not:
+            if why_not != self._last_why_not.get(proposal.action):
                 details = {"key": proposal.key, "why": why_not, "reason": proposal.reason}
-                self._audit(now, "policy", "not_escalated", details)
-            self._last_why_not = why_not
+                self._audit(now, "policy", "not_dumped" if is_dump else "not_escalated", details)
+            self._last_why_not[proposal.action] = why_not
             return None
-        self._last_why_not = ""
+        self._last_why_not.pop(proposal.action, None)
         if self.config.dry_run:
             at_step = first_step(newest_step, step_time_s, self._latency_s)
-            self._times.append(now)
-            self._quiet_until = now + self.config.cooldown_s
+            times.append(now)
+            if not is_dump:
+                self._quiet_until = now + self.config.cooldown_s
             self._desk.note_dry_run(
                 {"key": proposal.key, "at_step": at_step, "ranks": list(proposal.ranks), "reason": proposal.reason}, now
             )
             return None
         return self._issue(proposal, newest_step, step_time_s, now, num_reissues=0)
 
-    def consider_dump(
-        self, proposal: Proposal, *, newest_step: int, step_time_s: float | None, now: float
-    ) -> DumpTensors | None:
-        """Return the order to dump that was issued, or None; as `consider`, one that comes too late is not repeated."""
-        self._dump_times = [time for time in self._dump_times if now - 3600.0 < time <= now]
-        why_not = ""
-        if not self.config.dump:
-            why_not = "control.dump is off"
-        elif self._desk.find(proposal.key) is not None:
-            why_not = "already issued"
-        elif self._dump_times and now - self._dump_times[-1] < self.config.cooldown_s:
-            why_not = "cooling down"
-        elif len(self._dump_times) >= self.config.max_dumps_per_hour:
-            why_not = f"{self.config.max_dumps_per_hour} dumps in the last hour"
-        if why_not:
-            self._audit(now, "policy", "not_dumped", {"key": proposal.key, "why": why_not, "reason": proposal.reason})
-            return None
-        at_step = first_step(newest_step, step_time_s, self._latency_s)
-        self._dump_times.append(now)
-        if self.config.dry_run:
-            self._desk.note_dry_run(
-                {"key": proposal.key, "at_step": at_step, "ranks": list(proposal.ranks), "reason": proposal.reason}, now
-            )
-            return None
-        return self._desk.dump_tensors(
-            at_step=at_step, kinds=self.config.dump_kinds, targets=proposal.targets, first_n=self.config.dump_first_n,
-            for_steps=self.config.dump_for_steps, ranks=proposal.ranks, reason=proposal.reason, source="policy",
-            key=proposal.key, now=now,
-        )  # fmt: skip
-
     def follow(
         self, changed: Sequence[CommandStatus], *, newest_step: int, step_time_s: float | None, now: float
-    ) -> list[EnableMonitoring]:
+    ) -> list[EnableMonitoring | DumpTensors]:
         """Take note of what became of commands (`CommandDesk.tick`); return those issued anew, having come too late.
 
         StoreError when one could not be written; the next call tries again.
         """
         for status in changed:
-            if isinstance(status.command, DumpTensors):
-                continue  # A dump neither measures more nor is tried again.
-            if status.state in ("ended", "withdrawn", "expired", "refused"):
+            # Only monitoring is followed by quiet: an order to dump changes nothing of what is measured.
+            is_over = status.state in ("ended", "withdrawn", "expired", "refused")
+            if is_over and not isinstance(status.command, DumpTensors):
                 self._quiet_until = max(self._quiet_until, now + self.config.cooldown_s)
             proposal, num_reissues = self._proposals.get(status.command.id, (None, 0))
             if status.state == "withdrawn" and proposal is not None and status.is_late:
@@ -319,28 +292,43 @@ class Escalator:
             return "monitoring is on"
         if now < self._quiet_until <= now + self.config.cooldown_s:
             return "cooling down"
-        if len(self._times) >= self.config.max_per_hour:
+        if len(self._times[ESCALATE]) >= self.config.max_per_hour:
             return f"{self.config.max_per_hour} escalations in the last hour"
+        return ""
+
+    def _why_not_dump(self, proposal: Proposal, now: float) -> str:
+        times = self._times[DUMP]
+        if not self.config.dump:
+            return "control.dump is off"
+        if self._desk.find(proposal.key) is not None:
+            return "already issued"
+        if times and now - times[-1] < self.config.cooldown_s:
+            return "cooling down"
+        if len(times) >= self.config.max_dumps_per_hour:
+            return f"{self.config.max_dumps_per_hour} dumps in the last hour"
         return ""
 
     def _issue(
         self, proposal: Proposal, newest_step: int, step_time_s: float | None, now: float, num_reissues: int
-    ) -> EnableMonitoring:
-        longer = 2 ** min(len(self._times), MAX_LONGER) if not num_reissues else 1
+    ) -> EnableMonitoring | DumpTensors:
         key = proposal.key if not num_reissues else f"{proposal.key}:again{num_reissues}"
-        command = self._desk.enable(
-            at_step=first_step(newest_step, step_time_s, self._latency_s),
-            kinds=self.config.kinds,
-            targets=proposal.targets,
-            per_micro_step=self.config.per_micro_step,
-            for_steps=self.config.for_steps * longer,
-            ranks=proposal.ranks,
-            reason=proposal.reason,
-            source="policy",
-            key=key,
-            now=now,
-        )
+        at_step = first_step(newest_step, step_time_s, self._latency_s)
+        times = self._times[proposal.action]
+        command: EnableMonitoring | DumpTensors
+        if proposal.action == DUMP:
+            command = self._desk.dump_tensors(
+                at_step=at_step, kinds=self.config.dump_kinds, targets=proposal.targets,
+                first_n=self.config.dump_first_n, for_steps=self.config.dump_for_steps, ranks=proposal.ranks,
+                reason=proposal.reason, source="policy", key=key, now=now,
+            )  # fmt: skip
+        else:
+            longer = 2 ** min(len(times), MAX_LONGER) if not num_reissues else 1
+            command = self._desk.enable(
+                at_step=at_step, kinds=self.config.kinds, targets=proposal.targets,
+                per_micro_step=self.config.per_micro_step, for_steps=self.config.for_steps * longer,
+                ranks=proposal.ranks, reason=proposal.reason, source="policy", key=key, now=now,
+            )  # fmt: skip
         if not num_reissues:
-            self._times.append(now)
+            times.append(now)
         self._proposals[command.id] = (proposal, num_reissues)
         return command

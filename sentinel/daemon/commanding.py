@@ -13,7 +13,7 @@ import msgspec
 from sentinel.command import ANY_ATTEMPT
 from sentinel.control.commands import CommandDesk
 from sentinel.control.edits import ConfigInUse, EditDesk
-from sentinel.control.policy import DUMP, ControlConfig, Escalator, Proposal, first_step
+from sentinel.control.policy import ControlConfig, Escalator, Proposal, first_step
 from sentinel.control.status import CommandStatus
 from sentinel.errors import ConfigError, StoreError
 from sentinel.messages import Ack
@@ -113,10 +113,9 @@ class Commanding:
                         if now - self._started > SILENT_START_S:
                             self._journal.finish_delivery([row.position], "no rank is alive")
                         continue
-                    proposal = Proposal.read(row.body)
-                    is_dump = proposal.action == DUMP
-                    consider = self._escalator.consider_dump if is_dump else self._escalator.consider
-                    command = consider(proposal, newest_step=newest_step, step_time_s=step_time_s, now=now)
+                    command = self._escalator.consider(
+                        Proposal.read(row.body), newest_step=newest_step, step_time_s=step_time_s, now=now
+                    )
                     # The desk's memory first: a crash in between finds the key there, and issues nothing twice.
                     self.keep()
                     outcome = "not issued" if command is None else f"issued {command.id}"

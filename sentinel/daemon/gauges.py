@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ WATCHED_FACT = "watched"
 RECENT_POINTS = 2000
 """Newest values kept of each scalar, for the page and the API (chosen)."""
 RECENT_SCALARS = 64
+RECENT_STEP_TIMES = 9
+"""Steps whose median duration is the run's: a first step that compiles says nothing of the next (chosen)."""
 
 
 class RunGauges:
@@ -39,6 +42,7 @@ class RunGauges:
         """(pipeline stage, kind) -> (NaN elements, infinite elements) so far."""
         self._layout: Layout | None = None
         self._groups: dict[tuple[int, str], np.ndarray] = {}
+        self._step_times: deque[float] = deque(maxlen=RECENT_STEP_TIMES)
         self._recent: dict[str, deque[tuple[int, int, float]]] = {}
 
     def take_step(self, view: StepView, anomalies: Iterable[Anomaly], *, is_new: bool) -> None:
@@ -57,8 +61,8 @@ class RunGauges:
         metrics.num_steps_judged += 1
         metrics.num_records += view.num_rows
         if view.step_time_s > 0:
-            former = metrics.step_time_s
-            metrics.step_time_s = view.step_time_s if former is None else 0.8 * former + 0.2 * view.step_time_s
+            self._step_times.append(view.step_time_s)
+            metrics.step_time_s = statistics.median(self._step_times)
         if missing:
             metrics.num_steps_late += 1
         for part in view.parts:

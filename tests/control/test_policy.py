@@ -252,20 +252,47 @@ def test_a_rule_may_ask_for_raw_tensors_of_the_suspected_stage(tmp_path):
     bench = Bench(tmp_path, dump_kinds=("wgrad",), dump_first_n=8, dump_for_steps=2)
     proposal = a_dump()
 
-    command = bench.escalator.consider_dump(proposal, newest_step=40, step_time_s=0.1, now=bench.now)
+    command = bench.escalator.consider(proposal, newest_step=40, step_time_s=0.1, now=bench.now)
 
     assert propose([an_anomaly()], {"nan": ("dump",)}, places(4, 2)) is None  # It asks for nothing else.
     assert Proposal.read(proposal.body) == proposal
     assert (command.kinds, command.first_n, command.for_steps, command.ranks) == (("wgrad",), 8, 2, (2, 3))
     assert command.at_step == 43
-    assert bench.escalator.consider_dump(proposal, newest_step=40, step_time_s=0.1, now=bench.now + 100) is None
+    assert bench.escalator.consider(proposal, newest_step=40, step_time_s=0.1, now=bench.now + 100) is None
+
+
+def test_a_dump_that_came_too_late_is_ordered_anew_with_more_time_and_not_for_ever(tmp_path):
+    bench = Bench(tmp_path)
+    command = bench.escalator.consider(a_dump(), newest_step=40, step_time_s=0.1, now=bench.now)
+    at_steps = [command.at_step]
+    for step in range(50, 500, 50):
+        bench.answer(command, "missed")
+        issued = bench.tick({2: step, 3: step})
+        if not issued:
+            break
+        command = issued[0]
+        at_steps.append(command.at_step)
+
+    assert at_steps == [43, first_step(50, 0.1, 0.3), first_step(100, 0.1, 0.6), first_step(150, 0.1, 1.2)]
+    assert (command.kinds, command.ranks, command.for_steps) == (("param", "wgrad"), (2, 3), 1)
+
+
+def test_a_dump_that_was_obeyed_is_not_repeated(tmp_path):
+    bench = Bench(tmp_path)
+    command = bench.escalator.consider(a_dump(), newest_step=40, step_time_s=0.1, now=bench.now)
+    for state in ("armed", "applied", "ended"):
+        for rank in (2, 3):
+            bench.answer(command, state, rank)
+        assert bench.tick({2: 44, 3: 44}) == []
+
+    assert bench.desk.find(a_dump().key).state == "ended"
 
 
 def test_dumps_are_few_and_never_in_the_way_of_monitoring(tmp_path):
     bench = Bench(tmp_path, max_dumps_per_hour=2, cooldown_s=10.0)
     issued = []
     for number in range(6):
-        one = bench.escalator.consider_dump(a_dump(number), newest_step=40, step_time_s=0.1, now=bench.now)
+        one = bench.escalator.consider(a_dump(number), newest_step=40, step_time_s=0.1, now=bench.now)
         issued.append(one is not None)
         bench.now += 6.0
 
@@ -278,7 +305,7 @@ def test_dumps_are_few_and_never_in_the_way_of_monitoring(tmp_path):
 def test_dumps_may_be_forbidden(tmp_path, config):
     bench = Bench(tmp_path, **config)
 
-    assert bench.escalator.consider_dump(a_dump(), newest_step=40, step_time_s=0.1, now=bench.now) is None
+    assert bench.escalator.consider(a_dump(), newest_step=40, step_time_s=0.1, now=bench.now) is None
     assert not list(tmp_path.glob("control/*.json"))
 
 
