@@ -9,8 +9,10 @@ are ended; SIGINT and SIGTERM reach all of them. Exits with the first rank's cod
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
+import random
 import runpy
 import signal
 import socket
@@ -78,19 +80,25 @@ class Rank:
 
 def start_ranks(command: list[str], num_ranks: int) -> list[Rank]:
     """Start `command`, a script and its arguments, once a rank, under this interpreter."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     os.environ.update(
         WORLD_SIZE=str(num_ranks),
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        MASTER_PORT=str(free_port()),
         GLOO_SOCKET_IFNAME="lo",
         OMP_NUM_THREADS="1",  # Read when torch is imported.
     )
     for name in PRELOADED:
         importlib.import_module(name)
     return [Rank(command, {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(num_ranks)]
+
+
+def free_port() -> int:
+    """Return a free port below those that the kernel gives to outgoing connections: none of them takes it meanwhile."""
+    for port in random.SystemRandom().sample(range(10_000, 32_768), 1_000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise SystemExit("launch.py: no port of 127.0.0.1 between 10000 and 32767 is free")
 
 
 def end_ranks(ranks: list[Rank]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import pickle
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from sentinel.collect.topology import Topology
 from sentinel.place import Place
 
 from .. import forked
+from ..ports import free_port
 from .conftest import TinyModel
 
 
@@ -74,9 +74,7 @@ def find(rank: int, port: int, folder: str) -> None:
 
 
 def test_place_is_found(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     forked.start(find, (port, str(tmp_path)), 4)  # One launch for all: it is what takes the time.
 
     said: list[list[Place]] = [pickle.loads((tmp_path / str(rank)).read_bytes()) for rank in range(4)]

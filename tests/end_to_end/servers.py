@@ -14,6 +14,8 @@ import urllib.request
 
 import pytest
 
+from ..ports import free_port
+
 
 def need(*names):
     """Skip a test where a program is missing; under CI a missing program is a failure."""
@@ -22,12 +24,6 @@ def need(*names):
         pytest.fail(f"CI installs {', '.join(missing)} by apt, and it is not there")
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def get(url, data=None):

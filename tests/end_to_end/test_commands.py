@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from torch import nn
 import sentinel
 
 from .. import forked
+from ..ports import free_port
 from .ranks import ROOT, Spoken
 
 NUM_RANKS = 2
@@ -69,9 +69,7 @@ def measured(spoken: Spoken) -> list[int]:
 
 
 def test_command_obeyed_at_one_step_by_real_ranks(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = forked.start(train, (port, str(tmp_path), 3000), NUM_RANKS, join=False)
     try:
         wait_for(lambda: (tmp_path / "at").exists() and int((tmp_path / "at").read_text() or 0) >= 5)

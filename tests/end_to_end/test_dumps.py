@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import sentinel
 from sentinel.cli.main import run_cli
 
 from .. import forked
+from ..ports import free_port
 from .ranks import ROOT, Spoken, train
 from .test_commands import NUM_RANKS, order, wait_for
 
@@ -53,9 +53,7 @@ def at(folder: Path) -> int:
 
 
 def test_a_person_dumps_and_looks_while_the_ranks_train(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = forked.start(rank_main, (port, str(tmp_path)), NUM_RANKS, join=False)
     try:
         wait_for(lambda: all((tmp_path / f"at-{rank}").exists() for rank in range(NUM_RANKS)) and at(tmp_path) >= 3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from sentinel.wire.frame import FrameType, decode_message
 from sentinel.wire.spool_reader import SpoolReader
 
 from .. import forked
+from ..ports import free_port
 from .ranks import ROOT, Spoken
 
 NUM_RANKS = 2
@@ -77,9 +77,7 @@ class Trainer:
     """Two ranks that train, and the file that says what is measured."""
 
     def __init__(self, folder: Path, config: Path, first_step: int) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.folder, self.config, self.first_step = folder, config, first_step
         for name in ("stop", "at"):
             (folder / name).unlink(missing_ok=True)

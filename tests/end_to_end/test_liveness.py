@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import pytest
 
 from sentinel.anomaly import Anomaly, Severity
 
+from ..ports import free_port
 from .ranks import EXAMPLE, ROOT, Spoken, anomalies, incidents, revisions, train
 
 PACK = """
@@ -36,9 +36,7 @@ class Ranks:
         folder.chmod(0o700)
         (folder / "pack.yaml").write_text(PACK)
         (folder / "faults.json").write_text(json.dumps(faults or []))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         clean = {key: value for key, value in os.environ.items() if not key.startswith("SENTINEL_")}
         common = {
             **clean, "PYTHONPATH": str(ROOT), "SENTINEL_DIR": str(folder), "SENTINEL_RUN": "run", "OMP_NUM_THREADS": "1",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import forked
+from ..ports import free_port
 
 NUM_STEPS = 6
 SYNCHRONISING = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero")
@@ -70,9 +70,7 @@ def train(rank: int, port: int, watched: bool, folder: str) -> None:
 
 def test_no_sync_no_collective(tmp_path: Path) -> None:
     for watched in (False, True):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         forked.start(train, (port, watched, str(tmp_path)), 2)
 
     for rank in range(2):

@@ -21,7 +21,8 @@ from sentinel.report.sinks.delivery import HttpPoster
 from sentinel.report.sinks.webhook import WebhookConfig, WebhookSink
 from sentinel.store.journal import Commit, Journal, Outgoing
 
-from .servers import Receiver, alertmanager, free_port, get_json, need, wait_for
+from ..ports import free_port
+from .servers import Receiver, alertmanager, get_json, need, wait_for
 
 
 def an_incident(**changes):

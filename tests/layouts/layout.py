@@ -7,7 +7,6 @@ import gc
 import json
 import math
 import os
-import socket
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from sentinel.moments import Moments
 
 from ..forked import CONTEXT
 from ..ingest.daemon import Ears
+from ..ports import free_port
 from .net import NUM_STEPS
 
 KINDS = ["param", "wgrad", "activation", "activation_in", "dgrad", "dgrad_in", "exp_avg", "exp_avg_sq"]
@@ -61,9 +61,7 @@ def train(
 ) -> list[Result]:
     """Train with `world` processes; config None: without Sentinel. Returns what each rank says."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     settings = dict(config) if config is not None else None
     ranks = [
         CONTEXT.Process(target=_rank, args=(rank, world, port, str(folder), build, settings, num_steps))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from ..layouts.net import BATCH, Net, loss_of, tokens
+from ..ports import free_port
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "deepspeed", "sentinel.collect"])
@@ -269,9 +269,7 @@ def many(rank: int, world: int, folder: Path, jobs: dict[str, Job], names: tuple
 def run(folder: Path, world: int, target: Callable[..., None], *args: Any, timeout_s: float = 120.0) -> None:
     """Run `target(rank, world, folder, *args)` in `world` gloo processes; fail with what the first of them raised."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [_context.Process(target=_rank, args=(rank, world, port, folder, target, args)) for rank in range(world)]
     for process in ranks:
         process.start()

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from ..ports import free_port
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 3
@@ -22,9 +23,7 @@ MAX_NORM = 0.5
 def launch(folder: Path, mode: str, world: int, config: dict[str, Any] | None, **settings: Any) -> list[dict[str, Any]]:
     """Train with `world` processes; config None: without Sentinel. Returns what each rank says."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SENTINEL_", "ACCELERATE_", "FSDP_", "TORCHELASTIC"))}
     command = [sys.executable, "-m", "tests.trainers.hf_ranks", mode, str(folder)]
     command += [json.dumps(config) if config is not None else "", json.dumps(settings)]

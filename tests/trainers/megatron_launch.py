@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from ..ports import free_port
 
 ROOT = Path(__file__).parents[2]
 EVERYTHING = {"kinds": ["param", "wgrad", "activation", "activation_in", "dgrad", "dgrad_in"]}
@@ -25,9 +26,7 @@ class Launcher:
 
     def train(self, folder: Path, **job: Any) -> list[dict[str, Any]]:
         """Return what each rank says of its bare and of its watched training."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         assert self.process.stdin is not None and self.process.stdout is not None
         config = job.pop("config", EVERYTHING)
         job.setdefault("steps", 2)

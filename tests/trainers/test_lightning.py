@@ -9,7 +9,6 @@ import json
 import math
 import os
 import pickle
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from sentinel.ingest.merge import StepView
 from ..collect.conftest import ALL_KINDS, Said, norm, run  # noqa: F401
 from ..end_to_end.ranks import ROOT, Spoken, run_command
 from ..ingest.daemon import Ears
+from ..ports import free_port
 
 pl = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
@@ -842,9 +842,7 @@ def test_the_callback_travels_to_spawned_processes() -> None:
 def ranks(folder: Path, world: int) -> list[dict[str, dict[str, Any]]]:
     """Train under DDP as torchrun would start it, plain and watched; return what each rank can tell of both."""
     folder.mkdir(mode=0o700)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SENTINEL_")}
     clean.update(SENTINEL_DIR=str(folder), SENTINEL_RUN="run", PYTHONPATH=str(ROOT))
     launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": "0", "WORLD_SIZE": str(world)}

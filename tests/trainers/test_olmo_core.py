@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from sentinel.record import Flag
 from ..collect.conftest import Said, norm, run  # noqa: F401
 from ..end_to_end.ranks import ROOT, Spoken, run_command
 from ..ingest.daemon import Ears
+from ..ports import free_port
 
 pytest.importorskip("olmo_core")
 from olmo_core.config import DType
@@ -391,9 +391,7 @@ def ranks(folder: Path, layout: str) -> list[dict[str, dict[str, Any]]]:
     """Train as a layout of ranks over gloo, plain and watched; return what each can tell of both."""
     world = 1 if layout == "one" else 2
     folder.mkdir(mode=0o700)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SENTINEL_")}
     command = [sys.executable, "-m", "tests.trainers.olmo_core_run", str(folder)]
     processes = [

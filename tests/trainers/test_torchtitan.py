@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from sentinel.ingest.merge import StepView
 from ..end_to_end.ranks import Spoken
 from ..ingest.daemon import Ears
 from ..layouts.layout import differences, gradient_norm, statistics
+from ..ports import free_port
 
 pytest.importorskip("torchtitan")
 pytestmark = pytest.mark.trainer
@@ -31,9 +31,7 @@ def train(folder: Path, runs: list[dict[str, Any]], world: int = 1) -> Results:
     """Do these trainings one after the other, on `world` processes; returns rank -> run -> what the trainer said."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "runs.json").write_text(json.dumps(runs))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     clean = {key: value for key, value in os.environ.items() if not key.startswith("SENTINEL_")}
     shared = {
         **clean, "PYTHONPATH": str(ROOT), "SENTINEL_DIR": str(folder), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1",
