@@ -4,6 +4,7 @@
     measure_one(pointer, numel, dtype, out, ...)  the same for one, in about a microsecond: for hooks
     count_below(pointer, numel, dtype, bounds)    how many |x| lie below each bound, in one read
     add_channel_squares(pointer, rows, channels, dtype, sums)   squares of each channel
+    tensor_reader                                 the first two of plain tensors as torch has them, see tensors.py; or None
     fold_rows(rows, num_rows) -> rows left        one row per (tensor, kind), in place
     merge_rows(rows, group, num_groups) -> STATS  rows of several ranks merged
     judge_forms(stats, ..., forms, hits)          all running baselines and limits of a step; None without the library,
@@ -25,6 +26,7 @@ import numpy as np
 
 from sentinel.native.layout import BF16, F16, F32, F64, pack_layouts
 from sentinel.native.library import DigestRows, JudgeForms, Library, find_library
+from sentinel.native.tensors import TensorReader, find_reader
 
 _path = find_library()
 _library: Library | None = None
@@ -33,6 +35,8 @@ if _path is not None:
         _library = Library(_path)
     except OSError:  # built for another machine, or truncated: as if it were not there
         _library = None
+
+tensor_reader: TensorReader | None = None if _library is None else find_reader()
 
 if _library is not None:
     implementation = _library.implementation
@@ -84,4 +88,5 @@ __all__ = [
     "prepare_digest",
     "prepare_forms",
     "take_rows",
+    "tensor_reader",
 ]

@@ -1,4 +1,5 @@
-/* Moments of CPU tensors, and folding of rows: a plain C ABI for ctypes. No Python, no torch, no state.
+/* Moments of CPU tensors, and folding of rows: a plain C ABI for ctypes, without Python, torch or state; and where Python's
+ * headers are, two functions that take tensors as they are (tensors.h).
  *
  * Numerics (FIELD_NOTES 2): sums of powers about a center near the mean, scaled by a power of two, in the tensor's own
  * arithmetic type (fp32 for the half types), every 32 elements of a lane into f64. A span of 32768 elements is read once:
@@ -7,6 +8,19 @@
  * (SAND2008-6212, eq. 3.1) into segments, segments into the tensor, always in the same order: the number of threads
  * does not change a bit of the result.
  */
+#if defined(__has_include)
+#if __has_include(<Python.h>)
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#endif
+#endif
+/* A module that does not say otherwise would switch the GIL on again where Python runs without it. */
+#if defined(Py_PYTHON_H) && !defined(Py_GIL_DISABLED) && !defined(PYPY_VERSION)
+#define HAS_PYTHON 1
+#else
+#define HAS_PYTHON 0
+#endif
+
 #include <float.h>
 #include <math.h>
 #include <stddef.h>
@@ -152,3 +166,7 @@ EXPORT int64_t sentinel_measure_one(uint64_t pointer, int64_t numel, int32_t dty
 #include "crc.h"
 #include "rolling.h"
 #include "quick.h"
+
+#if HAS_PYTHON
+#include "tensors.h"
+#endif

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from sentinel.collect.buffer import StepRows
 from sentinel.collect.kernels import NativeKernel, TorchKernel, choose_kernel
+from sentinel.collect.kernels import native as native_kernel
 from sentinel.collect.kernels.reading import CONVERTED
 from sentinel.errors import SentinelError
 from sentinel.moments import Moments
@@ -236,9 +237,7 @@ def test_counts_exact_above_2_24(kernel):
 def test_kernels_and_fallback_agree():
     x = torch.randn(200_000, generator=torch.Generator().manual_seed(3)) * 2 + 5
     rows = np.zeros(1, ROW_DTYPE)
-    fallback.measure(
-        np.array([x.data_ptr()], np.uint64), np.array([x.numel()]), np.zeros(1, np.uint8), rows, 0.0, True
-    )
+    fallback.measure(np.array([x.data_ptr()], np.uint64), np.array([x.numel()]), np.zeros(1, np.uint8), rows, 0.0, True)
     by_numpy = Moments.from_rows(rows)
 
     for kernel in KERNELS.values():
@@ -246,6 +245,63 @@ def test_kernels_and_fallback_agree():
         assert found.stats["checksum"] == by_numpy.stats["checksum"]
         for name in STATISTICS:
             assert found.statistic(name) == pytest.approx(by_numpy.statistic(name), rel=1e-5, abs=1e-6), name
+
+
+def _hostile_tensors() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(40, 50, generator=generator)
+    pair = torch.randn(7, 2, generator=generator)
+    return [
+        x, x.t(), x[::3], nn.Parameter(x), torch.empty(0), torch.tensor(1.5), x.to(torch.bfloat16), x.to(torch.float64),
+        torch.arange(300), x > 0, torch.tensor([1.0, torch.nan, torch.inf, -torch.inf]), torch.full((3,), torch.nan),
+        torch.view_as_complex(pair).conj().imag, nn.Parameter(torch.view_as_complex(pair).conj().imag.detach()),
+        x[0].expand(9, 50), torch.randn(150_000, generator=generator), torch.randn(900_000, generator=generator),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("zero_eps", [0.0, 0.1])
+def test_tensors_read_in_c_and_one_by_one_make_the_same_rows(monkeypatch, zero_eps, checksum):
+    tensors, kernel = _hostile_tensors(), NativeKernel()
+    options = {"zero_eps": zero_eps, "checksum": checksum}
+    monkeypatch.setattr(native_kernel, "_reader", None)
+    expected = measure(kernel, *tensors, **options).stats
+    monkeypatch.undo()
+
+    together = measure(kernel, *tensors, **options).stats
+    apart = [measure(kernel, tensor, **options).stats for tensor in tensors]
+
+    assert together.tobytes() == expected.tobytes()
+    assert np.concatenate(apart).tobytes() == expected.tobytes()
+
+
+@pytest.mark.skipif(native_kernel._reader is None, reason="the library was built without Python's headers")
+def test_what_is_no_plain_tensor_is_left_to_who_asked():
+    class Odd(torch.Tensor):
+        pass
+
+    class Broken(torch.Tensor):
+        def data_ptr(self):
+            raise RuntimeError("there is no memory")
+
+    words = np.full(12, -1, np.int64)
+    reader, at = native_kernel._reader, words.ctypes.data
+    odd = [
+        torch.ones(2, 3).t(),
+        torch.ones(2).as_subclass(Odd),
+        torch.ones(2).as_subclass(Broken),
+        torch.ones(2, device="meta"),
+    ]
+    odd += [torch.ones(2, dtype=torch.complex64), torch.ones(2).to_sparse(), 3, None]
+
+    assert not any(reader.measure_tensor(one, at, 0.0, False) for one in odd)
+    assert set(words) == {-1}
+    room = np.zeros((len(odd) + 1, 17), np.int64)
+    assert reader.measure_tensors([*odd, torch.ones(2)], room.ctypes.data, 136, 0.0, False, 1) == list(range(len(odd)))
+    assert room[-1, 0] == 2
+    for wrong in ((), (torch.ones(2), "x", 0.0, False), (torch.ones(2), at, None, False)):
+        with pytest.raises(TypeError):
+            reader.measure_tensor(*wrong)
 
 
 @kernels

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from sentinel import native
@@ -13,6 +12,7 @@ from sentinel.collect.kernels.reading import pieces, plain
 from sentinel.collect.placements import ORDINARY
 from sentinel.errors import SentinelError
 from sentinel.native import layout
+from sentinel.native.library import ISAS
 from sentinel.record import ROW_DTYPE
 
 CODES = {
@@ -43,6 +43,9 @@ WORTH_THREADS = 800_000
 """Below this the library would use one thread anyway; asking torch for its number costs a tenth of a microsecond."""
 
 _ROW_BYTES = ROW_DTYPE.itemsize
+_reader = native.tensor_reader
+if _reader is not None:
+    _reader.know_tensors(tuple(ORDINARY), CODES, torch.strided, ISAS.index(native.implementation))
 _BEYOND_OFFSETS = 2**44
 """No storage has so many bytes: an address from here on is more than an offset. On Linux nearly every address is."""
 
@@ -66,9 +69,6 @@ class NativeKernel:
 
     def __init__(self) -> None:
         self.name = f"native ({native.implementation})"
-        self._pointers = np.empty(0, np.uint64)
-        self._numels = np.empty(0, np.int64)
-        self._codes = np.empty(0, np.uint8)
 
     def measure(
         self,
@@ -80,71 +80,41 @@ class NativeKernel:
         checksum: bool = False,
     ) -> None:
         """As Kernel.measure, for CPU tensors."""
+        address = rows.address + first_row * _ROW_BYTES
         if len(tensors) == 1:
-            tensor = tensors[0]
-            if _lies_open(tensor):
-                _measure_open(tensor, rows.address + first_row * _ROW_BYTES, zero_eps, checksum)
-            else:
-                self._measure_unwrapped(tensor, rows, first_row, zero_eps, checksum)
+            if _reader is None or not _reader.measure_tensor(tensors[0], address, zero_eps, checksum):
+                _measure_any(tensors[0], address, zero_eps, checksum)
             return
-        self._measure_many(tensors, rows, first_row, zero_eps, checksum)
-
-    def _measure_many(
-        self, tensors: Sequence[torch.Tensor], rows: StepRows, first_row: int, zero_eps: float, checksum: bool
-    ) -> None:
-        num = len(tensors)
-        if num > len(self._pointers):
-            self._pointers = np.empty(num, np.uint64)
-            self._numels = np.empty(num, np.int64)
-            self._codes = np.empty(num, np.uint8)
-        slow = [i for i, t in enumerate(tensors) if not _lies_open(t)]
-        read: Sequence[torch.Tensor] = tensors
-        if slow:
-            left_out = set(slow)
-            # A row that is measured below all the same: nothing here, so that rows and tensors stay side by side.
-            read = [_NOTHING if i in left_out else t for i, t in enumerate(tensors)]
-        self._pointers[:num] = [t.data_ptr() for t in read]
-        self._numels[:num] = [t.numel() for t in read]
-        self._codes[:num] = [CODES[t.dtype] for t in read]
-        layouts = None
-        are_contiguous = [t.is_contiguous() for t in read]
-        if not all(are_contiguous):
-            layouts = native.pack_layouts(
-                [None if dense else (t.shape, t.stride()) for t, dense in zip(read, are_contiguous, strict=True)]
-            )
-        native.measure(
-            self._pointers[:num], self._numels[:num], self._codes[:num], rows.array[first_row : first_row + num],
-            zero_eps, checksum, num_threads=torch.get_num_threads(), layouts=layouts,
-        )  # fmt: skip
+        left: Sequence[int] = range(len(tensors))
+        if _reader is not None:
+            left = _reader.measure_tensors(list(tensors), address, _ROW_BYTES, zero_eps, checksum, torch.get_num_threads())
         failed: SentinelError | None = None
-        for i in slow:
+        for i in left:
             try:
-                self._measure_unwrapped(tensors[i], rows, first_row + i, zero_eps, checksum)
+                _measure_any(tensors[i], address + i * _ROW_BYTES, zero_eps, checksum)
             except SentinelError as error:
                 failed = failed or error
         if failed:
             raise failed
 
-    def _measure_unwrapped(
-        self, tensor: torch.Tensor, rows: StepRows, row: int, zero_eps: float, checksum: bool
-    ) -> None:
-        """Measure what is no plain tensor, or not what its memory holds."""
-        local = plain(tensor)
-        if not local.is_cpu:
-            raise SentinelError(f"the native kernel reads CPU memory, got a tensor of dtype {local.dtype} on {local.device}")
-        address = rows.address + row * _ROW_BYTES
-        if not local.is_neg():
-            _measure_open(local, address, zero_eps, checksum)
-            return
-        native.measure_one(0, 0, native.F32, address)
-        for piece in pieces(local, CHUNK):
-            if piece.numel() == 0:
-                continue
-            chunk = piece.to(piece.dtype, memory_format=torch.contiguous_format, copy=True)
-            native.measure_one(chunk.data_ptr(), chunk.numel(), CODES[chunk.dtype], address, zero_eps, checksum, True)
 
-
-_NOTHING = torch.empty(0)
+def _measure_any(tensor: torch.Tensor, address: int, zero_eps: float, checksum: bool) -> None:
+    """Measure a tensor of any kind into the twelve words at `address`."""
+    if _lies_open(tensor):
+        _measure_open(tensor, address, zero_eps, checksum)
+        return
+    local = plain(tensor)
+    if not local.is_cpu:
+        raise SentinelError(f"the native kernel reads CPU memory, got a tensor of dtype {local.dtype} on {local.device}")
+    if not local.is_neg():
+        _measure_open(local, address, zero_eps, checksum)
+        return
+    native.measure_one(0, 0, native.F32, address)
+    for piece in pieces(local, CHUNK):
+        if piece.numel() == 0:
+            continue
+        chunk = piece.to(piece.dtype, memory_format=torch.contiguous_format, copy=True)
+        native.measure_one(chunk.data_ptr(), chunk.numel(), CODES[chunk.dtype], address, zero_eps, checksum, True)
 
 
 def _measure_open(tensor: torch.Tensor, address: int, zero_eps: float, checksum: bool) -> None:
