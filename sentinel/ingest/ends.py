@@ -73,6 +73,8 @@ class _Found:
     is_gone: bool = False
     is_memory: bool = False
     """The kernel killed for want of memory just then."""
+    has_memory: bool = False
+    """The kernel killed nobody for want of memory just then."""
     is_after: bool = False
     """It was there still when another rank ended badly: it wrote that down."""
     time: float = 0.0
@@ -133,6 +135,7 @@ class Ends:
             seen = self._witnessed(process, now)
         if not found.is_gone:
             found.is_memory = self._processes.sees(process) and self._memory_kills.near(process, now)
+            found.has_memory = not found.is_memory and self._memory_kills.denies(process, now)
             found.time = max(self._pulse_ns(life), life.last_wall_ns) / 1e9
         found.is_gone, found.is_after = True, found.is_after or self._witnesses.has_seen(life.id)
         found.status = seen.status if seen.status is not None else found.status
@@ -246,7 +249,7 @@ class Ends:
             return RankEnd(how=SIGNAL, detail=detail, time=found.time, step=one.step, cause=cause)
         end = _end_by_signal(name, found.time, one.step) if name else _end_by_code(code, "", found.time, one.step)
         if end.detail == "SIGKILL":
-            end = msgspec.structs.replace(end, has_memory=not found.is_memory and self._memory_kills.tells(process))
+            end = msgspec.structs.replace(end, has_memory=found.has_memory)
         return end if end.how == GOODBYE else _after_asking(end, asked)
 
     def _memory_words(self, life: Life, process: ProcessId, where: str) -> str:

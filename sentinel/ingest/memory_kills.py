@@ -46,11 +46,13 @@ class MemoryKills:
         self._count = count
 
     def know(self, process: ProcessId) -> None:
-        """Learn in which group a process is, while it lives."""
-        if process not in self._of:
-            self._of[process] = group = self._group_of(process.pid)
-            if group is not None:
-                group.count = self._read(group.folder / group.file)
+        """Learn in which group a process is, while it lives: a scheduler may move it after its start."""
+        group, former = self._group_of(process.pid), self._of.get(process)
+        if former is not None and (group is None or group.folder in (former.folder, *former.folder.parents)):
+            return  # A process that is being ended is shown in the root already.
+        self._of[process] = group
+        if group is not None:
+            group.count = self._read(group.folder / group.file)
 
     def near(self, process: ProcessId, now: float) -> bool:
         """Return whether a process that has just gone may be one of those: its group's counter decides where it has one."""
@@ -60,9 +62,10 @@ class MemoryKills:
         self._look_at(group, now)
         return now - group.risen_at <= RECENT_S
 
-    def tells(self, process: ProcessId) -> bool:
-        """Return whether a process that was killed for want of memory would have been counted."""
-        return self._count is not None and process in self._of
+    def denies(self, process: ProcessId, now: float) -> bool:
+        """Return whether a process that has just gone was not one of those: no counter of machine or group has risen."""
+        is_counted = self._count is not None and process in self._of
+        return is_counted and now - self._risen_at > RECENT_S and not self.near(process, now)
 
     def limit(self, process: ProcessId) -> int | None:
         """Return the bytes that the group of a process may hold, or a group above it; None: no limit is known."""

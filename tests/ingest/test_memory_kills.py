@@ -73,12 +73,38 @@ def test_the_counter_of_its_own_group_decides(tmp_path: Path, version: str) -> N
     machine.count(1, 0)
     kills.look(0.05)
     assert not kills.near(RANK, 0.05), "somebody else's"
+    assert not kills.denies(RANK, 0.05), "and yet nobody knows in which group it was at last"
     machine.count(2, 1)
     kills.look(0.10)
 
     assert kills.near(RANK, 0.10)
     assert kills.limit(RANK) == 2**30
-    assert (kills.tells(RANK), kills.tells(OTHER)) == (True, False)
+    assert not kills.denies(RANK, 0.10)
+    assert (kills.denies(RANK, 60.0), kills.denies(OTHER, 60.0)) == (True, False)
+
+
+@pytest.mark.parametrize("version", GROUPS)
+def test_a_process_that_was_moved_is_looked_for_in_its_new_group(tmp_path: Path, version: str) -> None:
+    machine = Machine(tmp_path, version)
+    kills = machine.kills()
+    kills.know(RANK)
+    kills.look(0.0)
+    lines, path, file, _ = GROUPS[version]
+    moved = machine.groups / path.replace("step", "other")
+    moved.mkdir()
+    (moved / file).write_text("under_oom 0\noom_kill 3\n")
+    (machine.proc / "77" / "cgroup").write_text(lines.replace("step", "other"))
+    kills.know(RANK)
+    assert not kills.near(RANK, 0.05), "those of the new group are older than it"
+
+    (moved / file).write_text("under_oom 0\noom_kill 4\n")
+    machine.count(1, 0)
+    # Whoever is being ended is shown in the root.
+    (machine.proc / "77" / "cgroup").write_text(lines.replace("job/step", ""))
+    kills.know(RANK)
+    kills.look(0.10)
+
+    assert kills.near(RANK, 0.10)
 
 
 def test_without_counters_nothing_is_told(tmp_path: Path) -> None:
@@ -86,4 +112,4 @@ def test_without_counters_nothing_is_told(tmp_path: Path) -> None:
     kills.know(RANK)
     kills.look(0.0)
 
-    assert (kills.near(RANK, 0.0), kills.limit(RANK), kills.tells(RANK)) == (False, None, False)
+    assert (kills.near(RANK, 0.0), kills.limit(RANK), kills.denies(RANK, 0.0)) == (False, None, False)
