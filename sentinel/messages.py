@@ -278,6 +278,8 @@ class Bye(msgspec.Struct, frozen=True, kw_only=True):
     """The exception says that memory ran out."""
     is_lost_peer: bool = False
     """The exception says that the connection to another rank was lost, or that others did not answer."""
+    is_between: bool = False
+    """`step` was whole, and nothing of another had begun."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):

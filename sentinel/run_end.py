@@ -56,6 +56,8 @@ class RankEnd(msgspec.Struct, frozen=True, kw_only=True):
     """The kernel's counters say that it was not killed for want of memory; False: it was, or they do not tell."""
     is_at_prompt: bool = False
     """The process lives on, and may train again: a notebook, whose cell raised."""
+    is_between: bool = False
+    """`step` was whole, and nothing of another had begun."""
 
 
 class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +81,8 @@ class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
     """Somebody ended it on purpose: Ctrl-C, or SIGTERM sent to the whole command."""
     has_memory: bool = False
     """The kernel's counters say that it was not killed for want of memory; False: it was, or they do not tell."""
+    is_between: bool = False
+    """`step` was whole, and nothing of another had begun."""
 
 
 def first_to_go(ends: Mapping[int, RankEnd]) -> tuple[int | None, RankEnd | None]:

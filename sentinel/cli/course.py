@@ -41,7 +41,7 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
         if self.ended is not None:
             who = "every rank" if self.ended.rank is None else f"rank {self.ended.rank}"
             first = "" if self.ended.rank is None or self.num_ranks == 1 else "; it was the first to go"
-            at = f", in step {self.ended.step}," if self.ended.step >= 0 else ""
+            at = f", {'after' if self.ended.is_between else 'in'} step {self.ended.step}," if self.ended.step >= 0 else ""
             lines.append(f"ended: {who}{at} {end_words(self.ended)}{first}")
         if self.num_steps:
             counts = ((self.num_steps, "step"), (self.num_ranks, "rank"), (self.num_tensors, "tensor"))

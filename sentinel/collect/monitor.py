@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -552,6 +553,7 @@ class Monitor:
     def _close(self, said: Bye, timeout_s: float) -> None:
         if not self.is_alive:
             return
+        is_between = not self._running.is_begun or self.boundary.is_over
         try:
             if self._running.is_begun and threading.get_ident() == self._ending.thread_id:
                 self._end_step(is_partial=not self.boundary.is_over)
@@ -567,6 +569,7 @@ class Monitor:
                 self.guard("close", error)
         if said.reason == "exit" and self._running.raised is not None:
             said = self._running.raised  # A notebook that is run from end to end is taken down behind the cell that raised.
+        said = msgspec.structs.replace(said, is_between=is_between)
         self._handover.close(said, timeout_s=timeout_s, health=self.recording.take_health())
         self._memory.close()
         self._ending.cancel()

@@ -20,6 +20,8 @@ Facts = dict[str, np.ndarray]
   step. activity: `init`, `train`, `eval`, `checkpoint`. pp_stage. left: why it said bye, empty while it has not.
 - has_died: bool, it is gone otherwise than in order: another rule tells of that. May be left out: nobody is.
 - is_stopped: bool, its process is there and stopped, as its machine tells. May be left out: nobody is.
+- waits_s: how long each has waited for others without pause, 0.0 where it does not or where not every rank of the run was
+  heard. May be left out: nobody waits.
 - is_waiting: int, 1 inside a collective, 2 at the border of its pipeline stage, 0 elsewhere, -1 not known.
 """
 
@@ -84,6 +86,9 @@ class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The same between two steps, while nobody waits inside one: loops evaluate and save without saying so."""
     init_after_s: float = 3600.0
     """The same until a rank has ended its first step: it loads, compiles."""
+    deadlock_after_s: float = 120.0
+    """The same until a rank has ended its first step, while every rank of the run waits for another: nobody loads, nobody
+    compiles."""
     eval_after_s: float = 3600.0
     """The same during an evaluation, as the rank says."""
     checkpoint_after_s: float = 3600.0
@@ -185,6 +190,10 @@ class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             ("init", self.init_after_s), ("eval", self.eval_after_s), ("checkpoint", self.checkpoint_after_s)
         ):  # fmt: skip
             limit = np.where(facts["activity"] == activity, after_s, limit)
+        is_here = facts["left"] == ""
+        waits_s = facts.get("waits_s", np.zeros(len(idle)))
+        if is_here.any() and (waits_s[is_here] >= self.deadlock_after_s).all():
+            limit = np.where(has_stepped, limit, np.minimum(limit, self.deadlock_after_s))
         return limit, is_inside
 
 

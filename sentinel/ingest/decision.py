@@ -102,6 +102,10 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
     host: str = ""
     """Which process that is; 0 and empty: not known."""
+    waiting_at: float | None = None
+    """Seconds on the clock of `Tick.now`: since when it waits for others without pause; None: not known, or it does not."""
+    world_size: int = 0
+    """Ranks of its run; 0: not known."""
 
 
 class Tick(msgspec.Struct, frozen=True, kw_only=True):

@@ -203,6 +203,7 @@ class Ends:
         if life.has_left and life.bye is not None:
             time = life.last_wall_ns / 1e9
             end = _end_by_words(life.bye, time, found.status if found is not None else None)
+            end = msgspec.structs.replace(end, is_between=life.bye.is_between)
             return end if end.how == GOODBYE else _after_asking(end, asked_by(time))
         if found is not None and found.is_gone:
             return self._end_by_table(life, one, found, asked_by(found.time))
@@ -337,13 +338,13 @@ def run_end(ranks: Sequence[RankFacts], wall: float, *, is_restarted: bool = Fal
         step = max(end.step for end in ends)
         return RunEnd(
             how=GOODBYE, step=step, detail=", ".join(details), time=last, found_late_s=late_s,
-            is_restarted=is_restarted,
+            is_restarted=is_restarted, is_between=all(end.is_between for end in ends if end.step == step),
         )  # fmt: skip
     first, end = first_to_go(by_rank)
     if end is not None:
         return RunEnd(
             how=end.how, rank=first, step=end.step, detail=end.detail, time=end.time, found_late_s=late_s,
-            is_asked=end.is_asked, is_restarted=is_restarted, has_memory=end.has_memory,
+            is_asked=end.is_asked, is_restarted=is_restarted, has_memory=end.has_memory, is_between=end.is_between,
         )  # fmt: skip
     earliest = min(bad, key=lambda end: end.time)
     is_asked = any(end.is_asked for end in bad)

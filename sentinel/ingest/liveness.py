@@ -35,6 +35,7 @@ class _Standing:
     module: str = ""
     phase: str = ""
     is_waiting: int = -1
+    waiting_at: float | None = None
     has_stepped: bool = False
     has_raised: bool = False
     borders: tuple[int, frozenset[tuple[str, str]]] = (-1, frozenset())
@@ -155,6 +156,10 @@ class LivenessTracker:
         one.is_waiting = beat.is_waiting
         if beat.is_waiting < 0 and (beat.phase, beat.module) in self._borders(one):
             one.is_waiting = 2
+        if one.is_waiting <= 0:
+            one.waiting_at = None
+        elif one.waiting_at is None or one.moved_at > one.waiting_at:
+            one.waiting_at = self.now
 
     def _move(self, one: _Standing, step: int, call_id: int, activity: str) -> None:
         if (step, call_id, activity) != (one.step, one.call_id, one.activity):
@@ -183,5 +188,6 @@ def _facts(one: _Standing) -> RankFacts:
         rank=life.rank, life=life.id, pp_stage=place.pp_rank if place is not None else 0, heard_at=one.heard_at,
         moved_at=one.moved_at, time=life.last_wall_ns / 1e9, is_live=one.is_live, step=one.step, call_id=one.call_id,
         num_calls=one.num_calls, micro_step=one.micro_step, activity=one.activity, module=one.module, phase=one.phase,
-        is_waiting=one.is_waiting, has_stepped=one.has_stepped, left=left,
+        is_waiting=one.is_waiting, has_stepped=one.has_stepped, left=left, waiting_at=one.waiting_at,
+        world_size=place.world_size if place is not None else 0,
     )  # fmt: skip

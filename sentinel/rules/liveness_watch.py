@@ -126,7 +126,7 @@ class LivenessWatch(Watch):
         if not ranks:
             return Scores.of(np.zeros(0), np.zeros(0)), []
         slots = self._slots([one.rank for one in ranks])
-        scores = self.detector.score_at(_columns(ranks), now, self._gather(slots))
+        scores = self.detector.score_at(_columns(ranks, now), now, self._gather(slots))
         blamed = np.flatnonzero(scores.score >= 1.0).tolist()
         watched = set(self.rule.match.rank)
         return scores, [at for at in blamed if not watched or ranks[at].rank in watched]
@@ -248,7 +248,7 @@ _HEARD_S = 5.0
 """A rank heard within so many seconds is there: heartbeats are one apart (chosen)."""
 
 
-def _columns(ranks: Sequence[RankFacts]) -> dict[str, np.ndarray]:
+def _columns(ranks: Sequence[RankFacts], now: float) -> dict[str, np.ndarray]:
     names = (
         "heard_at", "moved_at", "is_live", "step", "call_id", "num_calls", "activity", "has_stepped", "is_waiting",
         "pp_stage", "left",
@@ -256,6 +256,10 @@ def _columns(ranks: Sequence[RankFacts]) -> dict[str, np.ndarray]:
     columns = {name: np.array([getattr(one, name) for one in ranks]) for name in names}
     columns["is_stopped"] = np.array([one.is_stopped for one in ranks], dtype=bool)
     columns["has_died"] = np.array([one.end is not None and one.end.how != GOODBYE for one in ranks], dtype=bool)
+    # Somebody who was not heard yet may be the one who works.
+    is_whole = len(ranks) >= max(one.world_size for one in ranks) > 0
+    waits = [now - one.waiting_at if is_whole and one.waiting_at is not None else 0.0 for one in ranks]
+    columns["waits_s"] = np.array(waits)
     return columns
 
 

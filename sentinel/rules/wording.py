@@ -187,6 +187,9 @@ def stale(
         text = f"{who} left ({why}) and the others have waited {seconds:.0f} s"
     elif is_sure:
         text = f"{who} hangs: no progress for {seconds:.0f} s (limit {limit:.0f} s)"
+    elif not waiting and all(one.is_waiting > 0 for one in facts):
+        text = f"{who} wait for each other: no progress for {seconds:.0f} s (limit {limit:.0f} s); they call collectives or "
+        text += "sends in different orders, or not all of them: see each rank's stack (py-spy dump --pid PID)"
     else:
         text = f"one of {who} hangs, nothing tells which: no progress for {seconds:.0f} s (limit {limit:.0f} s)"
     text += "; last seen " + ", ".join(where_stands(one, many) for one in facts[:4])
@@ -219,7 +222,7 @@ def slow(
 
 def ended(rank: int | None, end: RunEnd | RankEnd, all_ranks: Sequence[RankFacts]) -> str:
     """Return the message of an end: who went first and how, what became of the others, and what to do."""
-    at = f", in step {end.step}," if end.step >= 0 else ""
+    at = f", {'after' if end.is_between else 'in'} step {end.step}," if end.step >= 0 else ""
     others = [one for one in all_ranks if one.rank != rank]
     if rank is not None:
         text = f"rank {rank}{at} {end_words(end)}" + ("; it was the first to go" if others else "")

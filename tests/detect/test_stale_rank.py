@@ -17,7 +17,7 @@ def facts_of(*ranks: dict[str, Any]) -> dict[str, np.ndarray]:
     """Columns of ranks that are well, each changed by what is given: `silent` and `idle` in seconds."""
     usual = {
         "silent": 0.5, "idle": 0.5, "is_live": True, "step": 40, "call_id": 10, "num_calls": 100, "activity": "train",
-        "has_stepped": True, "is_waiting": -1, "pp_stage": 0, "left": "",
+        "has_stepped": True, "is_waiting": -1, "pp_stage": 0, "left": "", "waits_s": 0.0,
     }  # fmt: skip
     rows = [{**usual, "idle": rank.get("silent", usual["idle"]), **rank} for rank in ranks]
     columns = {name: np.array([row[name] for row in rows]) for name in usual}
@@ -41,6 +41,7 @@ def wild(rng: np.random.Generator, num_ranks: int = 12) -> dict[str, np.ndarray]
                 "activity": rng.choice(["train", "train", "eval", "checkpoint", "init"]),
                 "left": rng.choice(["", "", "", "exit"]), "is_live": bool(rng.integers(2)),
                 "has_stepped": bool(rng.integers(2)), "is_waiting": int(rng.integers(-1, 2)),
+                "waits_s": rng.choice([0.0, 0.0, 130.0]),
             }
             for at in range(num_ranks)
         )
@@ -111,6 +112,7 @@ def blamed(*ranks: dict[str, Any], detector: StaleRank | None = None, step_s: fl
 
 WELL: dict[str, Any] = {}
 WAITS = {"idle": 40.0, "call_id": 60}
+FIRST = {"step": 0, "has_stepped": False, "is_waiting": 1}
 NOBODY = ([], "", False, [])
 
 
@@ -127,6 +129,14 @@ NOBODY = ([], "", False, [])
             [WAITS, {"silent": 8.0, "idle": 41.0}, WAITS], NOBODY, id="quiet for a moment: it may be gone, wait for it"
         ),
         pytest.param([{"silent": 31.0}, {"silent": 29.0}, WELL], ([0, 1], "silent", True, []), id="silent together"),
+        pytest.param(
+            [{**FIRST, "idle": 130.0, "waits_s": 121.0}] * 3, ([0, 1, 2], "hung", False, []), id="deadlock at once"
+        ),
+        pytest.param([{**FIRST, "idle": 130.0, "waits_s": 110.0}] * 3, NOBODY, id="all wait, as yet"),
+        pytest.param(
+            [{**FIRST, "idle": 500.0, "waits_s": 400.0}] * 2 + [{**FIRST, "idle": 500.0, "waits_s": 0.0}], NOBODY,
+            id="one that loads or compiles is waited for",
+        ),
         pytest.param([{"silent": 500.0, "is_live": False}] * 3, NOBODY, id="a recording of a dead run"),
         pytest.param([WELL, {"silent": 500.0, "left": "exit"}], NOBODY, id="ended in order"),
         pytest.param([WELL, {"silent": 60.0, "activity": "checkpoint"}], NOBODY, id="writes a checkpoint"),

@@ -40,7 +40,7 @@ def end() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif MODE == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif MODE in ("raise", "thread"):
+    elif MODE in ("raise", "raise_inside", "thread"):
         raise ValueError("no such token: 50257")
     elif MODE == "memory":
         raise MemoryError("cannot hold 3 GiB")
@@ -86,9 +86,11 @@ def train(rank: int, world: int) -> None:
     if MODE == "usr1":
         signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(0))
     for step in range(NUM_STEPS):
-        if step == AT and (rank == WHO or MODE in EVERY_RANK) and restart == 0:
+        if MODE != "raise_inside" and step == AT and (rank == WHO or MODE in EVERY_RANK) and restart == 0:
             end()
         loss = (model(torch.randn(8, 16)) ** 2).mean()
+        if MODE == "raise_inside" and step == AT and rank == WHO:
+            end()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -69,9 +69,10 @@ def ends(folder: Path) -> list[Anomaly]:
 
 CASES = {
     "kill": ("signal", ""),
-    "raise": ("exception", "raised ValueError: no such token: 50257"),
-    "memory": ("out_of_memory", "ran out of memory: MemoryError: cannot hold 3 GiB"),
-    "exit": ("exception", "ended with exit code 3"),
+    "raise": ("exception", ", after step 11, raised ValueError: no such token: 50257"),
+    "raise_inside": ("exception", ", in step 12, raised ValueError: no such token: 50257"),
+    "memory": ("out_of_memory", ", after step 11, ran out of memory: MemoryError: cannot hold 3 GiB"),
+    "exit": ("exception", ", after step 11, ended with exit code 3"),
     "hard_exit": ("exception", "ended with exit code 7"),
     "crash": ("signal", ""),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from sentinel.ingest.decision import RankFacts
@@ -66,6 +67,20 @@ def test_beats_without_progress_are_heard_and_do_not_move(tracked: Tracked) -> N
     assert second.heard_at - first.heard_at >= 10
     assert second.moved_at == first.moved_at
     assert third.moved_at == third.heard_at == tracked.tracker.now
+
+
+def test_a_wait_is_counted_from_its_first_beat_and_anew_after_each_move(tracked: Tracked) -> None:
+    def wait(is_waiting: int, call_id: int = 5) -> RankFacts:
+        tracked.run.say(0, msgspec.structs.replace(beat(call_id), is_waiting=is_waiting))
+        return tracked.look()[0]
+
+    assert (wait(0).waiting_at, wait(-1).waiting_at) == (None, None)
+    first = wait(1)
+    assert {wait(1).waiting_at for _ in range(20)} == {first.waiting_at} == {first.heard_at}
+    moved = wait(1, call_id=6)
+    assert moved.waiting_at == moved.moved_at
+    assert wait(0, call_id=6).waiting_at is None
+    assert first.world_size == 2
 
 
 def test_the_end_of_a_step_moves_a_rank(tracked: Tracked) -> None:
