@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from sentinel.collect.pipelining import in_inference
-from sentinel.collect.placements import arrived
+from sentinel.collect.placements import ORDINARY, arrived
 from sentinel.collect.tensors import Entry
 from sentinel.record import Kind
 
@@ -17,6 +20,28 @@ if TYPE_CHECKING:
 
 
 NO_SUMMAND = "the row of this rank's part of its gradient is missing from this step"
+
+
+_keys = itertools.count(-1, -1)
+"""Of hooks in the dictionary of a tensor; torch's own handles count upwards from 0."""
+_has_dictionaries = hasattr(torch.Tensor, "_register_hook_dict")
+
+
+def hang(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Call `hook` with the gradient of a tensor that has a grad_fn, for as long as its graph lives.
+
+    As `Tensor.register_hook`, without the handle by which a hook is taken off again: making one costs more than all else.
+
+    Source: torch/_tensor.py, Tensor.register_hook.
+    """
+    if type(tensor) is not torch.Tensor or not _has_dictionaries:
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        return
+    hooks: Any = tensor._backward_hooks
+    if hooks is None:
+        hooks = tensor._backward_hooks = OrderedDict()
+        tensor._register_hook_dict()  # type: ignore[attr-defined]
+    hooks[next(_keys)] = hook
 
 
 class GradientTap:
@@ -33,26 +58,30 @@ class GradientTap:
         self.is_done = False
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
-        recorder = self.chunk.recorder
+        chunk = self.chunk
+        recorder = chunk.recorder
         if gradient is None or self.is_done or not recorder.is_alive:
             return  # Of a node with several outputs, one that nobody used has none.
         self.is_done = True  # Zero-bubble schedules walk the graph twice.
         costs = recorder.recording.costs
-        former = costs.turn_to(costs.kind_of(self.entry))
+        former = costs.turn_to(costs.kind_of(self.entry)) if costs.is_on else 0
         try:
             if self.handle is not None:
                 self.handle.remove()
             is_due = self.step == recorder.ended_steps and not in_inference()
-            if is_due and not self.chunk.is_answered(self.entry, self.micro_step):
-                self.chunk.backward_micro_step = self.micro_step
-                if hasattr(gradient, "placements"):  # A gradient may be partial where its tensor was not.
-                    recorder.sites.describe(self.entry, gradient)
-                recorder.sites.observe(self.entry, arrived(gradient), self.micro_step)
-                recorder.after_backward_hook(self.chunk)
+            if is_due and not chunk.is_answered(self.entry, self.micro_step):
+                chunk.backward_micro_step = self.micro_step
+                if type(gradient) not in ORDINARY:
+                    if hasattr(gradient, "placements"):  # A gradient may be partial where its tensor was not.
+                        recorder.sites.describe(self.entry, gradient)
+                    gradient = arrived(gradient)
+                recorder.sites.observe(self.entry, gradient, self.micro_step)
+                recorder.after_backward_hook(chunk)
         except Exception as error:
             recorder.guard(self.entry.name, error, given=gradient, lost="the row of its gradient in this step is missing")
         finally:
-            costs.turn_to(former)
+            if costs.is_on:
+                costs.turn_to(former)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientTap:
         return self

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +11,9 @@ import torch
 from sentinel.collect.clipping import ClipWatch
 from sentinel.collect.gradients import Parameter, Parameters
 from sentinel.collect.recording import Recording
-from sentinel.collect.scalars import Scalars
+from sentinel.collect.scalars import Scalars, number_of
 from sentinel.collect.waiting import WaitClock
 from sentinel.record import Kind
-
-_NUMBERS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
 
 
 class GradientWatch:
@@ -108,14 +105,13 @@ class GradientWatch:
 
     def _before_clip(self, params: list[torch.Tensor], total_norm: torch.Tensor | None) -> None:
         try:
-            mine = self._parameters.of(params)
-            if mine:
+            if self._parameters.holds_any(params):
                 self._before_reading()
                 self._has_clipped = self._was_mine = True
                 if total_norm is not None and _is_known_nonfinite(total_norm):
                     self._on_nonfinite()
                 if self._is_wanted():
-                    self._measure(mine, is_doomed=False)
+                    self._measure(self._parameters.of(params), is_doomed=False)
             elif params:
                 self._was_mine = False
             if total_norm is not None and self._was_mine:
@@ -135,8 +131,5 @@ class GradientWatch:
 
 def _is_known_nonfinite(norm: torch.Tensor) -> bool:
     """Tell whether a norm is no number, where its memory says so: a DTensor's would take a collective, a device's a wait."""
-    number = _NUMBERS.get(norm.dtype)
-    if type(norm) is not torch.Tensor or not norm.is_cpu or number is None:
-        return False
-    # Read where it lies: torch's own ways are those that wait for a device, and a trainer may count them.
-    return not math.isfinite(number.from_address(norm.data_ptr()).value)
+    number = number_of(norm)
+    return number is not None and not math.isfinite(number)

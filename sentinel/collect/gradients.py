@@ -127,6 +127,11 @@ class Parameters:
         find = self._by_id.get
         return [one for t in tensors if (one := find(id(t))) is not None]
 
+    def holds_any(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether any of `tensors` is known."""
+        known = self._by_id
+        return any(id(one) in known for one in tensors)
+
     def of_grads(self, grads: Iterable[torch.Tensor]) -> list[Parameter]:
         """Return the parameters whose gradients these are."""
         wanted = {id(grad) for grad in grads}
@@ -157,7 +162,9 @@ class Parameters:
 
         A gradient that is the very tensor read in an earlier step, unchanged, belongs to that step: it is left out.
         """
-        found = []
+        found: list[tuple[Parameter, torch.Tensor, bool, int | None]] = []
+        if len(self.read) == len(self.all) and not self.reopened and not self.doomed:
+            return found  # All were read, by who clips: the optimizer that steps now asks in vain.
         measures, hold, read = self._plan.measures, self.holding.wgrad, self.read
         is_plain, place = keeps_plain(self.holding), self.holding.place
         for one in parameters:

@@ -5,6 +5,7 @@ Nothing here changes, copies or waits for a tensor, and nothing escapes into aut
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,15 +43,16 @@ INPUTS = frozenset({Kind.ACTIVATION_IN, Kind.DGRAD_IN})
 OUTPUTS = frozenset({Kind.ACTIVATION, Kind.DGRAD})
 NO_INPUTS = "rows of its inputs, and of their gradients, are missing from this step"
 NO_OUTPUTS = "rows of its outputs, and of their gradients, are missing from this step"
-_graph_task = getattr(torch._C, "_current_graph_task_id", None)
+graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+"""Returns a number for the backward that this thread is inside of; -1: none, or nobody can tell, for it is private."""
 
 
 def in_backward() -> bool:
     """Whether this thread is inside a backward: a forward that runs now is a recompute.
 
-    `_current_graph_task_id` is private; without it, recomputes inside a backward cannot be told and are counted.
+    Where nobody can tell, recomputes inside a backward are counted.
     """
-    return _graph_task is not None and _graph_task() >= 0
+    return graph_task() >= 0
 
 
 class ModuleTap:
@@ -62,6 +64,10 @@ class ModuleTap:
         self.module = module
         self.takes_in: frozenset[Kind] = frozenset()
         self.takes_out: frozenset[Kind] = frozenset()
+        self._asks = {True: False, False: False}
+        """Whether it is an input -> its gradient is taken."""
+        self._measures = {True: False, False: False}
+        """The same of the tensor itself."""
         self.borders: dict[bool, Border] = {}
         self.takes_all = False
         """Every tensor of the site, not only the first as at a border."""
@@ -105,6 +111,8 @@ class ModuleTap:
             self.takes_in = INPUTS
         if False in self.borders or (self.takes_out and self.chunk.wants_borders):
             self.takes_out = OUTPUTS
+        self._asks = {True: Kind.DGRAD_IN in self.takes_in, False: Kind.DGRAD in self.takes_out}
+        self._measures = {True: Kind.ACTIVATION_IN in self.takes_in, False: Kind.ACTIVATION in self.takes_out}
         self.is_border_in, self.is_border_out = True in self.borders, False in self.borders
         self.has_passed = False
         if self is self.chunk.own:
@@ -217,6 +225,8 @@ class ModuleTap:
         chunk = self.chunk
         if not self.takes_in:
             return
+        if chunk.is_settled and not kwargs and len(args) == 1 and self._take_again(args[0], True):
+            return
         is_first = True
         for source in (args, kwargs) if kwargs else (args,):
             for path, tensor in tensors_in(source):
@@ -251,6 +261,8 @@ class ModuleTap:
         chunk = self.chunk
         if not self.takes_out:
             return
+        if chunk.is_settled and self._take_again(output, False):
+            return
         chunk.settle(self.name)
         is_first = True
         for path, tensor in tensors_in(output):
@@ -265,6 +277,31 @@ class ModuleTap:
                 continue
             entry = self._own(path, tensor, False, was_first)
             self._take(entry, tensor, Kind.ACTIVATION, Kind.DGRAD, path, self.takes_out)
+
+    def _take_again(self, tensor: Any, is_input: bool) -> bool:
+        """Take a lone tensor where one was taken since the taps were changed, without asking again what has not changed.
+
+        False: nothing was done, for it is not such a tensor, or this forward has seen it before. It does what `_take` does.
+        """
+        chunk = self.chunk
+        entry = (self._inputs if is_input else self._outputs).get("")
+        if type(tensor) is not torch.Tensor or entry is None or entry.generation != chunk.generation:
+            return False
+        asks, grad = self._asks[is_input], entry.grad
+        if (asks and grad is None) or not tensor.dtype.is_floating_point or not torch.is_grad_enabled():
+            return False
+        if not chunk.meet(tensor, entry):
+            return False
+        requires_grad, recorder = tensor.requires_grad, chunk.recorder
+        if not is_input and requires_grad:
+            self.has_gradient = True
+        if self._measures[is_input] and (entry.flags & BORDER or recorder.sites.is_measured(entry)):
+            recorder.recording.observe(entry, tensor, chunk.micro_step)
+        if asks and grad is not None:
+            grad.site_pos = entry.site_pos
+            if requires_grad and (grad.flags & BORDER or recorder.sites.is_measured(grad)):
+                chunk.hook_gradient(tensor, grad)
+        return True
 
     def _take(
         self, entry: Entry, tensor: torch.Tensor, kind: Kind, grad_kind: Kind, path: str, takes: frozenset[Kind]

@@ -29,6 +29,7 @@ from sentinel.collect.kernels import choose_kernel
 from sentinel.collect.living import AT_EXIT_S, Ending
 from sentinel.collect.loss_scale import LossScale
 from sentinel.collect.memory import MemoryUse
+from sentinel.collect.module_tap import graph_task
 from sentinel.collect.moe_tracker import MoETracker
 from sentinel.collect.orders import Orders
 from sentinel.collect.pacing import Pacing
@@ -383,7 +384,7 @@ class Monitor:
     def after_backward_hook(self, chunk: Chunk) -> None:
         """A gradient arrived: a backward runs; at its end note which gradients were written how often."""
         chunk.had_backward = True
-        task = torch._C._current_graph_task_id() if hasattr(torch._C, "_current_graph_task_id") else -1
+        task = graph_task()
         if task == self._graph_task and task != -1:
             return
         self._graph_task = task

@@ -7,6 +7,7 @@ that its steps are the outer one's. It is found among the outer one's attributes
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import threading
 import types
@@ -60,7 +61,8 @@ class Watched:
 
     def version(self, most: int | None = None) -> int:
         """Return a number that changes whenever one of its parameters (the first `most`) is written in place."""
-        return sum(param._version for param in self.params()[:most])
+        groups = getattr(self.optimizer(), "param_groups", None) or ()
+        return sum(param._version for param in itertools.islice((p for group in groups for p in group["params"]), most))
 
     def note_version(self, most: int | None) -> None:
         """Remember how its weights stand."""

@@ -70,7 +70,8 @@ class Recording:
 
     def observe(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
         """Measure one tensor into one row. Launches one kernel; does not synchronize."""
-        self.fill(self.reserve(entry, micro_step), tensor)
+        row = self.reserve(entry, micro_step)
+        self.kernel.measure((tensor,), self.rows, row, zero_eps=self.zero_eps)
         if self.onlookers:
             self.show(entry, tensor, micro_step)
 

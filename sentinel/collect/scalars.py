@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import reprlib
 import weakref
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sentinel.collect.placements import ORDINARY
 from sentinel.collect.samples import Samples
 
 SAMPLE_IDS = "sample_ids"
@@ -17,6 +19,10 @@ SAMPLE_IDS = "sample_ids"
 
 MAX_GROUPS = 8
 """Groups of an optimizer whose learning rates are looked at (chosen)."""
+
+
+_NUMBERS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
+"""Types whose elements C reads as they are."""
 
 
 class Scalars:
@@ -49,7 +55,8 @@ class Scalars:
             self.samples.note(value)
             return
         if isinstance(value, torch.Tensor):
-            self._values[name] = on_its_way(name, value.detach())
+            number = number_of(value)
+            self._values[name] = on_its_way(name, value.detach()) if number is None else number
         elif value is not None:
             try:
                 self._values[name] = float(value)
@@ -125,6 +132,20 @@ def resolver(
 
 def _brief(value: Any) -> str:
     return f"{type(value).__name__} {reprlib.repr(value)}"[:80]
+
+
+def number_of(tensor: torch.Tensor) -> float | None:
+    """Return the number in a plain tensor of one element on the host; None: it is another one, and a copy must be made.
+
+    Read where it lies, in a tenth of the time of a copy; and torch's own ways are those that wait for a device, so that a
+    trainer may count them.
+    """
+    kind = _NUMBERS.get(tensor.dtype)
+    if kind is None or type(tensor) not in ORDINARY or not tensor.is_cpu or tensor.numel() != 1:
+        return None
+    if tensor.layout is not torch.strided or tensor.is_neg() or not (at := tensor.data_ptr()):
+        return None
+    return float(kind.from_address(at).value)
 
 
 def on_its_way(name: str, value: torch.Tensor) -> torch.Tensor:

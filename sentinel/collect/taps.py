@@ -40,7 +40,7 @@ from sentinel.collect.compiled_ops import (
 )
 from sentinel.collect.compiled_trial import why_unusable
 from sentinel.collect.costs import OWN, TRAINER
-from sentinel.collect.gradient_taps import BackwardMark, GradientTap
+from sentinel.collect.gradient_taps import BackwardMark, GradientTap, hang
 from sentinel.collect.inert import inert_methods
 from sentinel.collect.module_tap import ModuleTap
 from sentinel.collect.module_tap import in_backward as in_backward
@@ -90,6 +90,9 @@ class Chunk:
         """site_pos of the site that the running forward passed last."""
         self._is_placed = False
         """A whole forward has passed since the taps were changed: every usual site has its place."""
+        self.is_settled = False
+        """Every usual site has its place, and nothing of the running forward is compiled, split, handed on under new objects,
+        recomputed or shown to anybody: tensors may be taken as they were before (`ModuleTap._take_again`)."""
         self.recomputes = False
         """A forward without graph was seen inside a training forward: reentrant checkpointing."""
         self.without_graph: set[int] = set()
@@ -177,7 +180,7 @@ class Chunk:
             tap.configure(kinds, mine)
             wants_sites |= bool(kinds)
         self.generation += 1
-        self.next_pos, self._is_placed, self._num_looks = SITE_GAP, False, 0
+        self.next_pos, self._is_placed, self._num_looks, self.is_settled = SITE_GAP, False, 0, False
         self.wants_sites = wants_sites
         set_gate(self)
 
@@ -205,6 +208,7 @@ class Chunk:
             self.recorder.sites.blind("compiled", f"{problem}: the inside of compiled modules is not measured")
             return
         self.compiled += fresh
+        self.is_settled = False
         for name, module in self.structure.modules.items():
             if any(is_inside(name, part) for part in fresh):
                 tap = self.taps.get(name)
@@ -357,6 +361,10 @@ class Chunk:
         self.graphs.begin(self.recorder.ended_steps)
         if self.aliases is not None:
             self.aliases.forget()
+        self.is_settled = (
+            self._is_placed and not self.compiled and self.aliases is None and not self.locals.is_split
+            and not self.recomputes and not self.recorder.sites.has_onlookers
+        )  # fmt: skip
 
     def _end(self) -> None:
         self.in_forward, self._seen, self._nodes = False, {}, {}
@@ -390,7 +398,7 @@ class Chunk:
         """A bare hook on the output tells that a backward runs, and whose: also where its gradient is not measured here."""
         for _, tensor in tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(BackwardMark(self, self.micro_step))  # type: ignore[no-untyped-call]
+                hang(tensor, BackwardMark(self, self.micro_step))
                 return
 
     # -- tensors -----------------------------------------------------------------------------------------------------
@@ -402,6 +410,15 @@ class Chunk:
             return found[2]
         entry = self.graphs.find(tensor, in_graph=in_graph) if self.compiled else None
         return self.aliases.find(tensor) if entry is None and self.aliases is not None else entry
+
+    def meet(self, tensor: torch.Tensor, entry: Entry) -> bool:
+        """Let later sites find a tensor of a settled forward that passes a site now; False: it may be known already."""
+        key = id(tensor)
+        if key in self._seen or self._pending:
+            return False
+        self._seen[key] = (weakref.ref(tensor), tensor._version, entry)
+        self._cursor = entry.site_pos
+        return True
 
     def remember(self, tensor: torch.Tensor, entry: Entry) -> None:
         """Let later sites of this forward find the tensor."""
@@ -478,7 +495,7 @@ class Chunk:
 
         Megatron adds residuals with gradients on: where an input comes from cannot be told before the backward.
         """
-        self.recomputes = True
+        self.recomputes, self.is_settled = True, False
         if kind is Kind.ACTIVATION or tensor.grad_fn is not None or not tensor.requires_grad:
             self.without_graph.add(entry.id)
             if tensor.requires_grad and entry.grad is not None:
@@ -498,20 +515,20 @@ class Chunk:
         """Take the gradient of `tensor` when its backward comes, once; or that of the logical tensor at its origin."""
         hook = GradientTap(self, entry, self.micro_step)
         costs = self.recorder.recording.costs
-        former = costs.turn_to(costs.kind_of(entry))
+        former = costs.turn_to(costs.kind_of(entry)) if costs.is_on else 0
         if isinstance(origin, torch.Tensor):
-            tensor = origin
-        elif origin is not None:
+            tensor, origin = origin, None
+        if origin is not None:
             node, number = origin
             node.register_prehook(lambda gradients: None if gradients[number] is None else hook(gradients[number]))
-            costs.turn_to(former)
-            return
-        handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        costs.turn_to(former)
-        if tensor.grad_fn is None:
+        elif tensor.grad_fn is not None:
+            hang(tensor, hook)
+        else:
             # A leaf outlives the step: a pipeline's receive buffer would collect one hook a step.
-            hook.handle = handle
-            self.recorder.keep_until_step_ends(handle)
+            hook.handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+            self.recorder.keep_until_step_ends(hook.handle)
+        if costs.is_on:
+            costs.turn_to(former)
 
 
 for _hook in (Chunk._root_pre, Chunk._root_post):
