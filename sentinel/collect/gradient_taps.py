@@ -24,7 +24,6 @@ NO_SUMMAND = "the row of this rank's part of its gradient is missing from this s
 
 _keys = itertools.count(-1, -1)
 """Of hooks in the dictionary of a tensor; torch's own handles count upwards from 0."""
-_has_dictionaries = hasattr(torch.Tensor, "_register_hook_dict")
 
 
 def hang(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
@@ -34,13 +33,15 @@ def hang(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
 
     Source: torch/_tensor.py, Tensor.register_hook.
     """
-    if type(tensor) is not torch.Tensor or not _has_dictionaries:
+    node: Any = tensor.grad_fn
+    join = getattr(node, "_register_hook_dict", None)
+    if type(tensor) is not torch.Tensor or join is None:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         return
     hooks: Any = tensor._backward_hooks
     if hooks is None:
         hooks = tensor._backward_hooks = OrderedDict()
-        tensor._register_hook_dict()  # type: ignore[attr-defined]
+        join(tensor)
     hooks[next(_keys)] = hook
 
 

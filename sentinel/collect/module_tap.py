@@ -190,7 +190,7 @@ class ModuleTap:
         if module is not self.module or not chunk.recorder.is_alive or (self.may_rest and not chunk.recorder.sites.is_due):
             return
         costs = chunk.recorder.recording.costs
-        former = costs.turn_to(costs.first_due(self.takes_in))
+        former = costs.turn_to(costs.first_due(self.takes_in)) if costs.is_on else 0
         try:
             self.has_passed = True
             if chunk.in_forward and not in_backward():
@@ -201,14 +201,15 @@ class ModuleTap:
         except Exception as error:
             chunk.recorder.guard(self.name, error, given=(args, kwargs), lost=NO_INPUTS)
         finally:
-            costs.turn_to(former)
+            if costs.is_on:
+                costs.turn_to(former)
 
     def _returned(self, module: nn.Module, output: Any) -> None:
         chunk = self.chunk
         if module is not self.module or not chunk.recorder.is_alive or (self.may_rest and not chunk.recorder.sites.is_due):
             return
         costs = chunk.recorder.recording.costs
-        former = costs.turn_to(costs.first_due(self.takes_out))
+        former = costs.turn_to(costs.first_due(self.takes_out)) if costs.is_on else 0
         try:
             self.has_passed = True
             if chunk.in_forward and not in_backward():
@@ -218,7 +219,8 @@ class ModuleTap:
         except Exception as error:
             chunk.recorder.guard(self.name, error, given=output, lost=NO_OUTPUTS)
         finally:
-            costs.turn_to(former)
+            if costs.is_on:
+                costs.turn_to(former)
 
     def take_inputs(self, args: Any, kwargs: Any) -> None:
         """Measure the inputs that no site has measured in this forward, and name the others a second time."""

@@ -70,8 +70,13 @@ class Recording:
 
     def observe(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
         """Measure one tensor into one row. Launches one kernel; does not synchronize."""
-        row = self.reserve(entry, micro_step)
-        self.kernel.measure((tensor,), self.rows, row, zero_eps=self.zero_eps)
+        rows = self.rows
+        if rows.num_rows >= rows.capacity:
+            self._make_room(1)
+        self.at = entry
+        row = rows.add(entry.id, entry.kind, entry.flags, micro_step, self.call_id, entry.site_pos)
+        self.call_id += 1
+        self.kernel.measure((tensor,), rows, row, zero_eps=self.zero_eps)
         if self.onlookers:
             self.show(entry, tensor, micro_step)
 

@@ -91,8 +91,8 @@ class Chunk:
         self._is_placed = False
         """A whole forward has passed since the taps were changed: every usual site has its place."""
         self.is_settled = False
-        """Every usual site has its place, and nothing of the running forward is compiled, split, handed on under new objects,
-        recomputed or shown to anybody: tensors may be taken as they were before (`ModuleTap._take_again`)."""
+        """Every usual site has its place, and nothing of the running forward is compiled, split, recomputed, handed on under
+        new objects or shown to anybody: tensors may be taken as they were before (`ModuleTap._take_again`)."""
         self.recomputes = False
         """A forward without graph was seen inside a training forward: reentrant checkpointing."""
         self.without_graph: set[int] = set()
