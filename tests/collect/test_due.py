@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import sentinel
+from sentinel.collect import taps
 from sentinel.collect.gradient_taps import GradientTap
 from sentinel.collect.module_tap import ModuleTap
 from sentinel.place import Place
@@ -45,7 +46,7 @@ def test_defect_11_steps_not_due_do_not_pay(run: Path, monkeypatch: pytest.Monke
     calls: list[str] = []
     for owner, name in (
         (ModuleTap, "take_inputs"), (ModuleTap, "take_outputs"), (GradientTap, "__init__"),
-        (torch.Tensor, "register_hook"),
+        (torch.Tensor, "register_hook"), (taps, "hang"),
     ):  # fmt: skip
         counting(monkeypatch, owner, name, calls)
     model = TinyModel()

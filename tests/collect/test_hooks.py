@@ -15,6 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import sentinel
+from sentinel.collect.gradient_taps import hang
+from sentinel.collect.module_tap import ModuleTap
 from sentinel.errors import ConfigError
 
 from .conftest import ALL_KINDS, Block, Said, TinyModel, loss_of, norm
@@ -32,6 +34,76 @@ def train(model: nn.Module, num_steps: int = 3, micro_steps: int = 2, monitor: A
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses
+
+
+class Tangled(nn.Module):
+    """A module that is called twice, one that writes in place, one that hands its input on, and one that gives a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(8) for _ in range(2))
+        self.relu = nn.ReLU(inplace=True)
+        self.same = nn.Identity()
+        self.twice = nn.Linear(8, 8)
+        self.rnn = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.same(block(x))
+        x = self.relu(self.twice(self.twice(x)))
+        return self.rnn(x)[0]
+
+
+@pytest.mark.parametrize("config", [{}, {"kinds": ALL_KINDS, "per_micro_step": True}], ids=["default", "all"])
+def test_a_site_that_is_taken_again_makes_the_rows_of_the_first_time(
+    run: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+) -> None:
+    short, rows, names = ModuleTap._take_again, [], []
+    taken: list[bool] = []
+
+    def counted(self: ModuleTap, tensor: Any, is_input: bool) -> bool:
+        taken.append(short(self, tensor, is_input))
+        return taken[-1]
+
+    for name, way in (("short", counted), ("long", lambda *_: False)):
+        monkeypatch.setattr(ModuleTap, "_take_again", way)
+        torch.manual_seed(0)
+        model = Tangled()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        monitor = sentinel.attach(model, optimizer, {"run": name, "max_overhead": None, **config})
+        for step in range(5):
+            for micro_step in range(2):
+                seen = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(2 * step + micro_step))
+                seen[0, 0, 0] = torch.nan if step == 3 else 1.0
+                model(seen.requires_grad_(micro_step == 1)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        monitor.detach()
+        said = Said(run.parent / name)
+        rows.append({step: [row.tobytes() for _, row in found] for step, found in said.rows.items()})
+        names.append([(t.kind, t.name, t.site_pos, t.border, t.consumers, t.also) for t in said.descriptor.tensors])
+
+    assert sum(taken) > len(taken) / 4
+    assert names[0] == names[1]
+    assert rows[0] == rows[1]
+
+
+def test_hooks_of_users_live_beside_ours() -> None:
+    leaf, told = torch.ones(3, requires_grad=True), []
+    middle = leaf * 2
+    first = middle.register_hook(lambda gradient: told.append("first"))
+    hang(middle, lambda gradient: told.append("ours"))
+    last = middle.register_hook(lambda gradient: told.append("last"))
+    first.remove()
+    hang(middle, lambda gradient: told.append("ours too"))
+    scaled = middle.register_hook(lambda gradient: gradient * 10)
+
+    middle.sum().backward()
+
+    assert told == ["ours", "last", "ours too"]
+    assert leaf.grad is not None and leaf.grad.tolist() == [20.0] * 3
+    last.remove()
+    scaled.remove()
 
 
 def test_wgrad_is_before_clipping(run: Path) -> None:

@@ -31,6 +31,24 @@ def train(
             one.param_groups[0]["lr"] = one.param_groups[0]["lr"] / 2  # A schedule: the step was made with the former.
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor(1.5), torch.tensor([1.5], dtype=torch.float64), torch.tensor([[1.5]], dtype=torch.bfloat16),
+        torch.tensor([0.0, 1.5])[1], nn.Parameter(torch.tensor(1.5)), torch.tensor(1.5 - 2.5j).conj().imag - 1.0,
+        torch.tensor(1.0 - 1.5j).imag.neg(), torch.tensor(1.0 - 1.5j).conj().imag,
+    ],
+)  # fmt: skip
+def test_a_tensor_counts_as_it_is_when_it_is_logged(value: torch.Tensor) -> None:
+    scalars = Scalars()
+
+    scalars.note("loss", value)
+    with torch.no_grad():
+        value += 1.0
+
+    assert float(scalars.take()["loss"]) == 1.5
+
+
 def test_the_learning_rate_is_that_of_the_step(run: Path) -> None:
     model = TinyModel()
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
