@@ -406,6 +406,7 @@ PROGRAMS: dict[str, Callable[[int, int], Program]] = {
     one.__name__.replace("_", "-"): one
     for one in (
         label_noise, rare_errors, gan, reinforce, actor_critic, q_learning, vae, contrastive, lstm_text, gpt_text,
-        gpt_single, gpt_accumulated, mixture, fine_tuning, diffusion, interpolation, hinge, regression, two_tasks, detection_sum,
+        gpt_single, gpt_accumulated, mixture, fine_tuning, diffusion, interpolation, hinge, regression, two_tasks,
+        detection_sum,
     )
 }  # fmt: skip

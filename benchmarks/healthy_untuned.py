@@ -27,7 +27,8 @@ from sentinel.store.whereabouts import RunPaths
 
 ROOT = Path(__file__).parents[1]
 MOST = (
-    "param", "wgrad", "activation", "activation_in", "dgrad", "dgrad_in", "exp_avg", "exp_avg_sq", "update_ratio", "saturation",
+    "param", "wgrad", "activation", "activation_in", "dgrad", "dgrad_in", "exp_avg", "exp_avg_sq", "update_ratio",
+    "saturation",
 )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ class BaselineForm(msgspec.Struct, frozen=True, kw_only=True):
     """Where each series lives and how far it strays: anomalous is what leaves that range.
 
     In the log domain a value stands for log|x|; an exact zero has no scale, teaches nothing, and is normal in a series
-    that had zeros in its warm-up.
+    that had zeros in its warm-up, or whose zeros lasted until they settled: the level stays what it was before them.
     """
 
     domain: Literal["log", "linear"] = "log"
@@ -276,10 +276,15 @@ class BaselineForm(msgspec.Struct, frozen=True, kw_only=True):
         done = flagged[n >= self.settle_after]
         if done.size:
             state["settled"][done] = True
+            run[done] = 0
+            if self.domain == "log":
+                # Zero is no level of its scale: what comes back is measured by what it was before.
+                is_zero = level[done] <= LOG_TINY
+                state["zero_is_normal"][done[is_zero]] = True
+                done = done[~is_zero]
             state["location"][done] = level[done]
             state["spread"][done] = np.maximum(state["spread"][done], wobble[done])
             state["peak"][done] = 0.0
-            run[done] = 0
 
 
 def _wide(array: np.ndarray) -> np.ndarray:

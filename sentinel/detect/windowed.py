@@ -21,10 +21,12 @@ from sentinel.errors import ConfigError
 
 SURE_SCORE = 4.0
 SURE_RISE = math.log(1.3)
+SURE_TWICE = 2.0
 SURE_MULTIPLE = math.log(2.0)
-"""One point alone is certain at this score (33 robust sigma by default) and this rise, or where it is anomalous at all
-(8 robust sigma) and twice the median: healthy noise, heavy-tailed noise of a few percent included, is nowhere near. What
-is less far is certain when it lasts."""
+"""One point alone is certain at this score (33 robust sigma by default) and this rise, or at half that score and twice the
+median: healthy noise, heavy-tailed noise of a few percent included, is nowhere near. What is less far is certain when it
+lasts: losses of small batches with wrong labels, or of a nearly perfect classifier, rise to twice and thirty times their
+median at scores up to 1.9 (benchmarks/healthy_untuned.py)."""
 
 
 class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,7 +69,7 @@ class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
     def state(self, num_series: int) -> State:
-        """Return 12 * window + 4 * memory + 8 * settle_after + 81 bytes a series."""
+        """Return 12 * window + 4 * memory + 8 * settle_after + 85 bytes a series."""
         return rolling.new_state(self.numbers, num_series)
 
     def score(self, values: np.ndarray, state: State) -> Scores:
@@ -79,7 +81,7 @@ class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             with np.errstate(over="ignore", invalid="ignore"):
                 rise = np.where(score > 0.0, rolling.asinh(values, unit) - center, 0.0)
                 baseline = np.where(state["seen"] > 0, unit * np.sinh(center), np.nan)
-            far = ((score >= SURE_SCORE) & (rise >= SURE_RISE)) | ((score >= 1.0) & (rise >= SURE_MULTIPLE))
+            far = ((score >= SURE_SCORE) & (rise >= SURE_RISE)) | ((score >= SURE_TWICE) & (rise >= SURE_MULTIPLE))
             return baseline, {"direction": (score > 0).astype(np.int8), "corroborated": far}
 
         return Scores(score, explain)

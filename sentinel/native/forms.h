@@ -175,10 +175,14 @@ static void judge_point(const Form *f, int form, int64_t entry, int64_t at, doub
     f->run_spread[at] = (float)(joins ? wobble + (fabs(offset) - wobble) * rate : 0.0);
     if (n >= f->settle_after) {
         f->settled[at] = 1;
-        f->location[at] = f->run_location[at];
-        if (f->run_spread[at] > f->spread[at]) f->spread[at] = f->run_spread[at];
-        f->peak[at] = 0.0f;
         f->run[at] = 0;
+        if (!linear && f->run_location[at] <= LOG_TINY) {
+            f->zero_is_normal[at] = 1;
+        } else {
+            f->location[at] = f->run_location[at];
+            if (f->run_spread[at] > f->spread[at]) f->spread[at] = f->run_spread[at];
+            f->peak[at] = 0.0f;
+        }
         hits[hit].what |= HIT_SETTLED;
     }
 }

@@ -22,6 +22,7 @@ typedef struct {
     int64_t *seen, *kept, *run;
     int32_t *filled, *at;
     uint8_t *settled;
+    float *second;
 } RollingState;
 
 enum { ROLLING_SCORE = 1, ROLLING_LEARN = 2 };
@@ -44,6 +45,7 @@ static inline Rolling rolling_series_of(const RollingParameters *p, const Rollin
         state->points + j * p->window, state->recent + j * width, state->ordered + j * width, state->residuals + j * memory,
         state->marks + j * NUM_MARKS, state->held + j * held, state->unit + j, state->center + j, state->seen + j,
         state->kept + j, state->run + j, state->filled + j, state->at + j, state->settled + j,
+        state->second + j,
     };
 }
 
@@ -164,6 +166,7 @@ ROLLING_INLINE void rolling_mark(const RollingParameters *p, Rolling *s, Rolling
         m[MARK_THREE] = young->ordered[(3 * num) / 4];
         m[MARK_HIGH] = young->ordered[(9 * num) / 10];
         m[MARK_TOP] = young->ordered[num - 1];
+        *s->second = young->ordered[num > 1 ? num - 2 : 0];
         return;
     }
     /* Some 16 residuals lie within that of each; as many came and went since. Only speed depends on it. */
@@ -171,6 +174,8 @@ ROLLING_INLINE void rolling_mark(const RollingParameters *p, Rolling *s, Rolling
     m[MARK_QUARTER] = rolling_select_near(a, width, num / 4, m[MARK_QUARTER], reach, isa);
     m[MARK_THREE] = rolling_select_near(a, width, (3 * num) / 4, m[MARK_THREE], reach, isa);
     m[MARK_TOP] = rolling_look(a, width, INFINITY, isa).below;
+    RollingLook at;
+    *s->second = rolling_select(a, width, num > 1 ? num - 2 : 0, *s->second, &at, isa);
     if (kept >= ROLLING_MANY && kept % ROLLING_OUTER_EVERY != 0) return;
     m[MARK_LOW] = rolling_select_near(a, width, num / 10, m[MARK_LOW], 1.5f * reach, isa);
     m[MARK_HIGH] = rolling_select_near(a, width, (9 * num) / 10, m[MARK_HIGH], 1.5f * reach, isa);

@@ -38,6 +38,7 @@ ARRAYS = (
     ("points", np.float64), ("recent", np.float32), ("ordered", np.float32), ("residuals", np.float32),
     ("marks", np.float32), ("held", np.float64), ("unit", np.float64), ("center", np.float64), ("seen", np.int64),
     ("kept", np.int64), ("run", np.int64), ("filled", np.int32), ("at", np.int32), ("settled", np.bool_),
+    ("second", np.float32),
 )  # fmt: skip
 """Arrays of the state, in the order of RollingState."""
 

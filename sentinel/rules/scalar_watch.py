@@ -15,7 +15,7 @@ from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.detect import Scores, SeriesDetector
 from sentinel.detect.windowed import RollingMedian
 from sentinel.reference import Reference
-from sentinel.rules import wording
+from sentinel.rules import gradients, wording
 from sentinel.rules.facts import any_place, finite, is_loss_scaling, moved_ranks, skip_note, value_text
 from sentinel.rules.schema import Rule
 from sentinel.rules.sisters import Found, Sisters
@@ -120,7 +120,8 @@ class ScalarWatch(SeriesWatch):
             return []
         at = np.flatnonzero(anomalous)
         points = _ScalarPoints(self, view, slots[at], [names[i] for i in at], values[at], scores, at, moved)
-        agree = self._certain(scores, at, names) | ~np.isfinite(values[at])
+        is_lone = np.array([points.is_lone_norm(i) for i in range(len(at))], dtype=bool)
+        agree = (self._certain(scores, at, names) & ~is_lone) | ~np.isfinite(values[at])
         rested = slots[settled] if settled is not None else slots[:0]
         found = self._emit(view, slots, points, rested, agree)
         return found + self.quiet(view)
@@ -198,6 +199,11 @@ class _ScalarPoints(Points):
     def score_of(self, i: int) -> float:
         return float(self._scores.score[int(self._at[i])])
 
+    def is_lone_norm(self, i: int) -> bool:
+        """Return whether it is a global norm, not far out, of gradients that are measured: those vouch for it, or do not."""
+        near = self.score_of(i) < gradients.FAR and _GRAD_NORM.search(self._names[i]) is not None
+        return near and gradients.are_measured(self._view)
+
     def anomaly(self, i: int, full: bool, why: str) -> tuple[Anomaly, bool]:
         rule, view, name, at = self._watch.rule, self._view, self._names[i], int(self._at[i])
         value, score, baseline = float(self._values[i]), float(self._scores.score[at]), float(self._scores.baseline[at])
@@ -212,6 +218,8 @@ class _ScalarPoints(Points):
             sign = int(direction[at]) if direction is not None else 0
             limit = self._watch.detector if getattr(self._watch.detector, "is_limit", False) else None
             text = wording.excursion("scalar", name, "value", value, baseline, score, sign, lasts, limit)
+            if not full and self.is_lone_norm(i):
+                severity = Severity.INFO
             bad: tuple[int, ...] = ()
         else:
             bad = tuple(rank for rank in holders if not math.isfinite(by_rank[rank])) or holders

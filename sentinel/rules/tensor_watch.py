@@ -13,7 +13,7 @@ from sentinel.detect import SeriesDetector
 from sentinel.detect.forms import Form
 from sentinel.native.layout import HIT_SETTLED
 from sentinel.record import NONE_ID
-from sentinel.rules import wording
+from sentinel.rules import gradients, wording
 from sentinel.rules.facts import moved_holders, tensor_anomaly, value_text
 from sentinel.rules.schema import Rule
 from sentinel.rules.series_index import Selection
@@ -150,7 +150,8 @@ class TensorWatch(SeriesWatch):
         # What falls silent alone lasts if it matters; what has been out for long says nothing about today.
         fresh = (points.direction >= 0) & (streak < LASTING_STEPS)
         names = {view.tensors[int(at)].name for at in points.index[fresh]}
-        agree: np.ndarray = (fresh & self._agree(len(names))) | ~np.isfinite(points.values)
+        is_many = self._agree(len(names)) and points.is_more_than_a_batch(fresh)
+        agree: np.ndarray = (fresh & is_many) | ~np.isfinite(points.values)
         return agree
 
 
@@ -178,10 +179,21 @@ class _TensorPoints(Points):
     def score_of(self, i: int) -> float:
         return float(self.score[i])
 
+    def lasting_steps(self, i: int) -> int:
+        if self.values[i] == 0.0 and gradients.is_of_expert(self._view.tensors[int(self.index[i])].name):
+            return gradients.WITHOUT_TOKENS
+        return super().lasting_steps(i)
+
+    def is_more_than_a_batch(self, which: np.ndarray) -> bool:
+        """Return whether these points are not gradients alone, or one of them stands far out."""
+        kinds = {self._view.tensors[int(at)].kind for at in self.index[which]}
+        return not kinds <= gradients.GRADIENTS or bool((self.score[which] >= gradients.FAR).any())
+
     def anomaly(self, i: int, full: bool, why: str) -> tuple[Anomaly, bool]:
         rule, view = self._watch.rule, self._view
         tensor = view.tensors[int(self.index[i])]
         value, baseline, score = float(self.values[i]), float(self.baseline[i]), float(self.score[i])
+        full = full and not (self.direction[i] < 0 and gradients.is_ordinary_fall(tensor.kind, value, baseline))
         severity = rule.severity if full else Severity.INFO
         statistic = self._watch.statistic
         row = self._rows.single(int(self.index[i]))

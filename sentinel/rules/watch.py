@@ -203,6 +203,10 @@ class Points:
         """Return the score of point `i`."""
         return 0.0
 
+    def lasting_steps(self, i: int) -> int:
+        """Return the points in a row that corroborate point `i` where nothing else does."""
+        return LASTING_STEPS
+
     def anomaly(self, i: int, full: bool, why: str) -> tuple[Anomaly, bool]:
         """Return the onset record of point `i`, and whether it has the rule's full severity."""
         raise NotImplementedError
@@ -236,7 +240,7 @@ class SeriesWatch(Watch):
             open_keys.continue_at(at[known], view.step)
             streak = np.ones(len(at), dtype=np.int64)
             streak[known] = open_keys.streak[at[known]]
-            lasting = streak >= LASTING_STEPS
+            lasting = np.array([streak[i] >= points.lasting_steps(i) for i in range(len(at))], dtype=bool)
             # Read before anything opens: opening moves the positions that `at` holds.
             was_raised = np.where(known, open_keys.raised[at] if len(open_keys) else False, False)
             fresh: list[tuple[int, bool, Anomaly]] = []

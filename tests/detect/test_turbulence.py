@@ -104,3 +104,16 @@ def test_kurtosis_spikes_up_only_and_above_its_minimum(rng):
 
     assert found[100].tolist() == [False, True, False]
     assert found.sum() == 1
+
+
+def test_zeros_that_settle_leave_the_level_what_it_was(rng):
+    values = np.exp(0.1 * rng.standard_normal((300, 3)))
+    values[100:150] = 0.0
+    values[200, 1] = 30.0
+
+    found, baselines = feed(AnomalyTurbulence(), values)
+
+    assert found[100].all() and not found[120:150].any(), "told, then settled"
+    assert not found[150:200].any(), "what comes back is no explosion above zero"
+    assert (baselines[150:] > 0.5).all()
+    assert np.argwhere(found[150:]).tolist() == [[50, 1]]

@@ -269,3 +269,38 @@ def test_labelled_logs(channel, detector):
     assert result["per_10k_strict"] <= (3.0 if channel == "loss" else 1.5)
     assert result["median_delay"] == 0
     assert result["nan_caught"] == result["nan_events"]
+
+
+@pytest.mark.parametrize("detector", [LossSpike(), GradNormSpike()], ids=["loss", "norm"])
+def test_rows_of_a_harder_task_become_ordinary_and_what_is_above_them_all_does_not(detector, rng):
+    values = 2.0 * np.exp(0.02 * rng.standard_normal(2000))
+    values[4::5] *= np.exp(rng.uniform(np.log(3.0), np.log(30.0), 400))
+    values[1500] = 2000.0
+
+    flagged = np.flatnonzero(detector.scan(values[:, None], detector.state(1))[:, 0] >= 1.0)
+
+    assert 1500 in flagged
+    assert (flagged != 1500).sum() <= 12 and not ((flagged > 200) & (flagged != 1500)).any()
+
+
+def test_one_large_residual_hides_no_spike_that_is_larger(rng):
+    values = 2.0 * np.exp(0.02 * rng.standard_normal((400, 20)))
+    values[300] *= np.exp(0.02 * 7.0)
+    values[350] *= np.exp(0.02 * 12.0)
+    detector = LossSpike()
+
+    flagged = detector.scan(values, detector.state(20)) >= 1.0
+
+    assert flagged[350].mean() >= 0.9
+
+
+def test_one_loss_at_twice_its_median_is_certain_only_far_beyond_its_noise(rng):
+    detector, found = LossSpike(), []
+    for noise in (0.02, 0.11):
+        state = detector.state(1)
+        for value in 2.0 * np.exp(noise * rng.standard_normal(300)):
+            detector.learn(np.array([value]), state, np.zeros(1, dtype=bool))
+        scores = detector.score(np.array([6.0]), state)
+        found.append((bool(scores.score[0] >= 1.0), bool(scores.evidence["corroborated"][0])))
+
+    assert found == [(True, True), (True, False)]
