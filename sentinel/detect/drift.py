@@ -258,6 +258,10 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
         noise = ROUGH_NOISE * (state["noise"] * state["noise"]) / (2.0 * self.memory - 1.0)
         state["walk"][doubled] = 0.5 * np.maximum(state["rough"] - noise, 0.0)[doubled]
 
+    def improved(self, state: State) -> np.ndarray:
+        """Return [series] bool: whether the level was at its best within the last two memories."""
+        return np.asarray((state["count"] > self.warmup) & (state["since"] <= 2 * self.memory))
+
     def _settle(self, state: State, flagged: np.ndarray) -> None:
         run = state["run"]
         run[flagged] += 1

@@ -17,6 +17,7 @@ from sentinel.detect.windowed import RollingMedian
 from sentinel.reference import Reference
 from sentinel.rules import gradients, wording
 from sentinel.rules.facts import any_place, finite, is_loss_scaling, moved_ranks, skip_note, value_text
+from sentinel.rules.loss_parts import is_of_evaluation, parts
 from sentinel.rules.schema import Rule
 from sentinel.rules.sisters import Found, Sisters
 from sentinel.rules.watch import HIGHER, Points, SeriesWatch
@@ -121,6 +122,8 @@ class ScalarWatch(SeriesWatch):
         at = np.flatnonzero(anomalous)
         points = _ScalarPoints(self, view, slots[at], [names[i] for i in at], values[at], scores, at, moved)
         is_lone = np.array([points.is_lone_norm(i) for i in range(len(at))], dtype=bool)
+        if at.size:
+            points.traded = self._traded(names, slots)[at]
         agree = (self._certain(scores, at, names) & ~is_lone) | ~np.isfinite(values[at])
         rested = slots[settled] if settled is not None else slots[:0]
         found = self._emit(view, slots, points, rested, agree)
@@ -143,6 +146,16 @@ class ScalarWatch(SeriesWatch):
             self.detector.rearm(self.state)
         self._last = here
         self._rate = rate if rate is not None else self._rate
+
+    def _traded(self, names: Sequence[str], slots: np.ndarray) -> np.ndarray:
+        """Return which losses rise while another of the run improves, as terms of a sum and sides of a game may."""
+        improved = getattr(self.detector, "improved", None)
+        if improved is None:
+            return np.zeros(len(names), dtype=bool)
+        trains = np.array([not is_of_evaluation(name) for name in names], dtype=bool)
+        gains = (improved(self.state)[slots] & trains).astype(np.int64)
+        traded: np.ndarray = np.array(parts(names), dtype=bool) & (gains.sum() > gains)
+        return traded
 
     def _certain(self, scores: Scores, at: np.ndarray, names: Sequence[str]) -> np.ndarray:
         """Return which anomalous points are certain alone: those the detector vouches for; the loss if it says nothing."""
@@ -191,6 +204,8 @@ class _ScalarPoints(Points):
         self._watch, self._view, self._names = watch, view, names
         self._values, self._scores, self._at = values, scores, at
         self._moved = moved
+        self.traded = np.zeros(len(at), dtype=bool)
+        """[points] whether it rises while another loss of the run improves."""
 
     def is_higher(self, i: int, onset: Anomaly) -> bool:
         """Whether the point is a spike of its own, higher than what its episode began with."""
@@ -218,8 +233,10 @@ class _ScalarPoints(Points):
             sign = int(direction[at]) if direction is not None else 0
             limit = self._watch.detector if getattr(self._watch.detector, "is_limit", False) else None
             text = wording.excursion("scalar", name, "value", value, baseline, score, sign, lasts, limit)
-            if not full and self.is_lone_norm(i):
-                severity = Severity.INFO
+            if self.traded[i]:
+                text += "; another loss of the run improves meanwhile: terms of a sum and sides of a game trade"
+            if self.traded[i] or (not full and self.is_lone_norm(i)):
+                severity, full = Severity.INFO, False
             bad: tuple[int, ...] = ()
         else:
             bad = tuple(rank for rank in holders if not math.isfinite(by_rank[rank])) or holders

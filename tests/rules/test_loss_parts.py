@@ -1,0 +1,51 @@
+"""Several losses of one run: terms and sides of a game may trade; a total and an evaluation may not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sentinel.anomaly import Severity
+from sentinel.rules.engine import Engine
+from sentinel.rules.loader import load_pack
+from sentinel.rules.loss_parts import parts
+from sentinel.rules.schema import Pack
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["loss"], [False]),
+        (["G/loss", "D/loss"], [True, True]),
+        (["loss", "kl/loss"], [False, True]),
+        (["train/loss", "train/kl_loss", "val/loss"], [False, True, False]),
+        (["loss", "eval_loss"], [False, False]),
+        (["policy/loss", "value/loss", "total_loss"], [True, True, False]),
+    ],
+)
+def test_a_total_and_an_evaluation_are_no_parts(names, expected):
+    assert parts(names) == expected
+
+
+@pytest.mark.parametrize(
+    ("rises", "falls", "severity"),
+    [
+        ("kl/loss", "loss", Severity.INFO),
+        ("G/loss", "D/loss", Severity.INFO),
+        ("loss", "kl/loss", Severity.WARNING),
+        ("val/loss", "train/loss", Severity.WARNING),
+        ("G/loss", "", Severity.WARNING),
+    ],
+)
+def test_a_part_that_rises_while_another_loss_improves_is_a_note(paper_run, rng, rises, falls, severity):
+    run = paper_run([("layers.0", "param")])
+    engine, found = Engine(Pack(rules=(load_pack().rule("loss-drift"),))), []
+    for step in range(600):
+        climb = max(step - 300, 0) / 300
+        scalars = {rises: (1.0 + 0.6 * climb) * np.exp(0.02 * rng.standard_normal())}
+        if falls:
+            scalars[falls] = 3.0 * np.exp(-step / 400 + 0.02 * rng.standard_normal())
+        found += [a for a in engine.judge(run.view(step, scalars=scalars)) if a.event == "onset"]
+
+    assert {a.tag_name for a in found} == {rises}
+    assert max(a.severity.level for a in found) == severity.level
