@@ -33,9 +33,9 @@ APART, APART_RISE = 0.5, 1.3862943611198906
 """A point is anomalous, whatever the deviation, above the largest residual kept by this share of it and log(4): excursions
 that were not flagged cannot hide one that is far above them all."""
 TWICE = 1.2
-"""A point is normal, whatever the deviation, up to the largest residual kept, and up to so many times the second largest:
-what came before comes again, in noise with long tails, in rows of a harder task, where most losses are exactly zero. Chosen
-on the labelled logs: at 1.25, or at 1.05 times the largest residual, one event is lost."""
+"""A point is normal, whatever the deviation, up to so many times the second largest residual kept: what came twice comes
+again, in noise with long tails, in rows of a harder task, where most losses are exactly zero. Chosen on the labelled logs:
+at 1.25 one event is lost."""
 STEPS = 50.0
 """Smallest steps between neighbours that are linear at the least where a window comes to zero: digits are no ratio."""
 
@@ -159,7 +159,6 @@ def _bound(p: Parameters, marks: np.ndarray, second: np.ndarray, kept: np.ndarra
     num = np.where(kept < MANY, kept, kept - kept % EVERY).astype(np.float64)
     bound = np.where(num < YOUNG, bound * (1.0 + (FEW / num - FEW / YOUNG)), bound)
     top = np.where(marks[:, TOP] > 0.0, marks[:, TOP], 0.0)
-    bound = np.where(bound > top, bound, top)
     again = TWICE * second
     bound = np.where(bound > again, bound, again)
     more = APART * top

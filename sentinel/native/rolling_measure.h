@@ -1,7 +1,7 @@
 /* What a point is measured from, and by: the arithmetic of `_base` and `_bound` of detect/rolling.py, bit for bit. */
 
 /* The normal rise: k spreads, at least `floor`. Where the middle half says nothing (few digits) four fifths do. No more than
- * is far above the largest residual (detect/rolling.py: APART, APART_RISE), and no less than that, or than TWICE the second. */
+ * is far above the largest residual (detect/rolling.py: APART, APART_RISE), and no less than TWICE the second. */
 static inline double rolling_bound(const RollingParameters *p, const Rolling *s)
 {
     const float *marks = s->marks;
@@ -12,7 +12,6 @@ static inline double rolling_bound(const RollingParameters *p, const Rolling *s)
     if (num < ROLLING_YOUNG) spread *= 1.0 + (16.0 / (double)num - 0.125);
     const double top = marks[MARK_TOP] > 0.0f ? (double)marks[MARK_TOP] : 0.0, more = 0.5 * top;
     const double twice = 1.2 * (double)*s->second;
-    spread = spread > top ? spread : top;
     spread = spread > twice ? spread : twice;
     const double apart = top + (more > 1.3862943611198906 ? more : 1.3862943611198906);
     const double bound = spread < apart ? spread : apart;
