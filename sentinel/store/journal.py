@@ -132,17 +132,33 @@ class Journal:
         try:
             if not read_only:
                 make_directory(path.parent)
-                os.close(create_file(path, os.O_WRONLY))
-            uri = f"{path.resolve().as_uri()}?mode={'ro' if read_only else 'rwc'}"
-            self._db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=10.0)
-            try:
-                self._open(read_only)
-            except BaseException:
-                self._db.close()
-                raise
+                if not path.exists():
+                    self._make()
+            self._connect(path, read_only)
         except (sqlite3.Error, OSError) as error:
             raise journal_trouble(path, error, read_only=read_only) from error
         self._last_seq = int(self._one("SELECT coalesce(max(seq), 0) FROM decisions"))
+
+    def _make(self) -> None:
+        # Under another name first: whoever asks for the run's status meets a whole journal or none.
+        draft = self.path.with_name(f"{self.path.name}.new")
+        draft.unlink(missing_ok=True)
+        # A log beside a journal that was moved away would be played into the new one.
+        for log in (path.with_name(path.name + end) for path in (draft, self.path) for end in ("-wal", "-shm")):
+            log.unlink(missing_ok=True)
+        os.close(create_file(draft, os.O_WRONLY))
+        self._connect(draft, read_only=False)
+        self._db.close()
+        draft.rename(self.path)
+
+    def _connect(self, path: Path, read_only: bool) -> None:
+        uri = f"{path.resolve().as_uri()}?mode={'ro' if read_only else 'rwc'}"
+        self._db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=10.0)
+        try:
+            self._open(read_only)
+        except BaseException:
+            self._db.close()
+            raise
 
     def _open(self, read_only: bool) -> None:
         if not read_only:

@@ -73,7 +73,8 @@ def test_command_obeyed_at_one_step_by_real_ranks(tmp_path: Path) -> None:
     ranks = forked.start(train, (port, str(tmp_path), 3000), NUM_RANKS, join=False)
     try:
         wait_for(lambda: (tmp_path / "at").exists() and int((tmp_path / "at").read_text() or 0) >= 5)
-        enabled = order(tmp_path, "enable", "--kinds", "activation,dgrad", "--for-steps", "7")
+        at_step = str(int((tmp_path / "at").read_text() or 0) + 200)  # Late enough, however busy the machine is.
+        enabled = order(tmp_path, "enable", "--kinds", "activation,dgrad", "--for-steps", "7", "--at-step", at_step)
         late = order(tmp_path, "enable", "--kinds", "activation", "--at-step", "1")
         done = enabled["at_step"] + 10
         wait_for(lambda: int((tmp_path / "at").read_text() or 0) >= done)

@@ -87,7 +87,7 @@ def test_a_sink_that_misbehaves_hears_each_alert_in_the_end():
     answers = [(500, {}), (429, {"Retry-After": "0.2"}), "hang up", (200, {})]
     with Receiver(answers).running() as receiver:
         outbox = MemoryOutbox()
-        sink = WebhookSink(WebhookConfig(url=receiver.url), HttpPoster(timeout_s=0.5), {})
+        sink = WebhookSink(WebhookConfig(url=receiver.url), HttpPoster(timeout_s=30.0), {})
         notifier = Notifier(outbox, [sink], RetryPolicy(retry_s=0.05), clock=time.time)
         notifier.start()
         outbox.add(alerts("webhook", an_incident()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -168,6 +169,42 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(StoreError, match=r"the file is no journal .*; move it away to judge the run anew"):
         Journal(path)
+
+
+def test_a_reader_meets_a_whole_journal_or_none(tmp_path: Path) -> None:
+    met: list[str] = []
+    make = sqlite3.connect
+
+    def connected(uri: str, **options: Any) -> sqlite3.Connection:
+        try:
+            Journal(tmp_path / "j.sqlite", read_only=True).close()
+        except StoreError as error:
+            met.append(str(error))
+        return make(uri, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sqlite3, "connect", connected)
+        Journal(tmp_path / "j.sqlite").close()
+
+    assert met and all("got nothing" in words for words in met)
+    Journal(tmp_path / "j.sqlite", read_only=True).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["j.sqlite"]
+
+
+def test_the_log_of_a_journal_that_was_moved_away_is_not_played_into_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    former = Journal(path)
+    former.remember("fact", "old")
+    for end in ("", "-wal"):
+        (tmp_path / f"kept{end}").write_bytes((tmp_path / f"j.sqlite{end}").read_bytes())
+    former.close()
+    path.unlink()
+    (tmp_path / "j.sqlite-wal").write_bytes((tmp_path / "kept-wal").read_bytes())
+
+    journal = Journal(path)
+
+    assert journal.recall("fact") is None
+    journal.close()
 
 
 def test_reading_only_changes_nothing_and_needs_a_journal(journal: Journal, tmp_path: Path) -> None:
