@@ -175,14 +175,14 @@ def test_a_reader_meets_a_whole_journal_or_none(tmp_path: Path) -> None:
     met: list[str] = []
     make = sqlite3.connect
 
-    def connected(uri: str, **options: Any) -> sqlite3.Connection:
-        if "mode=ro" not in uri:
+    def connected(database: str, **options: Any) -> sqlite3.Connection:
+        if "mode=ro" not in database:
             try:
                 Journal(tmp_path / "j.sqlite", read_only=True).close()
                 met.append("whole")
             except StoreError as error:
                 met.append(str(error))
-        return make(uri, **options)
+        return make(database, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sqlite3, "connect", connected)
