@@ -3,12 +3,13 @@
 One run of real processes: cell k strikes at step k + FIRST_STEP, the trainer skips the bad step, so every cell meets a
 healthy model. Afterwards the judged run is read as a user would read it: the anomalies of one step, in causal order.
 
-    python benchmarks/origin_sweep.py                    # all layouts, monitoring on and off; prints a table
+    python benchmarks/origin_sweep.py                    # all layouts, monitoring on, late and off; prints a table
     python benchmarks/origin_sweep.py --layout pp2dp2 --monitoring off --every 10 --json
 
-With monitoring on the first cause must name module, rank and micro-batch; off, segment, rank and micro-batch. A fault that
-touches nothing but a parameter's gradient (an embedding's, in backward) must name the parameter; its ranks were already
-reduced. Where a tensor-parallel group exchanges data before anything can be seen, its ranks are first causes together.
+With monitoring on, or switched on late, the first cause must name module, rank and micro-batch; off, segment, rank and
+micro-batch. A fault that touches nothing but a parameter's gradient (an embedding's, in backward) must name the parameter;
+its ranks were already reduced. Where a tensor-parallel group exchanges data before anything can be seen, its ranks are first
+causes together.
 """
 
 from __future__ import annotations
@@ -126,8 +127,12 @@ def train(
     is_sudden: bool,
     extra: list[str],
     factors: list[float] | None = None,
+    is_late: bool = False,
 ) -> Path:
-    """Run the trainer with a daemon beside it; return the run's directory. factors: no NaN, but so many times as large."""
+    """Run the trainer with a daemon beside it; return the run's directory.
+
+    factors: no NaN, but so many times as large. is_late: monitoring is switched on where the faults begin.
+    """
     faults = [
         {
             "module": cell.module, "phase": cell.phase, "micro_step": cell.micro_step, "steps": [cell.step],
@@ -140,6 +145,7 @@ def train(
     (folder / "faults.json").write_text(json.dumps(faults))
     # Escalation would switch monitoring on by itself: here the two promises are looked at one at a time.
     config = {"kinds": ALL_KINDS if is_monitored else ALL_KINDS[:2], "allow_commands": []}
+    config |= {"start_step": FIRST_STEP} if is_late else {}
     (folder / "monitor.yaml").write_text(json.dumps(config))
     write_pack(folder, is_finite=bool(factors))
     command = [
@@ -211,7 +217,7 @@ def first_by_call_id(found: list[Anomaly]) -> Anomaly:
 
 
 def sweep(
-    layout: Layout, *, is_monitored: bool, is_sudden: bool, every: int, extra: list[str], keep: Path | None
+    layout: Layout, *, monitoring: str, is_sudden: bool, every: int, extra: list[str], keep: Path | None
 ) -> dict[str, object]:
     """Run one layout and return its figures."""
     planted = cells(layout, every)
@@ -219,7 +225,11 @@ def sweep(
     with tempfile.TemporaryDirectory(prefix="origin-sweep-") as temporary:
         folder = keep or Path(temporary)
         folder.mkdir(exist_ok=True)
-        by_step = read(train(layout, planted, folder, is_monitored=is_monitored, is_sudden=is_sudden, extra=extra))
+        is_monitored, is_late = monitoring != "off", monitoring == "late"
+        run = train(
+            layout, planted, folder, is_monitored=is_monitored, is_sudden=is_sudden, extra=extra, is_late=is_late
+        )
+        by_step = read(run)
     wrong, by_call_id_wrong, kinds = [], 0, Counter()
     for cell in planted:
         found = by_step.get(cell.step, [])
@@ -233,7 +243,7 @@ def sweep(
     strays = sorted(set(by_step) - {cell.step for cell in planted})
     return {
         "layout": layout.name,
-        "monitoring": "on" if is_monitored else "off",
+        "monitoring": monitoring,
         "sudden": is_sudden,
         "cells": len(planted),
         "forward_right": kinds["forward", True],
@@ -251,7 +261,7 @@ def sweep(
 def main() -> int:
     parser = argparse.ArgumentParser(description="Plant a NaN everywhere in turn; is the origin named first?")
     parser.add_argument("--layout", choices=sorted(LAYOUTS), action="append", help="default: all")
-    parser.add_argument("--monitoring", choices=("on", "off", "both"), default="both")
+    parser.add_argument("--monitoring", choices=("on", "late", "off", "all"), default="all")
     parser.add_argument("--every", type=int, default=1, help="take every N-th cell; default 1: all")
     parser.add_argument(
         "--sudden", action="store_true", help="broken code runs only when it strikes, and changes the graph in that step"
@@ -264,14 +274,14 @@ def main() -> int:
     results = [
         sweep(
             LAYOUTS[name],
-            is_monitored=monitored == "on",
+            monitoring=monitored,
             is_sudden=options.sudden,
             every=options.every,
             extra=options.trainer,
             keep=options.keep,
         )
         for name in options.layout or LAYOUTS
-        for monitored in (("on", "off") if options.monitoring == "both" else (options.monitoring,))
+        for monitored in (("on", "late", "off") if options.monitoring == "all" else (options.monitoring,))
     ]
     if options.json:
         print(json.dumps(results, indent=2))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sentinel.collect.tensors import Entry
+from sentinel.collect.sightings import Sighting
 
 FSDP_MARKS = frozenset({"RegisterPostBackwardFunctionBackward", "RegisterPreBackwardFunctionBackward"})
 """Nodes through which FSDP2 hands the inputs and outputs of the modules that it shards."""
@@ -18,23 +18,23 @@ _Key: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class Aliases:
-    """Finds the entry of what lies in the same living memory, unchanged since, and has the same gradient."""
+    """Finds as what it was seen that lies in the same living memory, unchanged since, and has the same gradient."""
 
     def __init__(self, functions: frozenset[str]) -> None:
         """functions: names of the graph's nodes that hand a tensor on as it is, and its gradient too."""
         self._functions = functions
-        self._seen: dict[_Key, tuple[StorageWeakRef, int, bool, Entry]] = {}
+        self._seen: dict[_Key, tuple[StorageWeakRef, int, bool, Sighting]] = {}
 
     def forget(self) -> None:
         """A forward begins, or is over."""
         self._seen = {}
 
-    def remember(self, tensor: torch.Tensor, entry: Entry) -> None:
+    def remember(self, tensor: torch.Tensor, sighting: Sighting) -> None:
         """Let later sites of this forward find the tensor."""
         if tensor.layout is torch.strided and not hasattr(tensor, "_local_tensor"):
             # An address is used again: the memory must not have been given back since.
             memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            self._seen[_key(tensor)] = (memory, tensor._version, tensor.requires_grad, entry)
+            self._seen[_key(tensor)] = (memory, tensor._version, tensor.requires_grad, sighting)
 
     def origin(self, tensor: torch.Tensor) -> torch.Tensor | tuple[Any, int] | None:
         """Return what made a tensor before it was handed on: (node, which output), or the leaf; None: it was not handed on.
@@ -50,8 +50,8 @@ class Aliases:
         leaf: torch.Tensor | None = getattr(node, "variable", None)
         return (node, number) if leaf is None else leaf
 
-    def find(self, tensor: torch.Tensor) -> Entry | None:
-        """Return the entry under which it was measured; None: it was not, or a gradient may differ."""
+    def find(self, tensor: torch.Tensor) -> Sighting | None:
+        """Return as what it has passed a site; None: it was not, or a gradient may differ."""
         if tensor.layout is not torch.strided or hasattr(tensor, "_local_tensor"):
             return None
         if tensor.grad_fn is not None and tensor.grad_fn.name() not in self._functions:
@@ -59,8 +59,8 @@ class Aliases:
         found = self._seen.get(_key(tensor))
         if found is None or found[0].expired():  # type: ignore[no-untyped-call]
             return None
-        _, version, requires_grad, entry = found
-        return entry if version == tensor._version and requires_grad == tensor.requires_grad else None
+        _, version, requires_grad, sighting = found
+        return sighting if version == tensor._version and requires_grad == tensor.requires_grad else None
 
 
 def _key(tensor: torch.Tensor) -> _Key:

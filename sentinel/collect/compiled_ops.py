@@ -44,7 +44,7 @@ class Ticket(NamedTuple):
     step: int = 0
     """Number of steps that had ended."""
     serial: int = 0
-    """Told apart from every other; 0: no gradient is wanted."""
+    """Told apart from every other; below 0: no gradient is wanted; 0: nobody answered."""
 
 
 class Listener(Protocol):
@@ -114,7 +114,7 @@ def _observe(tensor: torch.Tensor, site: torch.Tensor, former: torch.Tensor | No
 
 def _observe_gradient(gradient: torch.Tensor, ticket: torch.Tensor) -> None:
     told = Ticket(*ticket.tolist())
-    if told.serial:
+    if told.serial > 0:
         _run(told.site, lambda listener: listener.gradient_passes(gradient, told))
 
 

@@ -28,7 +28,7 @@ def current_statistics(recording: Recording, loss_scale: LossScale, kinds: Seque
     if scale not in (0.0, 1.0) and math.isfinite(scale):
         divide_gradients(rows, scale, scaled_kinds(not loss_scale.is_unscaled or recording.rows.is_read_early))
     divide_gradients(rows, recording.rows.dgrad_divisor, DGRAD_KINDS)
-    found: dict[str, Statistics] = {}
+    found: dict[str, dict[str, Mapping[str, float]]] = {}
     for kind in kinds:
         mine = rows[rows["kind"] == kind]
         tensors, group = np.unique(mine["tensor"], return_inverse=True)
@@ -38,4 +38,11 @@ def current_statistics(recording: Recording, loss_scale: LossScale, kinds: Seque
             recording.table.entries[int(tensor)].name: {name: float(column[at]) for name, column in columns.items()}
             for at, tensor in enumerate(tensors)
         }
-    return found
+    for kind, output in ((Kind.ACTIVATION_IN, Kind.ACTIVATION), (Kind.DGRAD_IN, Kind.DGRAD)):
+        for entry in recording.table.entries:
+            known = found.get(Kind(entry.kind).label, {}).get(entry.name)
+            if known is None or not entry.border or entry.kind not in (kind, output) or output.label not in found:
+                continue
+            for name in entry.also:  # A border's tensor has the name of the module that made it, too.
+                found[output.label].setdefault(name, known)
+    return dict(found)

@@ -31,6 +31,7 @@ from sentinel.collect.gradient_taps import GradientTap, SummandTap
 from sentinel.collect.inert import inert_methods
 from sentinel.collect.nesting import tensors_in
 from sentinel.collect.placements import is_async, local_of
+from sentinel.collect.sightings import Sighting
 from sentinel.collect.sites import BORDER
 from sentinel.collect.structure import Border
 from sentinel.collect.tensors import Entry
@@ -86,6 +87,8 @@ class ModuleTap:
         """Its module was called, and was seen."""
         self._recomputed: set[str] = set()
         """Paths of inputs that a gradient goes through, as reentrant checkpointing shows when it runs a forward again."""
+        self._taken_over: set[tuple[bool, str]] = set()
+        """(is input, path) of the borders that went on, in a compiled graph, where another site had met their tensor."""
         self.has_gradient = False
         """It gave out a tensor that a gradient goes through."""
         self._former: list[Any] = []
@@ -239,20 +242,22 @@ class ModuleTap:
                     not self.takes_all or not self._carries_gradient(path, tensor) or isinstance(tensor, nn.Parameter)
                 ):
                     continue
-                entry = chunk.known(tensor)
-                if entry is not None:
+                known = chunk.known(tensor)
+                is_same = known is not None
+                if known is not None:
                     chunk.settle(self.name, tensor)
-                    self._meet_again(entry, path, True, was_first, tensor)
+                else:
+                    known = chunk.source(tensor)
+                if known is None or (was_first and self._goes_on(known, path, True)):
+                    entry = self._own(path, tensor, True, was_first)
+                    self._take(entry, tensor, Kind.ACTIVATION_IN, path, known, was_first=was_first, is_same=is_same)
                     continue
-                entry = chunk.source(tensor)
-                if entry is not None:
-                    chunk.remember(tensor, entry)
-                    self._meet_again(entry, path, True, was_first, tensor)
-                    if Kind.DGRAD_IN in self.takes_in and tensor.requires_grad and tensor.grad_fn is not None:
-                        tensor.register_hook(SummandTap(chunk, entry, self.name + path))  # type: ignore[no-untyped-call]
-                    continue
-                entry = self._own(path, tensor, True, was_first)
-                self._take(entry, tensor, Kind.ACTIVATION_IN, Kind.DGRAD_IN, path, self.takes_in)
+                if not is_same:
+                    chunk.remember(tensor, known)
+                self._meet_again(known.entry, path, True, was_first, tensor)
+                if not is_same and Kind.DGRAD_IN in self.takes_in and tensor.requires_grad and tensor.grad_fn is not None:
+                    tap = SummandTap(chunk, known.entry, self.name + path)
+                    tensor.register_hook(tap)  # type: ignore[no-untyped-call]
 
     def _carries_gradient(self, path: str, tensor: torch.Tensor) -> bool:
         """Whether a gradient goes through an input; where checkpointing runs without a graph, as the recompute has shown."""
@@ -272,13 +277,15 @@ class ModuleTap:
             self.has_gradient |= tensor.requires_grad
             if not was_first and (not self.takes_all or isinstance(tensor, nn.Parameter)):
                 continue
-            entry = chunk.known(tensor) or chunk.source(tensor)
-            if entry is not None:
-                chunk.remember(tensor, entry)
-                self._meet_again(entry, path, False, was_first, tensor)
+            known = chunk.known(tensor)
+            is_same = known is not None
+            known = known or chunk.source(tensor)
+            if known is None or (was_first and self._goes_on(known, path, False)):
+                entry = self._own(path, tensor, False, was_first)
+                self._take(entry, tensor, Kind.ACTIVATION, path, known, was_first=was_first, is_same=is_same)
                 continue
-            entry = self._own(path, tensor, False, was_first)
-            self._take(entry, tensor, Kind.ACTIVATION, Kind.DGRAD, path, self.takes_out)
+            chunk.remember(tensor, known)
+            self._meet_again(known.entry, path, False, was_first, tensor)
 
     def _take_again(self, tensor: Any, is_input: bool) -> bool:
         """Take a lone tensor where one was taken since the taps were changed, without asking again what has not changed.
@@ -292,30 +299,49 @@ class ModuleTap:
         asks, grad = self._asks[is_input], entry.grad
         if (asks and grad is None) or not tensor.dtype.is_floating_point or not torch.is_grad_enabled():
             return False
-        if not chunk.meet(tensor, entry):
+        sighting = Sighting(entry, is_border=is_input in self.borders)
+        if not chunk.meet(tensor, sighting):
             return False
         requires_grad, recorder = tensor.requires_grad, chunk.recorder
         if not is_input and requires_grad:
             self.has_gradient = True
         if self._measures[is_input] and (entry.flags & BORDER or recorder.sites.is_measured(entry)):
-            recorder.recording.observe(entry, tensor, chunk.micro_step)
+            sighting.row = recorder.recording.observe(entry, tensor, chunk.micro_step)
         if asks and grad is not None:
             grad.site_pos = entry.site_pos
             if requires_grad and (grad.flags & BORDER or recorder.sites.is_measured(grad)):
-                chunk.hook_gradient(tensor, grad)
+                sighting.hook = chunk.hook_gradient(tensor, grad)
         return True
 
     def _take(
-        self, entry: Entry, tensor: torch.Tensor, kind: Kind, grad_kind: Kind, path: str, takes: frozenset[Kind]
+        self,
+        entry: Entry,
+        tensor: torch.Tensor,
+        kind: Kind,
+        path: str,
+        former: Sighting | None,
+        *,
+        was_first: bool,
+        is_same: bool,
     ) -> None:
+        """Measure a tensor; former: as what it has passed before, as the same object or held in another way."""
         chunk, sites = self.chunk, self.chunk.recorder.sites
-        chunk.place_site(entry)
-        chunk.remember(tensor, entry)
+        takes, grad_kind = (self.takes_in, Kind.DGRAD_IN) if kind is Kind.ACTIVATION_IN else (self.takes_out, Kind.DGRAD)
+        chunk.order.place(entry)
+        entry.generation = chunk.generation
+        sighting = Sighting(entry, is_border=was_first and (kind is Kind.ACTIVATION_IN) in self.borders)
+        chunk.remember(tensor, sighting)
+        if former is not None:
+            sighting.row = chunk.take_over(former, entry)
         if kind in takes:
             if is_async(tensor):
-                chunk.postpone(self.name, tensor, entry, sites.reserve(entry, chunk.micro_step))
-            else:
-                sites.observe(entry, local_of(tensor), chunk.micro_step)
+                sighting.row = sites.reserve(entry, chunk.micro_step) if sighting.row < 0 else sighting.row
+                chunk.postpone(self.name, tensor, sighting)
+            elif sighting.row < 0:
+                measure = sites.observe if former is None or not sites.is_due else sites.catch_up
+                sighting.row = measure(entry, local_of(tensor), chunk.micro_step)
+            elif not is_same:
+                sites.catch_up(entry, local_of(tensor), chunk.micro_step, sighting.row)
         if grad_kind in takes and not isinstance(tensor, nn.Parameter):
             origin = chunk.origin(tensor) if kind is Kind.ACTIVATION_IN else None
             grad = self._own_gradient(entry, tensor if origin is None else local_of(tensor), grad_kind, path)
@@ -325,7 +351,9 @@ class ModuleTap:
                 chunk.note_without_graph(entry, tensor, kind)
             is_made_without_graph = entry.id in chunk.without_graph and kind is Kind.ACTIVATION
             if tensor.requires_grad and not is_made_without_graph and sites.is_looked_at(grad):
-                chunk.hook_gradient(tensor, grad, origin)
+                sighting.hook = chunk.hook_gradient(tensor, grad, origin)
+        if former is not None:
+            sites.name_alike(former.entry, entry)
         chunk.locals.ask(entry, tensor, self.module, kind is Kind.ACTIVATION)
 
     def _take_recomputed(self, values: Any, entries: dict[str, Entry], is_wanted: bool) -> None:
@@ -335,12 +363,18 @@ class ModuleTap:
             if tensor.requires_grad and entries is self._inputs:
                 self._recomputed.add(path)
             entry = entries.get(path)
-            if entry is None or entry.grad is None or entry.id not in chunk.without_graph:
+            if entry is None or entry.grad is None or entry.id not in chunk.without_graph or not tensor.requires_grad:
                 continue
-            if tensor.requires_grad and chunk.known(tensor) is None and chunk.recorder.sites.is_looked_at(entry.grad):
-                chunk.remember(tensor, entry)
+            known = chunk.known(tensor)
+            if known is not None and not self._goes_on(known, path, entries is self._inputs):
+                continue
+            if chunk.recorder.sites.is_looked_at(entry.grad):
+                if known is not None:
+                    chunk.give_up(known)
+                sighting = Sighting(entry, is_border=bool(entry.border))
+                chunk.remember(tensor, sighting)
                 micro_step, chunk.micro_step = chunk.micro_step, chunk.backward_micro_step
-                chunk.hook_gradient(tensor, entry.grad)
+                sighting.hook = chunk.hook_gradient(tensor, entry.grad)
                 chunk.micro_step = micro_step
 
     # -- in compiled graphs (the Listener of compiled_ops.py) ---------------------------------------------------------
@@ -352,42 +386,51 @@ class ModuleTap:
         if not chunk.recorder.is_alive or (self.may_rest and not sites.is_due):
             return former
         is_input, was_first = bool(how & IS_INPUT), bool(how & IS_FIRST)
-        if former.entry < 0 and in_backward():
+        if in_backward() and (former.entry < 0 or (is_input, path) in self._taken_over):
             # A checkpointed part runs again: its backward gets this ticket instead of the first one.
             entry, is_wanted = self._answers.get((is_input, path), (None, False))
-            return former if entry is None else self._ticket(entry, chunk.backward_micro_step, is_wanted)
+            return former if entry is None else self._ticket(Sighting(entry), chunk.backward_micro_step, is_wanted)
         takes = self.takes_in if is_input else self.takes_out
         if not is_input:
             self.has_gradient |= bool(how & (HAS_GRADIENT | IS_WITHOUT_GRAPH))
         if not chunk.in_forward or in_backward() or not takes or not (was_first or self.takes_all):
             return former
-        known = chunk.graphs.entry_of(former)
-        if known is not None:
-            is_wanted = self._name_again(known, path, is_input, was_first, tensor) and bool(how & HAS_GRADIENT)
-            return self._ticket(known, chunk.micro_step, True) if is_wanted else former
         in_graph = bool(how & IN_GRAPH)
-        known = chunk.known(tensor, in_graph=in_graph) if how & ENTERS_GRAPH or not in_graph else None
-        if known is not None:
-            is_wanted = self._name_again(known, path, is_input, was_first, tensor) and bool(how & HAS_GRADIENT)
-            self._answers[is_input, path] = known, is_wanted
+        known = chunk.graphs.sighting_of(former)
+        is_here = known is not None  # Seen in this very graph, which has one ticket for the tensor: the last.
+        if known is None and (how & ENTERS_GRAPH or not in_graph):
+            known = chunk.known(tensor, in_graph=in_graph)
+        is_border = known is not None and was_first and self._goes_on(known, path, is_input)
+        if known is not None and not is_border:
+            is_wanted = self._name_again(known.entry, path, is_input, was_first, tensor) and bool(how & HAS_GRADIENT)
+            if is_here:
+                return self._ticket(known, chunk.micro_step, True) if is_wanted else former
+            self._answers[is_input, path] = known.entry, is_wanted
             return self._ticket(known, chunk.micro_step, is_wanted)
         entry = self._own(path, tensor, is_input, was_first)
-        chunk.place_site(entry)
+        chunk.order.place(entry)
+        sighting = Sighting(entry, is_border=was_first and is_input in self.borders)
         if not in_graph:
-            chunk.remember(tensor, entry)
+            chunk.remember(tensor, sighting)
         elif how & LEAVES_GRAPH:
-            chunk.graphs.remember(tensor, entry, in_graph=True)
+            chunk.graphs.remember(tensor, sighting, in_graph=True)
         kind, grad_kind = (Kind.ACTIVATION_IN, Kind.DGRAD_IN) if is_input else (Kind.ACTIVATION, Kind.DGRAD)
-        if kind in takes:
-            sites.observe(entry, tensor, chunk.micro_step)
+        if known is not None:
+            sighting.row = chunk.take_over(known, entry)
+            self._taken_over.add((is_input, path))
+        if kind in takes and sighting.row < 0:
+            measure = sites.observe if known is None or not sites.is_due else sites.catch_up
+            sighting.row = measure(entry, tensor, chunk.micro_step)
         is_wanted = False
         if grad_kind in takes and not how & IS_PARAMETER:
             grad = self._own_gradient(entry, tensor, grad_kind, path)
             is_wanted = bool(how & (HAS_GRADIENT | IS_WITHOUT_GRAPH)) and sites.is_looked_at(grad)
-        if former.entry >= 0:  # Another model's tensor too: the graph has one ticket for it.
+        if known is not None:
+            sites.name_alike(known.entry, entry)
+        elif former.entry >= 0:  # Another model's tensor too: the graph has one ticket for it.
             return former
         self._answers[is_input, path] = entry, is_wanted
-        return self._ticket(entry, chunk.micro_step, is_wanted)
+        return self._ticket(sighting, chunk.micro_step, is_wanted)
 
     def gradient_passes(self, gradient: torch.Tensor, ticket: Ticket) -> None:
         """The gradient of a ticket's tensor arrived."""
@@ -408,11 +451,11 @@ class ModuleTap:
         """Count and tell an exception that stops here."""
         self.chunk.recorder.guard(self.name, error, lost=NO_OUTPUTS)
 
-    def _ticket(self, entry: Entry, micro_step: int, is_wanted: bool) -> Ticket:
-        ticket = Ticket(
-            int(self.site), entry.id, micro_step, self.chunk.recorder.ended_steps, new_serial() if is_wanted else 0
-        )
-        self.chunk.graphs.note(ticket, entry)
+    def _ticket(self, sighting: Sighting, micro_step: int, is_wanted: bool) -> Ticket:
+        serial = new_serial() if is_wanted else -new_serial()
+        ticket = Ticket(int(self.site), sighting.entry.id, micro_step, self.chunk.recorder.ended_steps, serial)
+        sighting.serial = max(sighting.serial, serial)
+        self.chunk.graphs.note(ticket, sighting)
         return ticket
 
     # -- names ---------------------------------------------------------------------------------------------------------
@@ -440,6 +483,12 @@ class ModuleTap:
             grad.flags |= entry.flags & BORDER
         grad.site_pos = entry.site_pos
         return grad
+
+    def _goes_on(self, known: Sighting, path: str, is_input: bool) -> bool:
+        """Whether what another site has met is a border that was measured under its own name before: so it goes on."""
+        own = (self._inputs if is_input else self._outputs).get(path)
+        is_own_border = own is not None and bool(own.border) and is_input in self.borders
+        return is_own_border and known.entry is not own and not known.is_border
 
     def _meet_again(self, entry: Entry, path: str, is_input: bool, was_first: bool, tensor: torch.Tensor) -> None:
         if self._name_again(entry, path, is_input, was_first, tensor) and tensor.requires_grad:

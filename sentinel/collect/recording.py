@@ -68,8 +68,8 @@ class Recording:
     def _new_rows(self, capacity: int = 4096) -> StepRows:
         return StepRows(min(self.max_rows, capacity))
 
-    def observe(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
-        """Measure one tensor into one row. Launches one kernel; does not synchronize."""
+    def observe(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> int:
+        """Measure one tensor into one row, and return that. Launches one kernel; does not synchronize."""
         rows = self.rows
         if rows.num_rows >= rows.capacity:
             self._make_room(1)
@@ -79,6 +79,19 @@ class Recording:
         self.kernel.measure((tensor,), rows, row, zero_eps=self.zero_eps)
         if self.onlookers:
             self.show(entry, tensor, micro_step)
+        return row
+
+    def rename(self, row: int, former: Entry, entry: Entry, micro_step: int) -> bool:
+        """Make a row of the running micro-step that of another entry; False where it was folded into others since."""
+        rows = self.rows
+        if not 0 <= row < rows.num_rows:
+            return False
+        one = rows.array[row]
+        if (int(one["tensor"]), int(one["micro_step"]), int(one["num_folded"])) != (former.id, micro_step, 1):
+            return False
+        one["tensor"], one["kind"], one["flags"] = entry.id, entry.kind, (int(one["flags"]) & ~former.flags) | entry.flags
+        one["site_pos"] = entry.site_pos
+        return True
 
     def show(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
         """Let everybody look at a tensor; not at what onlookers measure themselves."""

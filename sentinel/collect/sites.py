@@ -10,6 +10,7 @@ import torch
 from sentinel.collect.placements import is_dtensor, part_of, placements_of
 from sentinel.collect.plan import CARRIERS, Plan
 from sentinel.collect.recording import Recording
+from sentinel.collect.sightings import Sighting
 from sentinel.collect.tensors import Entry, TensorTable
 from sentinel.monitor_config import MODULE_KINDS
 from sentinel.place import Place
@@ -88,16 +89,26 @@ class Sites:
         """Whether somebody looks at tensors that are not measured themselves."""
         return bool(self._recording.onlookers)
 
-    def observe(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
-        """Measure one tensor of the black box, or of a due step."""
+    def observe(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> int:
+        """Measure one tensor of the black box, or of a due step, and return its row; -1 when it is not measured."""
         if self.is_measured(entry):
-            self._recording.observe(entry, tensor, micro_step)
-        elif self.is_due and self._recording.onlookers:
+            return self._recording.observe(entry, tensor, micro_step)
+        if self.is_due and self._recording.onlookers:
             self._recording.show(entry, tensor, micro_step)
+        return -1
 
-    def catch_up(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
-        """Measure what turned out to be a border after it had passed: onlookers have seen it."""
-        self._recording.fill(self._recording.reserve(entry, micro_step), tensor)
+    def rename(self, former: Sighting, entry: Entry, micro_step: int) -> int:
+        """Make a border's what has passed before, and return its row; -1: it has none that could be renamed."""
+        return former.row if self._recording.rename(former.row, former.entry, entry, micro_step) else -1
+
+    def catch_up(self, entry: Entry, tensor: torch.Tensor, micro_step: int, row: int = -1) -> int:
+        """Measure what turned out to be a border after it had passed, and return its row: onlookers have seen it.
+
+        row: that it has already.
+        """
+        row = row if row >= 0 else self._recording.reserve(entry, micro_step)
+        self._recording.fill(row, tensor)
+        return row
 
     def reserve(self, entry: Entry, micro_step: int) -> int:
         """Begin a row whose tensor is still on its way; -1 when it is not measured."""
@@ -123,6 +134,18 @@ class Sites:
     def note_functions(self, entry: Entry, functions: tuple[str, ...]) -> None:
         """Note which functions that are not defined everywhere made a tensor."""
         self._table.note_functions(entry, functions)
+
+    def name_alike(self, former: Entry, entry: Entry) -> None:
+        """Give a border, and its gradient, all names that its tensor has besides."""
+        if former.kind == Kind.ACTIVATION:
+            self.add_producer(entry, former.name)
+        elif former.name != entry.name:
+            self.add_consumer(entry, former.name.partition(":")[0])
+        for name in former.also:
+            self.add_producer(entry, name)
+        for name in former.consumers:
+            if name != entry.name or entry.kind == Kind.ACTIVATION:
+                self.add_consumer(entry, name)
 
     def add_producer(self, entry: Entry, name: str) -> None:
         """Name a tensor a second time, by an outer module that hands it on."""

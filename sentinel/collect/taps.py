@@ -49,14 +49,14 @@ from sentinel.collect.partial_functions import partial_functions
 from sentinel.collect.pipelining import in_inference
 from sentinel.collect.placements import arrived
 from sentinel.collect.recorder import Recorder
+from sentinel.collect.sightings import Sighting
+from sentinel.collect.site_order import SiteOrder
 from sentinel.collect.structure import Border, Structure
 from sentinel.collect.tensor_parallel import LocalTensors
 from sentinel.collect.tensors import Entry
 from sentinel.collect.weak import weakly
 from sentinel.record import Kind
 
-SITE_GAP = 64
-"""Distance of two neighbouring sites in `site_pos`: room for sites that are seen first in a later forward."""
 NO_FORWARD = "rows of this forward of the model, and of its backward, may be missing"
 MAX_LOOKS = 4
 """Forwards in which compiled parts are looked for, after each change of the taps (chosen)."""
@@ -85,14 +85,12 @@ class Chunk:
         self.had_backward = False
         self.backward_micro_step = 0
         self.generation = 0
-        self.next_pos = SITE_GAP
-        self._cursor = 0
-        """site_pos of the site that the running forward passed last."""
-        self._is_placed = False
-        """A whole forward has passed since the taps were changed: every usual site has its place."""
+        self.order = SiteOrder()
+        self._is_known = False
+        """A whole forward has passed since the taps were changed: every usual site was met."""
         self.is_settled = False
-        """Every usual site has its place, and nothing of the running forward is compiled, split, recomputed, handed on under
-        new objects or shown to anybody: tensors may be taken as they were before (`ModuleTap._take_again`)."""
+        """Every usual site was met, and nothing of the running forward is compiled, split, recomputed, handed on under new
+        objects or shown to anybody: tensors may be taken as they were before (`ModuleTap._take_again`)."""
         self.recomputes = False
         """A forward without graph was seen inside a training forward: reentrant checkpointing."""
         self.without_graph: set[int] = set()
@@ -103,9 +101,9 @@ class Chunk:
         """As ChunkInfo.flows."""
         self.has_trained = False
         self.taps: dict[str, ModuleTap] = {}
-        self._pending: list[tuple[str, torch.Tensor, Entry, int]] = []
-        """Outputs that a collective still writes: (module, tensor, site, reserved row)."""
-        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, Entry]] = {}
+        self._pending: list[tuple[str, torch.Tensor, Sighting]] = []
+        """Outputs that a collective still writes: (module, tensor, site with its reserved row)."""
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, Sighting]] = {}
         self._nodes: dict[Any, str] = {}
         """grad_fn of the tensors of the running forward -> their sites; while sites are being met for the first time."""
         self.locals = LocalTensors()
@@ -180,7 +178,7 @@ class Chunk:
             tap.configure(kinds, mine)
             wants_sites |= bool(kinds)
         self.generation += 1
-        self.next_pos, self._is_placed, self._num_looks, self.is_settled = SITE_GAP, False, 0, False
+        self._is_known, self._num_looks, self.is_settled = False, 0, False
         self.wants_sites = wants_sites
         set_gate(self)
 
@@ -356,21 +354,22 @@ class Chunk:
     def _begin(self) -> None:
         self.recorder.before_forward(self)
         self.in_forward, self.forward = True, object()
-        self._seen, self._nodes, self._pending, self._cursor = {}, {}, [], 0
+        self._seen, self._nodes, self._pending = {}, {}, []
+        self.order.begin()
         self.locals.begin(self.recorder.sites.place)
         self.graphs.begin(self.recorder.ended_steps)
         if self.aliases is not None:
             self.aliases.forget()
         self.is_settled = (
-            self._is_placed and not self.compiled and self.aliases is None and not self.locals.is_split
+            self._is_known and not self.compiled and self.aliases is None and not self.locals.is_split
             and not self.recomputes and not self.recorder.sites.has_onlookers
         )  # fmt: skip
 
     def _end(self) -> None:
         self.in_forward, self._seen, self._nodes = False, {}, {}
         self.graphs.forget()
-        if not self._is_placed:
-            self._is_placed = True
+        if not self._is_known:
+            self._is_known = True
             self._tell_blind_parts()
             for one in self.taps.values():
                 one.rest()
@@ -403,33 +402,33 @@ class Chunk:
 
     # -- tensors -----------------------------------------------------------------------------------------------------
 
-    def known(self, tensor: torch.Tensor, *, in_graph: bool = False) -> Entry | None:
-        """Return the entry under which this very tensor, unchanged since, was already measured in this forward."""
+    def known(self, tensor: torch.Tensor, *, in_graph: bool = False) -> Sighting | None:
+        """Return as what this very tensor, unchanged since, has passed a site of this forward."""
         found = self._seen.get(id(tensor))
         if found is not None and found[0]() is tensor and found[1] == tensor._version:
             return found[2]
-        entry = self.graphs.find(tensor, in_graph=in_graph) if self.compiled else None
-        return self.aliases.find(tensor) if entry is None and self.aliases is not None else entry
+        sighting = self.graphs.find(tensor, in_graph=in_graph) if self.compiled else None
+        return self.aliases.find(tensor) if sighting is None and self.aliases is not None else sighting
 
-    def meet(self, tensor: torch.Tensor, entry: Entry) -> bool:
+    def meet(self, tensor: torch.Tensor, sighting: Sighting) -> bool:
         """Let later sites find a tensor of a settled forward that passes a site now; False: it may be known already."""
         key = id(tensor)
         if key in self._seen or self._pending:
             return False
-        self._seen[key] = (weakref.ref(tensor), tensor._version, entry)
-        self._cursor = entry.site_pos
+        self._seen[key] = (weakref.ref(tensor), tensor._version, sighting)
+        self.order.cursor = sighting.entry.site_pos
         return True
 
-    def remember(self, tensor: torch.Tensor, entry: Entry) -> None:
+    def remember(self, tensor: torch.Tensor, sighting: Sighting) -> None:
         """Let later sites of this forward find the tensor."""
-        if not self._is_placed:
-            self._read_functions(tensor, entry)
-        self._seen[id(tensor)] = (weakref.ref(tensor), tensor._version, entry)
-        self.locals.remember(tensor, entry)
+        if not self._is_known:
+            self._read_functions(tensor, sighting.entry)
+        self._seen[id(tensor)] = (weakref.ref(tensor), tensor._version, sighting)
+        self.locals.remember(tensor, sighting)
         if self.compiled:
-            self.graphs.remember(tensor, entry, in_graph=False)
+            self.graphs.remember(tensor, sighting, in_graph=False)
         if self.aliases is not None:
-            self.aliases.remember(tensor, entry)
+            self.aliases.remember(tensor, sighting)
 
     def _read_functions(self, tensor: torch.Tensor, entry: Entry) -> None:
         """Note, once a site, which functions that are not defined everywhere made the tensor of what was seen before it."""
@@ -440,30 +439,30 @@ class Chunk:
             self.recorder.sites.note_functions(entry, partial_functions(node, self._nodes))
         self._nodes.setdefault(node, entry.name)
 
-    def source(self, tensor: torch.Tensor) -> Entry | None:
-        """Return the entry of the logical tensor that this one holds in another way: made a DTensor, gathered, localised."""
+    def source(self, tensor: torch.Tensor) -> Sighting | None:
+        """Return as what the logical tensor has passed that this one holds in another way: a DTensor, gathered, local."""
         if not self.locals.is_split:
             return None
         found = self.locals.source(tensor)
-        entry = self.known(found) if isinstance(found, torch.Tensor) else found
+        sighting = self.known(found) if isinstance(found, torch.Tensor) else found
         # Of a sum that was not formed yet only the summands were measured: what is formed of it is measured by itself.
-        return None if entry is None or "partial" in entry.placements.values() else entry
+        return None if sighting is None or "partial" in sighting.entry.placements.values() else sighting
 
-    def postpone(self, module: str, tensor: torch.Tensor, entry: Entry, row: int) -> None:
+    def postpone(self, module: str, tensor: torch.Tensor, sighting: Sighting) -> None:
         """Keep an output that a collective still writes until somebody has read it."""
-        if row >= 0 or self.recorder.sites.has_onlookers:
-            self._pending.append((module, tensor, entry, row))
+        if sighting.row >= 0 or self.recorder.sites.has_onlookers:
+            self._pending.append((module, tensor, sighting))
 
     def settle(self, module: str, one: torch.Tensor | None = None) -> None:
         """Measure what was postponed and is read by now: inside `module`, which has ended, or `one` about to be read."""
         if not self._pending:
             return
         left = []
-        for inner, tensor, entry, row in self._pending:
+        for inner, tensor, sighting in self._pending:
             if tensor is one or (one is None and (not module or inner.startswith(module + "."))):
-                self.recorder.sites.fill(row, entry, arrived(tensor), self.micro_step)
+                self.recorder.sites.fill(sighting.row, sighting.entry, arrived(tensor), self.micro_step)
             else:
-                left.append((inner, tensor, entry, row))
+                left.append((inner, tensor, sighting))
         self._pending = left
 
     def origin(self, tensor: torch.Tensor) -> torch.Tensor | tuple[Any, int] | None:
@@ -474,21 +473,6 @@ class Chunk:
             return None if self.aliases is None else self.aliases.origin(tensor)
         origin = self.locals.origin(tensor)
         return None if origin[0] is tensor.grad_fn else origin
-
-    def place_site(self, entry: Entry) -> None:
-        """Give the site its place in forward order, at its first appearance since the taps were last changed.
-
-        One that appears later (an output that is usually handed on as it is, until somebody changes it) comes right behind
-        the site before it, so that ranks which never see it agree on all others.
-        """
-        if entry.generation != self.generation:
-            entry.generation = self.generation
-            if self._is_placed:
-                entry.site_pos = self._cursor + 1
-            else:
-                entry.site_pos = self.next_pos
-                self.next_pos += SITE_GAP
-        self._cursor = entry.site_pos
 
     def note_without_graph(self, entry: Entry, tensor: torch.Tensor, kind: Kind) -> None:
         """A forward that reentrant checkpointing will run again: what is made in it has no gradient, what it is given has.
@@ -511,7 +495,7 @@ class Chunk:
 
     def hook_gradient(
         self, tensor: torch.Tensor, entry: Entry, origin: torch.Tensor | tuple[Any, int] | None = None
-    ) -> None:
+    ) -> GradientTap:
         """Take the gradient of `tensor` when its backward comes, once; or that of the logical tensor at its origin."""
         hook = GradientTap(self, entry, self.micro_step)
         costs = self.recorder.recording.costs
@@ -529,6 +513,20 @@ class Chunk:
             self.recorder.keep_until_step_ends(hook.handle)
         if costs.is_on:
             costs.turn_to(former)
+        return hook
+
+    def take_over(self, former: Sighting, entry: Entry) -> int:
+        """Make a border's what has passed before under another name; return its row, -1: it has none yet."""
+        row = self.recorder.sites.rename(former, entry, self.micro_step)
+        former.row = -1  # What a collective still writes is read at the border.
+        self.give_up(former)
+        return row
+
+    def give_up(self, former: Sighting) -> None:
+        """Do not measure the gradient of what has passed: a border will."""
+        if former.hook is not None:
+            former.hook.is_done = True
+        self.graphs.drop(former.serial)
 
 
 for _hook in (Chunk._root_pre, Chunk._root_post):

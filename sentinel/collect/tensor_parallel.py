@@ -15,6 +15,7 @@ from torch import nn
 
 from sentinel.collect.placement_graph import Key, PlacementGraph, name_of, word_of
 from sentinel.collect.placements import is_dtensor
+from sentinel.collect.sightings import Sighting
 from sentinel.collect.styles import declared_by_style
 from sentinel.collect.tensors import Entry
 from sentinel.place import Place
@@ -38,7 +39,7 @@ class LocalTensors:
         self._asked: dict[int, tuple[Entry, Any, int, bool]] = {}
         """Id of an entry -> entry, node that made its tensor (or the leaf itself), which output of the node, and whether it
         is computed for each head of an attention."""
-        self._seen: dict[Key, tuple[Any, Entry]] = {}
+        self._seen: dict[Key, tuple[Any, Sighting]] = {}
 
     @property
     def is_split(self) -> bool:
@@ -56,11 +57,11 @@ class LocalTensors:
         """Let go of the graph."""
         self._asked, self._seen = {}, {}
 
-    def remember(self, tensor: torch.Tensor, entry: Entry) -> None:
+    def remember(self, tensor: torch.Tensor, sighting: Sighting) -> None:
         """Let later sites find the logical tensor, however it is held there."""
         if self.is_split and tensor.grad_fn is not None:
             for node, number in ((tensor.grad_fn, tensor.output_nr), self.origin(tensor)):
-                self._seen[id(node), number] = (node, entry)
+                self._seen[id(node), number] = (node, sighting)
 
     def origin(self, tensor: torch.Tensor) -> tuple[Any, int]:
         """Return the node, and which of its outputs, that made the logical tensor: this one's own, or one behind it.
@@ -76,8 +77,8 @@ class LocalTensors:
             node, number = behind, at
         return node, number
 
-    def source(self, tensor: torch.Tensor) -> Entry | torch.Tensor | None:
-        """Return the entry, or else the leaf, of which this is the same logical tensor, held in another way."""
+    def source(self, tensor: torch.Tensor) -> Sighting | torch.Tensor | None:
+        """Return what has passed, or else the leaf, of which this is the same logical tensor, held in another way."""
         if not self.is_split:
             return None
         node: Any = tensor.grad_fn

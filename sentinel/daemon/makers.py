@@ -10,6 +10,7 @@ from sentinel.anomaly import Anomaly
 from sentinel.incidents.diagnosis.step_facts import FirstBad, Maker, Reading
 from sentinel.ingest.merge import StepView
 from sentinel.order.causal import is_nonfinite
+from sentinel.order.origin import maker_of
 
 MAX_MAKERS = 32
 """Tensors of a step that are looked at (chosen), in the order of the step."""
@@ -50,14 +51,20 @@ class MakerReader:
         for tensor in view.tensors:
             if tensor.kind in _OF_FORWARD:
                 self._places.setdefault((tensor.kind, tensor.name), []).append(tensor.index)
+                for name in tensor.also:  # Of what modules put out.
+                    self._places.setdefault(("activation", name), []).append(tensor.index)
                 for name in tensor.consumers:
                     self._read_by.setdefault(name, []).append(tensor.index)
 
     def _maker(self, view: StepView, rank: int, index: int, depth: int = MAX_BACK) -> Maker:
         tensor = view.tensors[index]
-        inputs = list(self._read_by.get(tensor.name, ()))
-        for name in (tensor.name, f"{tensor.name}:1"):
-            inputs += self._places.get(("activation_in", name), ())
+        inputs: list[int] = []
+        for made_by in (maker_of(tensor.name, tensor.border, tensor.also), tensor.name) if tensor.border else (tensor.name,):
+            inputs += self._read_by.get(made_by, ())
+            for name in (made_by, f"{made_by}:1"):
+                inputs += self._places.get(("activation_in", name), ())
+            if any(at != index for at in inputs):
+                break  # The innermost module that is seen.
         if not inputs and tensor.border_index > 0:
             before = tensor.depth, tensor.border_index - 1
             of_forward = [one for one in view.tensors if one.kind in _OF_FORWARD]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -67,7 +67,10 @@ def origin(anomaly: Anomaly, anomalies: Iterable[Anomaly] = ()) -> Origin:
     if anomaly.num_members:
         pass  # a group of tensors is no module
     elif phase is Phase.FORWARD:
-        if kind == "activation_in" and anomaly.border:
+        maker = maker_of(anomaly.tag_name, anomaly.border, anomaly.also) if _sees_modules(anomaly, anomalies) else ""
+        if maker:
+            name = module = maker
+        elif kind == "activation_in" and anomaly.border:
             name = anomaly.segment or f"input of {anomaly.tag_name}"
         elif kind == "activation_in":
             # No module put this out: it was made between modules, by the code of the one around them.
@@ -137,6 +140,21 @@ def _is_inside(module: str, segment: str) -> bool:
     if segment.rpartition(".")[2] in ("stem", "head"):
         return _CHUNK.fullmatch(module) is None
     return bool(segment) and module.startswith(segment + ".")
+
+
+def maker_of(name: str, border: str, also: Sequence[str]) -> str:
+    """Return the innermost module that put a border's tensor out, where modules were ever measured; empty: none is known.
+
+    also: the names of outputs that the tensor has beside that of its border.
+    """
+    for one in also:
+        module = tensor_name(one)
+        is_inside = module.startswith(f"{name}.")
+        if border == "chunk_output" or (border == "block_output" and is_inside):
+            return module
+        if border == "block_input" and not is_inside and module != name:
+            return module
+    return ""
 
 
 def _sees_modules(anomaly: Anomaly, anomalies: Iterable[Anomaly]) -> bool:

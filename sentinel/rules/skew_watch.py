@@ -328,10 +328,14 @@ def _inputs(layout: Layout) -> dict[int, int]:
     for tensor in layout.tensors:
         if tensor.kind == "activation_in":
             of_module[tensor.name, tensor.ranks] = tensor.index
-        elif tensor.kind == "activation":
+        if tensor.kind in ("activation_in", "activation"):
             for name in tensor.consumers:
                 of_module.setdefault((name, tensor.ranks), tensor.index)
-    outputs = ((one, of_module.get((one.name, one.ranks))) for one in layout.tensors if one.kind == "activation")
+    outputs = (
+        (one, of_module.get((name, one.ranks)))
+        for one in layout.tensors
+        for name in ((one.name,) if one.kind == "activation" else one.also if one.kind == "activation_in" else ())
+    )
     return {one.index: at for one, at in outputs if at is not None and at != one.index}
 
 

@@ -30,6 +30,7 @@ def sweep(layout: str, monitoring: str, every: int, *options: str) -> dict[str, 
     [
         ("pp2dp2", "on", 11, ()),
         ("pp2dp2", "on", 13, ("--sudden",)),
+        ("pp2dp2", "late", 11, ()),
         ("pp2dp2", "off", 11, ()),
         ("interleaved", "on", 23, ()),
         ("gpipe", "off", 23, ()),

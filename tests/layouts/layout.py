@@ -57,14 +57,23 @@ class Result:
 
 
 def train(
-    folder: Path, build: Build, world: int, *, config: Mapping[str, Any] | None = None, num_steps: int = NUM_STEPS
+    folder: Path,
+    build: Build,
+    world: int,
+    *,
+    config: Mapping[str, Any] | None = None,
+    num_steps: int = NUM_STEPS,
+    modules_at: int | None = None,
 ) -> list[Result]:
-    """Train with `world` processes; config None: without Sentinel. Returns what each rank says."""
+    """Train with `world` processes; config None: without Sentinel. Returns what each rank says.
+
+    modules_at: a step in which modules are measured too.
+    """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     port = free_port()
     settings = dict(config) if config is not None else None
     ranks = [
-        CONTEXT.Process(target=_rank, args=(rank, world, port, str(folder), build, settings, num_steps))
+        CONTEXT.Process(target=_rank, args=(rank, world, port, str(folder), build, settings, num_steps, modules_at))
         for rank in range(world)
     ]
     for process in ranks:
@@ -82,8 +91,9 @@ def train(
 
 
 def _rank(
-    rank: int, world: int, port: int, folder: str, build: Build, config: dict[str, Any] | None, num_steps: int
-) -> None:
+    rank: int, world: int, port: int, folder: str, build: Build, config: dict[str, Any] | None, num_steps: int,
+    modules_at: int | None,
+) -> None:  # fmt: skip
     try:
         os.environ.update(SENTINEL_DIR=folder, SENTINEL_RUN="run", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         torch.set_num_threads(1)
@@ -97,6 +107,8 @@ def _rank(
             monitor = attach(trainer.models if len(trainer.models) > 1 else trainer.models[0], trainer.optimizer, config)
         losses, norms = [], []
         for step in range(num_steps):
+            if step == modules_at and monitor is not None:
+                monitor.enable(["activation", "activation_in", "dgrad", "dgrad_in"], for_steps=1)
             loss, norm = trainer.train_step(step)
             losses.append(float(loss))
             norms.append(float(norm))

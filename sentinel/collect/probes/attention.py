@@ -178,7 +178,7 @@ class Attention:
         context = self._context
         number = self._number(chunk, name)
         entries = [self._entry(chunk, name + f":{one}" + (f":{number}" if number else "")) for one in QUANTITIES]
-        chunk.place_site(entries[0])
+        chunk.order.place(entries[0])
         entries[1].site_pos = entries[0].site_pos
         wanted = [context.plan.measures(entry) for entry in entries]
         if not any(wanted):

@@ -145,7 +145,7 @@ class RouterProbe:
         logits = logits.reshape(-1, router.num_experts)
         shown = _shown(output, logits)
         entries = {name: self._entry(one, name) for name in (*AT_ONCE, *AT_END)}
-        one.chunk.place_site(entries["logits"])
+        one.chunk.order.place(entries["logits"])
         wanted = set()
         for name, entry in entries.items():
             entry.site_pos = entries["logits"].site_pos

@@ -1,0 +1,205 @@
+"""A border of the black box has one name, whatever else is measured: its series goes on when monitoring is switched."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import sentinel
+
+from .conftest import Block, Said
+
+MODULE_KINDS = ["activation", "activation_in", "dgrad", "dgrad_in"]
+
+
+class Gpt(nn.Module):
+    """As Hugging Face builds BLOOM: embeddings, their norm, blocks in a list, a norm; a head around it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(11, 8),
+                "wpe": nn.Embedding(5, 8),
+                "ln_e": nn.LayerNorm(8),
+                "h": nn.ModuleList([PostNorm() if how == "post-norm" else Block(8) for _ in range(2)]),
+                "ln_f": nn.LayerNorm(8),
+            }
+        )
+        self.lm_head = nn.Linear(8, 11)
+
+    def forward(self, batch: torch.Tensor) -> Any:
+        parts: Any = self.transformer
+        x = parts["ln_e"](parts["wte"](batch) + parts["wpe"](torch.arange(batch.shape[1])))
+        for block in parts["h"]:
+            if self.how.startswith("checkpointed"):
+                x = checkpoint(block, x, use_reentrant=self.how.endswith("reentrant"))
+            else:
+                x = block(x)
+        logits = self.lm_head(parts["ln_e"](parts["ln_f"](x)) if self.how == "shared" else parts["ln_f"](x))
+        return {"logits": logits} if self.how == "mapping" else logits
+
+
+class PostNorm(nn.Module):
+    """A block whose last module makes its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.ln = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.ln(x + self.fc(x))
+        return normed
+
+
+class Residual(nn.Module):
+    """As torchvision builds ResNet: one activation function, called twice; the second time it makes the block's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.relu = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.relu(self.conv2(self.relu(self.conv1(x))) + x)
+        return made
+
+
+class ConvNet(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU())
+        self.layer1 = nn.Sequential(Residual(), Residual())
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(4, 11)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.fc(self.pool(self.layer1(self.stem(batch))).flatten(1))
+        return found
+
+
+MODELS: dict[str, Any] = {
+    "gpt": Gpt, "post-norm": Gpt, "shared": Gpt, "mapping": Gpt, "checkpointed": Gpt, "checkpointed reentrant": Gpt,
+    "resnet": ConvNet,
+}  # fmt: skip
+COMPILERS: dict[str, Any] = {
+    "eager": lambda model: model,
+    "whole": lambda model: torch.compile(model, backend="aot_eager"),
+    "blocks": lambda model: [one.compile(backend="aot_eager") for one in blocks_of(model)] and model,
+}
+
+
+def blocks_of(model: Any) -> Any:
+    return model.layer1 if isinstance(model, ConvNet) else model.transformer["h"]
+
+
+def batch_of(model: nn.Module, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(model, ConvNet):
+        return torch.randn(4, 1, 6, 6, generator=generator)
+    return torch.randint(0, 11, (4, 5), generator=generator)
+
+
+def train(folder: Path, how: str, compiler: str, config: dict[str, Any], *, switch_at: int | None = None) -> Said:
+    """Three steps of two micro-batches; one of them may measure modules too."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = MODELS[how](how)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor: Any = sentinel.attach(model, optimizer, {"directory": str(folder), "run": "run", **config})
+    call = COMPILERS[compiler](model)
+    for step in range(3):
+        if step == switch_at:
+            monitor.enable(MODULE_KINDS, for_steps=1)
+        optimizer.zero_grad()
+        losses = []
+        for micro_step in range(2):
+            made = call(batch_of(model, 10 * step + micro_step))
+            losses.append((made["logits"] if isinstance(made, dict) else made).square().mean())
+        for loss in losses:  # Forwards first: a gradient belongs to its own micro-step.
+            loss.backward()
+        optimizer.step()
+    monitor.detach()
+    said = Said(folder / "run")
+    assert not said.health, said.health
+    return said
+
+
+def borders(said: Said, step: int) -> dict[tuple[str, str, int], tuple[Any, ...]]:
+    """(kind, name, micro_step) -> what a row of the black box says."""
+    found: dict[tuple[str, str, int], tuple[Any, ...]] = {}
+    for tensor, row in said.rows[step]:
+        if tensor.border:
+            key = tensor.kind, tensor.name, int(row["micro_step"])
+            assert key not in found
+            norm = math.sqrt(row["m2"] + row["count"] * row["mean"] ** 2)
+            found[key] = tensor.border, tensor.border_index, int(row["count"]), float(row["mean"]), norm
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name in ("SENTINEL_DISABLE", "SENTINEL_RUN", "SENTINEL_DIR", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("how", MODELS)
+def test_series_go_on_while_modules_are_measured(tmp_path: Path, how: str, compiler: str) -> None:
+    if compiler != "eager" and how == "checkpointed reentrant":
+        compiler = "blocks"  # A graph of the whole holds no reentrant checkpoint.
+    alone = train(tmp_path / "alone", how, compiler, {"per_micro_step": True})
+    switched = train(tmp_path / "switched", how, compiler, {"per_micro_step": True}, switch_at=1)
+
+    for step in range(3):
+        expected, found = borders(alone, step), borders(switched, step)
+        assert len(expected) >= 2 * (4 + 4)
+        assert found.keys() == expected.keys(), step
+        assert found == expected
+    assert len(switched.rows[1]) > len(alone.rows[1]) + 20
+    assert len(switched.rows[2]) == len(alone.rows[2])
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_no_tensor_stands_twice_and_its_other_names_stay_with_it(tmp_path: Path, compiler: str) -> None:
+    said = train(tmp_path, "gpt", compiler, {}, switch_at=1)
+
+    stem = said.tensor("activation_in", "transformer.h.0")
+    assert stem.also == ("transformer.ln_e",) and "transformer.h.0.ln" in stem.consumers
+    assert said.tensor("dgrad_in", "transformer.h.0").also == ("transformer.ln_e",)
+    assert said.tensor("activation", "").also == said.tensor("dgrad", "").also == ("lm_head",)
+    assert not {"transformer.ln_e", "lm_head"} & {*said.names(1, "activation"), *said.names(1, "dgrad")}
+    forward = [(int(row["call_id"]), t) for t, row in said.rows[1] if t.kind.startswith("activation")]
+    order = [tensor.name for _, tensor in sorted(forward, key=lambda one: one[0])]
+    assert order.index("transformer.wpe") < order.index("transformer.h.0") < order.index("transformer.h.0.ln")
+    places = [tensor.site_pos for _, tensor in sorted(forward, key=lambda one: one[0])]
+    assert places == sorted(places)
+
+
+def test_what_calls_a_module_twice_keeps_the_other_call(tmp_path: Path) -> None:
+    said = train(tmp_path, "resnet", "eager", {"per_micro_step": True}, switch_at=1)
+
+    for kind in ("activation", "dgrad"):
+        assert said.names(1, kind).count("layer1.0.relu") == said.names(1, kind).count("layer1.0") == 2  # Micro-steps.
+
+
+def test_modules_that_were_measured_first_change_no_name_later(tmp_path: Path) -> None:
+    config = {"kinds": ["wgrad", *MODULE_KINDS], "collect_times": 1, "per_micro_step": True}
+    alone = train(tmp_path / "alone", "gpt", "eager", {"per_micro_step": True})
+
+    said = train(tmp_path / "first", "gpt", "eager", config, switch_at=2)
+
+    assert "transformer.ln_e" in said.names(0, "activation")
+    for step in (1, 2):
+        assert borders(said, step) == borders(alone, step)
+    assert len(said.rows[2]) > len(said.rows[1]) + 20
