@@ -181,6 +181,14 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     """What people did about it, oldest first."""
     nature: str = ""
     """The kind of harm: `nonfinite`, `finite`, or `liveness` (ranks and rows that do not come); empty: an older record."""
+    active_step: int = -1
+    """Newest step, when this was written, in which something of it was anomalous: what goes on makes no anomaly of its own
+    in each step, so that `last_step`, the newest of its anomalies, may be older. -1: not known."""
+
+    @property
+    def steps(self) -> str:
+        """The steps that it spans, in words: `230 to 280`."""
+        return f"{self.opened_step} to {max(self.last_step, self.active_step)}"
 
     @property
     def reasons(self) -> tuple[str, ...]:

@@ -231,7 +231,8 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         lines.append(f"  {one['severity'].upper():8} {one['title']} [{one['state']}, {one['id']}]")
         first = f"first cause: {one['root_name']}" if one["root_name"] else "first cause: unknown"
         verdict = f"; suspected: {one['verdict']}" if one["verdict"] != "unknown" else ""
-        lines.append(f"           steps {one['opened_step']} to {one['last_step']}; {first}{verdict}")
+        newest = max(one["last_step"], one["active_step"])
+        lines.append(f"           steps {one['opened_step']} to {newest}; {first}{verdict}")
     if len(ranked) > 20:
         lines.append(f"  and {len(ranked) - 20} more: sentinel status {report['directory']}")
     return lines

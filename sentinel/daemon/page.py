@@ -52,6 +52,11 @@ def render_page(
     )
 
 
+def _steps(one: Mapping[str, Any]) -> str:
+    newest = max(one.get("last_step", -1), one.get("active_step", -1))
+    return f"{one['opened_step']} to {newest}" if "opened_step" in one else ""
+
+
 def _incidents(incidents: list[Mapping[str, Any]]) -> str:
     if not incidents:
         return '<h2>Open incidents</h2><p class="ok">None.</p>'
@@ -66,7 +71,7 @@ def _incidents(incidents: list[Mapping[str, Any]]) -> str:
             f"<td>{_text(one.get('title', ''))}<br><code>{_text(one.get('id', ''))}</code></td>"
             f"<td>{_text(one.get('root_name', ''))}<br>"
             f'<span class="muted">{_text(_or_empty(one, "module", "segment"))}</span></td>'
-            f"<td>{_text(ranks)}</td><td>{_text(one.get('opened_step', ''))} to {_text(one.get('last_step', ''))}</td>"
+            f"<td>{_text(ranks)}</td><td>{_text(_steps(one))}</td>"
             f"<td>{_text(one.get('num_members', ''))}</td>"
             f"<td>{_text(_newest_act(one))}</td>"
             f"<td>{_text(one.get('verdict', ''))}<br><span class='muted'>{_text(evidence)}</span></td></tr>"

@@ -132,7 +132,8 @@ def tell(story: Story, width: int = WIDTH) -> str:
 
 def _head(story: Story) -> list[str]:
     one = story.incident
-    steps = f"step {one.opened_step}" if one.opened_step == one.last_step else f"steps {one.opened_step} to {one.last_step}"
+    is_single = one.opened_step == max(one.last_step, one.active_step)
+    steps = f"step {one.opened_step}" if is_single else f"steps {one.steps}"
     state = f"{one.state} into {one.merged_into}" if one.merged_into else one.state
     facts = [f"incident {one.id}", one.severity.value, state, f"run {one.run}, attempt {one.attempt}", steps]
     facts.append(_count(one.num_members, "anomaly", "anomalies"))

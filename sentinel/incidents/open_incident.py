@@ -91,6 +91,8 @@ class OpenIncident(msgspec.Struct, kw_only=True):
         if evidence is not None:
             self.facts = (*self.facts, evidence)
             self.incident = msgspec.structs.replace(self.incident, evidence=(*self.diagnosis.lines, *self.facts))
+        active = max((sign.last_step for sign in self.case.signs.values()), default=-1)
+        self.incident = msgspec.structs.replace(self.incident, active_step=max(active, self.incident.active_step))
 
     def join(self, group: list[Anomaly], facts: StepFacts | None, *, is_skipped: bool) -> None:
         """Take in anomalies that it explains. Title and root follow the worst of them (DESIGN.md, section 7b)."""

@@ -199,7 +199,7 @@ def facts(incident: Incident) -> list[tuple[str, str]]:
         ("segment", incident.segment),
         ("ranks", ranks),
         ("known", "; ".join(incident.facts[:4])),
-        ("steps", f"{incident.opened_step} to {incident.last_step}"),
+        ("steps", incident.steps),
         ("anomalies", str(incident.num_members) if incident.num_members else ""),
         ("detectors", ", ".join(incident.detectors[:8])),
         ("people", "; ".join(act.in_words for act in incident.acts[-3:])),

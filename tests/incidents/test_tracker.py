@@ -392,3 +392,19 @@ def test_a_value_seen_while_a_rank_was_not_heard_is_not_called_born_there():
     assert "seen in loss on rank 5" in late.title and "rank 1 not heard of that step" in late.title
     assert any("it may have been born there" in line for line in late.evidence)
     assert "born in loss on rank 5" in whole.title
+
+
+def test_an_incident_that_goes_on_without_a_new_anomaly_says_until_when():
+    """A NaN at steps 41 and 51 is one episode and one anomaly: the incident spans both all the same."""
+    tracker = IncidentTracker()
+    root = anomaly("activation", "blocks.2", 41, segment="blocks.2", border="block_output", **REPLICAS)
+    (opened,) = tracker.update(41, [root], is_skipped=True, facts=StepFacts(ongoing=frozenset({root.id})))
+    for step in range(42, 120):
+        facts = StepFacts(ongoing=frozenset({root.id}) if step == 51 else frozenset())
+        over = [end(root, 90)] if step == 90 else []
+        told = [one for one in tracker.update(step, over, facts=facts) if one.state == "resolved"]
+        if told:
+            break
+
+    (closed,) = told
+    assert (opened.steps, closed.steps, closed.last_step) == ("41 to 41", "41 to 51", 41)
