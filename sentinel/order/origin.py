@@ -149,6 +149,8 @@ def maker_of(name: str, border: str, also: Sequence[str]) -> str:
     """
     for one in also:
         module = tensor_name(one)
+        if not module or _CHUNK.fullmatch(module) or name.startswith(f"{module}."):
+            continue  # The whole model, or a module around it: its row has the name of the innermost already.
         is_inside = module.startswith(f"{name}.")
         if border == "chunk_output" or (border == "block_output" and is_inside):
             return module

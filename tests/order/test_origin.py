@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
-from sentinel.order.origin import origin
+from sentinel.order.origin import maker_of, origin
 
 
 def anomaly(kind="activation", name="blocks.0", **fields):
@@ -121,3 +123,23 @@ def test_what_a_probe_formed_names_the_module_that_it_looked_at():
     }
 
     assert {key: origin(anomaly(*key, value_text="")).module for key in named} == named
+
+
+@pytest.mark.parametrize(
+    ("name", "border", "also", "maker"),
+    [
+        ("model", "chunk_output", ("head",), "head"),
+        ("stage3", "chunk_output", ("head",), "head"),
+        ("head", "chunk_output", ("model",), ""),
+        ("head", "chunk_output", ("",), ""),
+        ("G.head", "chunk_output", ("G",), ""),
+        ("blocks.1", "block_output", ("blocks.1.mlp",), "blocks.1.mlp"),
+        ("blocks.1", "block_output", ("stage1",), ""),
+        ("blocks.0", "block_input", ("emb",), "emb"),
+        ("blocks.0", "block_input", ("model", "emb"), "emb"),
+    ],
+)
+def test_a_border_was_made_by_the_innermost_module_that_put_its_tensor_out(
+    name: str, border: str, also: tuple[str, ...], maker: str
+) -> None:
+    assert maker_of(name, border, also) == maker
