@@ -68,9 +68,9 @@ def settle(is_settled: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("end", ["out of scope", "close", "with"])
 def test_two_hundred_attaches_leave_nothing(tmp_path: Path, end: str, config: dict[str, Any]) -> None:
+    before = threading.active_count()
     trial(tmp_path, end, **config)  # what is loaded once
-    gc.collect()
-    settle(lambda: threading.active_count() == 1)
+    settle(lambda: threading.active_count() <= before)
     threads, files = threading.active_count(), num_files()
 
     num_trials = 200 if end == "out of scope" and not config else 20
@@ -79,7 +79,7 @@ def test_two_hundred_attaches_leave_nothing(tmp_path: Path, end: str, config: di
     gc.collect()
 
     assert [one() for one in left if one() is not None] == []
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     assert num_files() <= files + 3, "what torch or the test run opened meanwhile is not one an attach"
     assert len(waiting.WORKS.users) == 0 and waiting.WORKS.names == frozenset()
 
