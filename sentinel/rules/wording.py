@@ -188,8 +188,8 @@ def stale(
     elif is_sure:
         text = f"{who} hangs: no progress for {seconds:.0f} s (limit {limit:.0f} s)"
     elif not waiting and all(one.is_waiting > 0 for one in facts):
-        text = f"{who} wait for each other: no progress for {seconds:.0f} s (limit {limit:.0f} s); they call collectives or "
-        text += "sends in different orders, or not all of them: see each rank's stack (py-spy dump --pid PID)"
+        text = f"{who} wait for each other: no progress for {seconds:.0f} s (limit {limit:.0f} s); perhaps not all call "
+        text += "the same collectives in one order, or a connection is lost: see each rank's stack (py-spy dump --pid PID)"
     else:
         text = f"one of {who} hangs, nothing tells which: no progress for {seconds:.0f} s (limit {limit:.0f} s)"
     text += "; last seen " + ", ".join(where_stands(one, many) for one in facts[:4])
