@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sentinel.native.fallback import point_at_own
+from sentinel import native
 from sentinel.record import NONE_ID, ROW_DTYPE, STATS_DTYPE, STATS_OFFSET, Flag, Kind
 
 WORDS = STATS_DTYPE.itemsize // 8
@@ -42,6 +42,9 @@ SCALED_KINDS = [int(Kind.WGRAD), *GRADIENT_KINDS]
 _META = struct.Struct("<IBBHiIIIIIii")
 _EMPTY_ROW = np.zeros((), ROW_DTYPE)
 _EMPTY_ROW["min"], _EMPTY_ROW["max"] = np.inf, -np.inf
+_LUMP = np.dtype((np.void, ROW_DTYPE.itemsize))
+"""A row without its fields: numpy copies such rows as they are, and others field by field."""
+_EMPTY_LUMP = _EMPTY_ROW.view(_LUMP)
 
 
 class StepRows:
@@ -70,6 +73,7 @@ class StepRows:
         self.is_read_early = False
         """An adapter reads the weight gradients before its trainer's scaler divides them."""
         self._bytes = memoryview(b"")
+        self._lumps = np.empty(0, _LUMP)
         self._words = torch.empty(0)
         self._devices: dict[torch.device, DeviceStats] = {}
         self._open_device = open_device or DeviceStats
@@ -78,6 +82,7 @@ class StepRows:
     def _point_into_array(self) -> None:
         self.address = self.array.ctypes.data + STATS_OFFSET
         self._bytes = memoryview(self.array.view(np.uint8).data)
+        self._lumps = self.array.view(_LUMP)
         words = self.array.view(np.int64).reshape(self.capacity, ROW_DTYPE.itemsize // 8)
         self._words = torch.from_numpy(words)[:, STATS_OFFSET // 8 :]
 
@@ -170,7 +175,7 @@ class StepRows:
         divisor = self.dgrad_divisor / scaling if scaling > 0.0 and math.isfinite(scaling) else self.dgrad_divisor
         if divisor != 1.0:
             divide_gradients(used, divisor, DGRAD_KINDS)
-        point_at_own(used)
+        native.point_at_own(self.array, self.num_rows)
         return num_missing
 
     def finish_arrived(self) -> bool:
@@ -189,7 +194,7 @@ class StepRows:
 
     def reset(self) -> None:
         """Make the buffer empty again."""
-        self.array[: self.num_rows] = _EMPTY_ROW
+        self._lumps[: self.num_rows] = _EMPTY_LUMP
         self.num_rows = 0
         self.grad_scale, self.dgrad_divisor, self.dgrad_scaling, self.is_read_early = 1.0, 1.0, 1.0, False
         for device in self._devices.values():

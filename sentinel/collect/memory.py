@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,19 +19,32 @@ _DEVICE_COUNTERS = (
 """(scalar, counter of torch's caching allocator, which of its values). The peak is since the trainer last reset it."""
 
 
+FRESH_S = 0.1
+"""How long what was read counts as what is in use now: of shorter steps not each is worth the reading (chosen)."""
+
+
 class MemoryUse:
     """Names and numbers of the memory in use; what cannot be read once is not asked for again."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, fresh_s: float = FRESH_S) -> None:
         """device: where the model lies."""
         self._device = device
+        self._fresh_s = fresh_s
         self._counters = getattr(_module_of(device), "memory_stats_as_nested_dict", None)
         self._statm: int | None = None
         """Opened at the first question; -1: there is none, or no more."""
         self._page = 0
+        self._read: Mapping[str, float] = {}
+        self._read_at = -math.inf
 
     def __call__(self) -> Mapping[str, float]:
-        """Return scalar -> bytes, now."""
+        """Return scalar -> bytes, read at most `fresh_s` ago."""
+        now = time.monotonic()
+        if now - self._read_at >= self._fresh_s:
+            self._read, self._read_at = self._read_now(), now
+        return self._read
+
+    def _read_now(self) -> Mapping[str, float]:
         found: dict[str, float] = {}
         if self._statm is None:
             self._statm = -1

@@ -6,6 +6,7 @@
     add_channel_squares(pointer, rows, channels, dtype, sums)   squares of each channel
     tensor_reader                                 the first two of plain tensors as torch has them, see tensors.py; or None
     fold_rows(rows, num_rows) -> rows left        one row per (tensor, kind), in place
+    point_at_own(rows, num_rows)                  rows that name no observation name their own, in place
     merge_rows(rows, group, num_groups) -> STATS  rows of several ranks merged
     judge_forms(stats, ..., forms, hits)          all running baselines and limits of a step; None without the library,
     prepare_forms(forms, hits) -> judge           for detect/forms.py is the numpy of it
@@ -45,6 +46,7 @@ if _library is not None:
     add_channel_squares = _library.add_channel_squares
     measure_one = _library.measure_one
     fold_rows = _library.fold_rows
+    point_at_own = _library.point_at_own
     merge_rows = _library.merge_rows
     judge_forms: Callable[..., int] | None = _library.judge_forms
     prepare_forms: Callable[[np.ndarray, np.ndarray], JudgeForms] | None = _library.prepare_forms
@@ -61,6 +63,7 @@ else:
     add_channel_squares = _fallback.add_channel_squares
     measure_one = _fallback.measure_one
     fold_rows = _fallback.fold_rows
+    point_at_own = _fallback.point_at_own
     merge_rows = _fallback.merge_rows
     judge_forms = None
     prepare_forms = None
@@ -85,6 +88,7 @@ __all__ = [
     "measure_one",
     "merge_rows",
     "pack_layouts",
+    "point_at_own",
     "prepare_digest",
     "prepare_forms",
     "take_rows",

@@ -146,9 +146,7 @@ def add_channel_squares(
             sums[start : start + len(squares)] += np.where(squares <= np.finfo(np.float64).max, squares, 0.0)
 
 
-def _pairs(
-    numel: int, shape: Sequence[int] | None, strides: Sequence[int] | None
-) -> tuple[list[tuple[int, int]], int]:
+def _pairs(numel: int, shape: Sequence[int] | None, strides: Sequence[int] | None) -> tuple[list[tuple[int, int]], int]:
     """Return (stride, size) of the dimensions to be read, the longest steps first, and how often a broadcast shows them."""
     if shape is None or strides is None:
         return [(1, numel)], 1
@@ -320,7 +318,7 @@ def fold_rows(rows: np.ndarray, num_rows: int) -> int:
     check_rows(rows, num_rows)
     used = rows[:num_rows]
     num_bad = used["num_nan"] + used["num_pos_inf"] + used["num_neg_inf"]
-    point_at_own(used)
+    point_at_own(rows, num_rows)
     is_folding = (used["micro_step"] != -1) | (used["flags"] & FOLDED != 0)
     key = used["tensor"].astype(np.int64) << 8 | used["kind"]
     key[~is_folding] = -1 - np.flatnonzero(~is_folding)
@@ -351,8 +349,9 @@ def fold_rows(rows: np.ndarray, num_rows: int) -> int:
     return num_groups
 
 
-def point_at_own(rows: np.ndarray) -> None:
-    """Let rows that do not say which observation was non-finite, or largest, point at their own; in place."""
+def point_at_own(rows: np.ndarray, num_rows: int) -> None:
+    """As Library.point_at_own."""
+    rows = rows[:num_rows]
     rows["num_folded"] = np.maximum(rows["num_folded"], 1)
     num_bad = rows["num_nan"] + rows["num_pos_inf"] + rows["num_neg_inf"]
     for name, applies in (("bad", num_bad > 0), ("max", rows["count"] > 0)):

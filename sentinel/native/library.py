@@ -20,12 +20,12 @@ QUICK_ELEMENTS = 100_000
 """Below this a call keeps the GIL: it ends within some 20 us, and to get the GIL back may take 5 ms (chosen)."""
 
 QUICK_TENSORS = 4096
-"""Steps of fewer tensors are judged without releasing the GIL: some 50 us (chosen)."""
+"""Steps of fewer tensors are judged, and folded, without releasing the GIL: some 50 us (chosen)."""
 
 QUICK_BYTES = 1_000_000
 """So many bytes are checked without releasing the GIL: some 100 us (chosen)."""
 
-_INTERFACE = 3
+_INTERFACE = 4
 """Grows when arguments of a function change: a library built from other sources would read the wrong ones."""
 
 _WITH_CHECKSUM, _ACCUMULATE = 1, 2
@@ -80,6 +80,8 @@ class Library:
                 library.sentinel_add_channel_squares.restype = i64
                 library.sentinel_fold_rows.argtypes = [pointer, i64]
                 library.sentinel_fold_rows.restype = i64
+                library.sentinel_point_at_own.argtypes = [pointer, i64]
+                library.sentinel_point_at_own.restype = None
                 library.sentinel_merge_rows.argtypes = [pointer, i64, pointer, i64, pointer, i64]
                 library.sentinel_merge_rows.restype = None
                 library.sentinel_judge_forms.argtypes = [*[pointer] * 4, i64, pointer, i64, pointer, i32]
@@ -107,7 +109,8 @@ class Library:
         self._measure_one_quickly = quick.sentinel_measure_one
         self._count_below = slow.sentinel_count_below
         self._add_channel_squares = slow.sentinel_add_channel_squares
-        self._fold_rows = slow.sentinel_fold_rows
+        self._fold_rows, self._fold_rows_quickly = slow.sentinel_fold_rows, quick.sentinel_fold_rows
+        self._point_at_own = quick.sentinel_point_at_own
         self._merge_rows = slow.sentinel_merge_rows
         self._digest, self._digest_quickly = slow.sentinel_digest_rows, quick.sentinel_digest_rows
         self._take_rows = quick.sentinel_take_rows
@@ -235,11 +238,20 @@ class Library:
         Moments merge (Pebay), counts add, flags are united and FOLDED is set, micro_step becomes -1, call_id and
         site_pos stay the first's. `bad_*` keeps the first non-finite observation, `max_*` that of the largest finite
         absolute value; rows that do not say yet get their own. Rows that belong to no micro-batch (micro_step -1, not
-        FOLDED: params, wgrads) are not folded. Releases the GIL.
+        FOLDED: params, wgrads) are not folded. Releases the GIL where there are many.
         """
         check_rows(rows, num_rows)
-        left = int(self._fold_rows(rows.ctypes.data, num_rows))
+        fold = self._fold_rows_quickly if num_rows < QUICK_TENSORS else self._fold_rows
+        left = int(fold(rows.ctypes.data, num_rows))
         return left if left >= 0 else fallback.fold_rows(rows, num_rows)
+
+    def point_at_own(self, rows: np.ndarray, num_rows: int) -> None:
+        """Let rows that do not say which observation was non-finite, or largest, point at their own: the first `num_rows`.
+
+        In place; rows that stand for no observation yet stand for one.
+        """
+        check_rows(rows, num_rows)
+        self._point_at_own(rows.ctypes.data, num_rows)
 
     def merge_rows(self, rows: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
         """Return the statistics of each group of rows: [num_groups] STATS, merged in the order of the rows.

@@ -23,6 +23,12 @@ static void point_at_own(Row *row)
     }
 }
 
+/* Let rows that do not say which observation was non-finite, or largest, point at their own; in place. */
+EXPORT void sentinel_point_at_own(Row *rows, int64_t num)
+{
+    for (int64_t i = 0; i < num; i++) point_at_own(&rows[i]);
+}
+
 /* Fold rows in place by (tensor, kind), in order of first appearance. Rows that belong to no micro-batch (micro_step -1,
  * not FOLDED) stay as they are. Returns the number of rows left, or -1 where there is no memory. */
 EXPORT int64_t sentinel_fold_rows(Row *rows, int64_t num)

@@ -46,7 +46,10 @@ MAX_STEPS = 16 * 1024
 MAX_NOTES = 256
 """Small records (health, answers) that may wait for the disk."""
 HEARTBEAT_S = 1.0
-CONTROL_POLL_S = 0.02
+CONTROL_POLL_S = 0.05
+"""Between looks into the control folder while something is trained."""
+PULSE_S = 0.02
+"""Longest time without a beat while something is trained. Steps that follow each other faster need no waking for it."""
 IDLE_POLL_S = 0.25
 """How often the control folder is looked at while nobody trains."""
 
@@ -295,9 +298,11 @@ class Handover:
             self._next_heartbeat_ns = now + self._heartbeat_ns
             self._guarded("heartbeat", self._beat)
         if now >= self._next_poll_ns:
-            is_training = self._activity == "train" or now < self._busy_until_ns
-            self._next_poll_ns = now + (self._control_poll_ns if is_training else int(IDLE_POLL_S * _NS))
+            self._next_poll_ns = now + (self._control_poll_ns if self._is_training(now) else int(IDLE_POLL_S * _NS))
             self._guarded("control", self._poll_control)
+
+    def _is_training(self, now_ns: int) -> bool:
+        return self._activity == "train" or now_ns < self._busy_until_ns
 
     def _ring(self) -> None:
         # Releasing a lock nobody holds means that the writer is already told.
@@ -309,7 +314,8 @@ class Handover:
             self._guarded("writer", self.turn)
             now = self._clock.mono_ns()
             due = min(self._next_heartbeat_ns, self._next_poll_ns)
-            self._wake.acquire(timeout=max(0.001, (due - now) / _NS))
+            longest = PULSE_S if self._is_training(now) else IDLE_POLL_S
+            self._wake.acquire(timeout=min(max(0.001, (due - now) / _NS), longest))
         if self._thread is not None:  # None: disarmed in a forked child
             self._guarded("close", self._finish)
 
@@ -362,12 +368,22 @@ class Handover:
                 batch.rows["flags"][: batch.num_rows] |= np.uint16(Flag.SKIPPED)
             num_sent = batch.num_rows if batch.per_micro_step else _fold(batch.rows, batch.num_rows)
             lost_to = "disk"
-            num_written = self.spool.append_rows(batch.rows[:num_sent], step=batch.step)
+            if end is not None and self._write_whole(batch, end, num_sent):
+                end = None
+            else:
+                num_written = self.spool.append_rows(batch.rows[:num_sent], step=batch.step)
         finally:
             if batch.vectors is not None:
                 self._guarded("vectors", lambda: self._write_vectors(batch))
             if end is not None:
                 self._write_end(batch.ended(end, num_written, num_sent - num_written, lost_to))
+
+    def _write_whole(self, batch: StepBatch, end: EndStep, num_rows: int) -> bool:
+        """Write rows and end of a step at once, which is the usual case; False: nothing was written, write one by one."""
+        if batch.vectors is not None or self._owed:
+            return False
+        whole = encode_message(batch.ended(end, num_rows, 0, ""))
+        return self.spool.append_step(batch.rows[:num_rows], whole, step=batch.step)
 
     def _write_vectors(self, batch: StepBatch) -> None:
         assert batch.vectors is not None

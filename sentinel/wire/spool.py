@@ -13,6 +13,7 @@ import functools
 import logging
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -145,9 +146,13 @@ class SpoolWriter:
         if step != NO_STEP:
             self._step = step
         is_written = self._append(frame_type, payload, step, row_count)
-        if is_written and (self._untold_failures or self._untold_thinned or self._untold_unlinked):
+        if is_written and self._has_untold:
             self._say_losses()
         return is_written
+
+    @property
+    def _has_untold(self) -> bool:
+        return bool(self._untold_failures or self._untold_thinned or self._untold_unlinked)
 
     def describe(self, descriptor: Descriptor) -> bool:
         """Put a descriptor in force for what comes, and append what it says otherwise than the last; False as `append`.
@@ -170,6 +175,27 @@ class SpoolWriter:
                 num_written += count
         return num_written
 
+    def append_step(self, rows: np.ndarray, end: Buffer, *, step: int) -> bool:
+        """Append all rows of a step and its end with one call of the system; False: nothing was written, nothing counted.
+
+        rows: as in `append_rows`, of one frame. end: the payload of the END_STEP. Where this cannot be, append each alone.
+        """
+        if not 0 < rows.nbytes <= ROWS_BYTES:
+            return False
+        parts: list[tuple[int, Buffer, int]] = [
+            (FrameType.ROWS, memoryview(np.ascontiguousarray(rows).view(np.uint8).data), len(rows)),
+            (FrameType.END_STEP, end, 0),
+        ]
+        try:
+            self._get_ready(rows.nbytes + len(end))
+            self._write(parts, step)
+        except (OSError, WireError):
+            return False
+        self._step = step
+        if self._has_untold:
+            self._say_losses()
+        return True
+
     def close(self) -> None:
         """Close the file; what is written stays. Safe to call twice."""
         self._close_file()
@@ -183,17 +209,9 @@ class SpoolWriter:
         error: Exception | None = None
         for _ in range(2):
             try:
-                self._check_file()
-                described = self._layouts.description() if self._layouts.is_owed else None
-                if self._make_file(payload_bytes + (len(described[1]) if described else 0)):
-                    self._layouts.begin_file()
-                    described = self._layouts.description() if self._layouts.is_owed else None
-                if described is not None:
-                    offset = self._offset
-                    self._write(*described, NO_STEP, 0)
-                    self._layouts.written(offset)
+                self._get_ready(payload_bytes)
                 if frame_type not in (FrameType.DESCRIPTOR, FrameType.CHANGE):
-                    self._write(frame_type, payload, step, row_count)
+                    self._write([(frame_type, payload, row_count)], step)
                 return True
             except (OSError, WireError) as failure:
                 error = failure
@@ -206,6 +224,18 @@ class SpoolWriter:
         self._untold_failures += 1
         self._last_error = str(error)
         return False
+
+    def _get_ready(self, payload_bytes: int) -> None:
+        """Have a file with room for a payload, in which the layout in force is described. OSError, WireError."""
+        self._check_file()
+        described = self._layouts.description() if self._layouts.is_owed else None
+        if self._make_file(payload_bytes + (len(described[1]) if described else 0)):
+            self._layouts.begin_file()
+            described = self._layouts.description() if self._layouts.is_owed else None
+        if described is not None:
+            offset, (frame_type, payload) = self._offset, described
+            self._write([(frame_type, payload, 0)], NO_STEP)
+            self._layouts.written(offset)
 
     def _make_file(self, payload_bytes: int) -> bool:
         """Open a new file where there is none, or where this one is full; True when it is new. OSError."""
@@ -226,20 +256,22 @@ class SpoolWriter:
         self._index, self._offset = index, 0
         return True
 
-    def _write(self, frame_type: int, payload: Buffer, step: int, row_count: int) -> None:
-        """Write one frame with one call; what was torn is cut off again, or its file is left. OSError."""
-        header = Header(
-            type=frame_type, life=self.life, run_id=self.run_id, rank=self.rank, seq=self._seq + 1,
-            attempt=self.attempt, step=step, placement_epoch=self._layouts.epoch, layout_id=self._layouts.id,
-            wall_ns=self._clock.wall_ns(), mono_ns=self._clock.mono_ns(), row_count=row_count,
-        )  # fmt: skip
-        head, body = encode_frame(header, payload)
-        wanted = len(head) + memoryview(body).nbytes
+    def _write(self, parts: Sequence[tuple[int, Buffer, int]], step: int) -> None:
+        """Write frames, each (type, payload, rows), with one call; OSError: what was torn is cut off, or its file left."""
+        buffers: list[Buffer] = []
+        for number, (frame_type, payload, row_count) in enumerate(parts, 1):
+            header = Header(
+                type=frame_type, life=self.life, run_id=self.run_id, rank=self.rank, seq=self._seq + number,
+                attempt=self.attempt, step=step, placement_epoch=self._layouts.epoch, layout_id=self._layouts.id,
+                wall_ns=self._clock.wall_ns(), mono_ns=self._clock.mono_ns(), row_count=row_count,
+            )  # fmt: skip
+            buffers += encode_frame(header, payload)
+        wanted = sum(memoryview(one).nbytes for one in buffers)
         done = 0
         try:
-            done = os.writev(self._fd, [head, body])
+            done = os.writev(self._fd, buffers)
             while done < wanted:  # a signal or a full disk in the middle: the next call goes on or says why
-                rest = (head + bytes(body))[done:]
+                rest = b"".join(buffers)[done:]
                 num_more = os.write(self._fd, rest)
                 if num_more == 0:
                     raise OSError(errno.EIO, "nothing was written")
@@ -250,10 +282,10 @@ class SpoolWriter:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 self._cut()  # a stale handle or a bad sector never heals: the next frame begins a new file
             raise
-        self._seq += 1
+        self._seq += len(parts)
         self._offset += wanted
-        if frame_type in (FrameType.ROWS, FrameType.END_STEP):
-            self._is_in_step = frame_type == FrameType.ROWS
+        if (last := parts[-1][0]) in (FrameType.ROWS, FrameType.END_STEP):
+            self._is_in_step = last == FrameType.ROWS
 
     def _undo(self) -> None:
         """Cut a torn frame off; a file that cannot be cut is left as it is, its reader resyncs."""

@@ -123,7 +123,7 @@ def test_device_counters_are_told_until_they_fail(monkeypatch: pytest.MonkeyPatc
     stats = {"allocated_bytes": {"all": {"current": 3, "peak": 5}}, "reserved_bytes": {"all": {"current": 8}}}
     module = Counters(stats)
     monkeypatch.setattr("sentinel.collect.memory._module_of", lambda device: module)
-    memory = MemoryUse(torch.device("cuda"))
+    memory = MemoryUse(torch.device("cuda"), fresh_s=0.0)
 
     told = memory()
     module.stats = RuntimeError("device-side assert triggered")
@@ -135,6 +135,18 @@ def test_device_counters_are_told_until_they_fail(monkeypatch: pytest.MonkeyPatc
     }  # fmt: skip
     assert module.asked == 2  # What failed once is not asked again.
     assert all(one.keys() == {"memory_host_bytes"} for one in blind)
+
+
+def test_memory_of_short_steps_is_read_once_for_several_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Counters({"allocated_bytes": {"all": {"current": 3, "peak": 5}}, "reserved_bytes": {"all": {"current": 8}}})
+    monkeypatch.setattr("sentinel.collect.memory._module_of", lambda device: module)
+    memory = MemoryUse(torch.device("cuda"), fresh_s=3600.0)
+
+    told = [memory() for _ in range(3)]
+    memory.close()
+
+    assert module.asked == 1
+    assert told[0] == told[1] == told[2]
 
 
 def test_an_optimizer_that_is_gone_leaves_its_name() -> None:

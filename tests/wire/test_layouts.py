@@ -209,9 +209,9 @@ def test_nonsense_is_refused(tmp_path: Path) -> None:
     out = spool(tmp_path)
     out.describe(descriptor(3))
     for offset in (0, 10**9):
-        out._write(FrameType.CHANGE, encode_message(LayoutChange(base=77, base_offset=offset)), -1, 0)
+        out._write([(FrameType.CHANGE, encode_message(LayoutChange(base=77, base_offset=offset)), 0)], -1)
     at = out.position[1]
-    out._write(FrameType.CHANGE, encode_message(LayoutChange(base=77, base_offset=at)), -1, 0)
+    out._write([(FrameType.CHANGE, encode_message(LayoutChange(base=77, base_offset=at)), 0)], -1)
     out.append_rows(ROWS, step=0)
 
     assert read(tmp_path) == {0: descriptor(3)}
