@@ -7,6 +7,9 @@ A small data-parallel model (gloo, CPU, steps of some 0.1 s); at step 12 rank 1 
 all over. Delay: from the fault to the anomaly on disk; `later`: from the start of the daemon. Messages: what a sink of
 default settings is told when an incident opens or gets worse; that a told incident is over is no message of its own.
 
+The cases `deadlock` train the example's GPT (tests/end_to_end/deadlock_trainer.py): from step 12 on, or 0, all ranks wait
+for one another; told with limits of 10 s where the default has 30 and 120. Then the command is sent SIGTERM.
+
 The case `oom` needs ENDING_GROUP: the folder of a memory group (cgroup) with a limit, which rank 1 joins and fills.
 
 CASES are the labels. They were written before the code was changed that this measures.
@@ -37,7 +40,9 @@ ROOT = Path(__file__).parents[1]
 TRAINER = ROOT / "tests" / "end_to_end" / "ending_trainer.py"
 CLI = [sys.executable, "-m", "sentinel.cli"]
 CLEAN = {key: value for key, value in os.environ.items() if not key.startswith("SENTINEL_")}
+DEADLOCKS = TRAINER.with_name("deadlock_trainer.py")
 AT = 12
+LIMITS = "rules: [{name: stale-rank, args: {deadlock_after_s: 10, hang_after_s: 10}}]"
 MESSAGES = ("opened", "raised", "worse", "refined", "reopened")
 
 
@@ -61,9 +66,14 @@ class Case(NamedTuple):
     restarts: int = 0
     rank: int | None = 1
     """Who is to be named first; None: nobody."""
+    pp: int = 0
+    """Pipeline stages of the example that comes to a deadlock; 0: it is not that which trains."""
+    at: int = AT
+    """The step at which it does."""
 
 
 KILLED, GONE = r"rank 1.* was killed: SIGKILL", r"rank 1.* (was killed: SIGKILL|is gone without a word)"
+EACH_OTHER = r"ranks 0, 1.* wait for each other: .*, at end_to_end/deadlock_trainer.py:\d+ \(Plan.in_forward\)"
 VALUE = r"rank 1.* raised ValueError: no such token: 50257"
 CASES = {
     "kill": Case("kill", KILLED, GONE, how="signal"),
@@ -90,6 +100,10 @@ CASES = {
         "deaf", r"ended from outside \(SIGTERM", "-", how="signal", act="terminate", rank=None, most=Severity.WARNING,
         within_s=45.0,
     ),
+    "deadlock": Case("order", EACH_OTHER, "-", how="signal", act="end", rank=None, pp=1, within_s=20.0),
+    "deadlock_alone": Case("alone", EACH_OTHER, "-", how="signal", act="end", rank=None, pp=1, within_s=20.0),
+    "deadlock_pp": Case("message", EACH_OTHER, "-", how="signal", act="end", rank=None, pp=2, within_s=20.0),
+    "deadlock_first": Case("message", EACH_OTHER, "-", how="signal", act="end", rank=None, pp=2, at=0, within_s=20.0),
     "usr1": Case("usr1", "", how="goodbye", num_messages=0, rank=None),
     "none": Case("none", "", how="goodbye", num_messages=0, rank=None),
 }  # fmt: skip
@@ -110,6 +124,11 @@ class Taken(NamedTuple):
 def command(case: Case, num_ranks: int) -> list[str]:
     """Return the command that trains."""
     trainer = [str(TRAINER), case.mode, str(AT), "1"]
+    if case.pp:
+        trainer = [
+            str(DEADLOCKS), case.mode, str(case.at), "--pp", str(case.pp), "--steps", "100000", "--step-time", "0.1",
+            "--layers", "2", "--width", "32", "--sequence", "16", "--micro-batch", "2", "--micro-batches", "2",
+        ]  # fmt: skip
     if case.launcher != "torchrun":
         return [sys.executable, *trainer]
     return [
@@ -188,6 +207,11 @@ def acts(case: Case, folder: Path, process: subprocess.Popen[bytes]) -> float | 
     found = wait(lambda: struck(folder), 90)
     if found is None:
         return None
+    if case.act == "end":
+        wait(lambda: any(one.rule == "stale-rank" for one in onsets(run_dir)), 60)
+        time.sleep(5.0)
+        process.send_signal(signal.SIGTERM)
+        return None
     wait(lambda: any(one.rule in ("stale-rank", "run-ended") for one in onsets(run_dir)), 40 if case.told else 3)
     os.kill(found[1], signal.SIGCONT if case.act == "continue" else signal.SIGKILL)
     return None
@@ -208,11 +232,13 @@ def take(name: str, num_ranks: int, mode: str, folder: Path) -> Taken:
     env, run_dir = environment(folder, case, num_ranks), folder / "run"
     run_dir.mkdir(mode=0o700)
     trains = command(case, num_ranks)
-    serve = [*CLI, "serve", str(run_dir), "--no-http"]
+    (folder / "pack.yaml").write_text(LIMITS)
+    rules = ["--rules", str(folder / "pack.yaml")] if case.pp else []
+    serve = [*CLI, "serve", str(run_dir), "--no-http", *rules]
     quiet = (folder / "log").open("wb")
     daemon, begun, seen = None, None, None
     if mode == "run":
-        trains = [*CLI, "run", "--dir", str(folder), "--name", "run", "--", *trains]
+        trains = [*CLI, "run", "--dir", str(folder), "--name", "run", *rules, "--", *trains]
     elif mode == "serve":
         daemon = subprocess.Popen(serve, env=env, stdout=quiet, stderr=quiet)
     process = subprocess.Popen(trains, env=env, stdout=quiet, stderr=quiet)

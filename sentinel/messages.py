@@ -298,3 +298,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """1: the host is inside a collective just now, 0: it is not, -1: not known."""
     raised: Bye | None = None
     """What a notebook's cell raised while it trained; None: nothing, or it has trained since. The process lives on."""
+    site: Name = ""
+    """The line of the user's code at which the training thread stands, as `file:line (function)`; empty: it moves."""
+    num_waits: Count = 0
+    """Waits for others that are over since this life began; 0: none, or not known."""

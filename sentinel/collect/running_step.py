@@ -15,6 +15,7 @@ from sentinel.collect.memory import MemoryUse
 from sentinel.collect.notebook import CELLS
 from sentinel.collect.recording import Recording
 from sentinel.collect.scalars import Scalars, on_its_way, resolver
+from sentinel.collect.standstill import Standstill
 from sentinel.collect.waiting import WaitClock
 from sentinel.messages import Bye, Descriptor, EndStep, Heartbeat
 from sentinel.record import ROW_DTYPE, Flag, Kind
@@ -47,6 +48,7 @@ class RunningStep:
         self._scalars = scalars
         self._loss_scale = loss_scale
         self._waits = waits
+        self._standstill = Standstill()
         self._memory = memory
         self._began_at = time.perf_counter()
         self._leaf_handles: list[RemovableHandle] = []
@@ -78,8 +80,11 @@ class RunningStep:
         if name != "train" and name not in self._activities:
             self._activities.append(name)
 
-    def position(self, step: int, activity: str, num_forwards: int) -> Heartbeat:
-        """Return where this rank stands: what was observed last, and whether it waits. Asked by the writer thread."""
+    def position(self, step: int, activity: str, num_forwards: int, thread_id: int) -> Heartbeat:
+        """Return where this rank stands: what was observed last, and whether it waits. Asked by the writer thread.
+
+        thread_id: the thread that trains.
+        """
         entry = self._recording.at
         kind = Kind(entry.kind) if entry is not None else None
         phase = "" if kind is None else "backward" if kind in (Kind.DGRAD, Kind.DGRAD_IN, Kind.WGRAD) else "forward"
@@ -92,6 +97,8 @@ class RunningStep:
             micro_step=num_forwards - 1 if phase == "forward" else -1,
             is_waiting=self._waits.is_waiting,
             raised=self.raised,
+            site=self._standstill.site((step, self._recording.call_id, activity, self._waits.num_waits), thread_id),
+            num_waits=self._waits.num_waits,
         )
 
     def hand_over(

@@ -45,6 +45,8 @@ class WaitClock:
         self._thread = threading.get_ident()
         self._since = 0.0
         self._is_inside = False
+        self.num_waits = 0
+        """Waits that are over; it only grows."""
 
     @property
     def is_waiting(self) -> int:
@@ -80,6 +82,7 @@ class WaitClock:
         """Count time waited, if the training thread did; waits at the end of a backward are in the time of that end."""
         if threading.get_ident() == self._thread:
             self._is_inside = False
+            self.num_waits += 1
             if not self._since:
                 self._seconds += seconds
 

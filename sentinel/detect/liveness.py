@@ -149,6 +149,7 @@ class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         elif has_died.any():
             pass  # Who waits for a rank that is gone hangs, and leaves, because of it.
         elif is_stuck.any() and not _may_go_on(facts["step"], is_stuck, idle, np.where(has_left, 0.0, silence)):
+            wait_for_each_other = _wait_for_each_other(facts, ~has_left)
             # A step that a rank left lies at most one behind that in which the others wait.
             first = facts["step"][is_stuck].min()
             left_now = has_left & (facts["step"] >= first - 1)
@@ -158,10 +159,15 @@ class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                     blamed, reason = left_now, "left"
                     seconds = np.full(len(idle), idle[is_stuck].max())
                     limit = np.full(len(idle), limit[is_stuck].min())
+            elif wait_for_each_other:
+                # Who has come least far waits as well: nobody hangs by itself.
+                if is_stuck[~has_left].all():
+                    blamed, reason = ~has_left, "hung"
             elif not elsewhere.any():
                 behind = _behind(facts, ~has_left, is_inside)
                 if is_stuck[behind].all():
                     blamed[behind], reason = True, "hung"
+        is_inside |= blamed & _wait_for_each_other(facts, ~has_left)
         score = np.where(blamed, np.maximum(seconds / limit, 1.0), 0.0)
         waiting = ~has_left & ~blamed & ~is_silent & (idle >= 0.5 * self.hang_after_s) & blamed.any()
         return Scores.of(
@@ -204,6 +210,12 @@ def _may_go_on(step: np.ndarray, is_stuck: np.ndarray, idle: np.ndarray, silence
     """
     has_moved = (idle < QUIET_S) & (step <= step[is_stuck].min() + 1)
     return bool((has_moved | (silence >= QUIET_S)).any())
+
+
+def _wait_for_each_other(facts: Facts, is_here: np.ndarray) -> bool:
+    """Return whether every rank of the run is inside a collective, so that nobody works for whom the others could wait."""
+    waits_s = facts.get("waits_s", np.zeros(len(is_here)))
+    return bool(is_here.sum() > 1 and (waits_s[is_here] > 0.0).all())
 
 
 def _behind(facts: Facts, is_here: np.ndarray, is_inside: np.ndarray) -> np.ndarray:

@@ -106,6 +106,8 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds on the clock of `Tick.now`: since when it waits for others without pause; None: not known, or it does not."""
     world_size: int = 0
     """Ranks of its run; 0: not known."""
+    site: str = ""
+    """The line of the user's code at which it stands, as it says itself; empty: it moves, or did not say."""
 
 
 class Tick(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,6 +36,8 @@ class _Standing:
     phase: str = ""
     is_waiting: int = -1
     waiting_at: float | None = None
+    num_waits: int = 0
+    site: str = ""
     has_stepped: bool = False
     has_raised: bool = False
     borders: tuple[int, frozenset[tuple[str, str]]] = (-1, frozenset())
@@ -149,14 +151,18 @@ class LivenessTracker:
 
     def _take_heartbeat(self, one: _Standing, beat: Heartbeat) -> None:
         self._move(one, beat.step, beat.call_id, beat.activity)
-        one.module, one.phase, one.micro_step = beat.module, beat.phase, beat.micro_step
+        one.module, one.phase, one.micro_step, one.site = beat.module, beat.phase, beat.micro_step, beat.site
+        if beat.num_waits != one.num_waits:
+            # Ranks that hand much to one another outside of their modules wait nearly all of the time, and move.
+            one.num_waits, one.moved_at = beat.num_waits, self.now
         if one.has_raised and beat.raised is None:
             one.moved_at = self.now  # It stood at a prompt, and trains again.
         one.has_raised = beat.raised is not None
         one.is_waiting = beat.is_waiting
         if beat.is_waiting < 0 and (beat.phase, beat.module) in self._borders(one):
             one.is_waiting = 2
-        if one.is_waiting <= 0:
+        # That it stands at a border tells only what was seen of it last.
+        if one.is_waiting != 1:
             one.waiting_at = None
         elif one.waiting_at is None or one.moved_at > one.waiting_at:
             one.waiting_at = self.now
@@ -189,5 +195,5 @@ def _facts(one: _Standing) -> RankFacts:
         moved_at=one.moved_at, time=life.last_wall_ns / 1e9, is_live=one.is_live, step=one.step, call_id=one.call_id,
         num_calls=one.num_calls, micro_step=one.micro_step, activity=one.activity, module=one.module, phase=one.phase,
         is_waiting=one.is_waiting, has_stepped=one.has_stepped, left=left, waiting_at=one.waiting_at,
-        world_size=place.world_size if place is not None else 0,
+        world_size=place.world_size if place is not None else 0, site=one.site,
     )  # fmt: skip

@@ -192,12 +192,22 @@ def stale(
         text += "the same collectives in one order, or a connection is lost: see each rank's stack (py-spy dump --pid PID)"
     else:
         text = f"one of {who} hangs, nothing tells which: no progress for {seconds:.0f} s (limit {limit:.0f} s)"
-    text += "; last seen " + ", ".join(where_stands(one, many) for one in facts[:4])
-    if len(facts) > 4:
-        text += f" and {len(facts) - 4} more"
+    text += "; last seen " + _places(facts)
     if waiting:
         text += f"; {ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
     return text
+
+
+def _places(facts: Sequence[RankFacts]) -> str:
+    """Return where ranks stand, those of one place together, and the places of the fewest ranks first."""
+    if len(facts) == 1:
+        return where_stands(facts[0])
+    at: dict[str, list[int]] = {}
+    for one in facts:
+        at.setdefault(where_stands(one), []).append(one.rank)
+    places = sorted(at.items(), key=lambda item: len(item[1]))
+    more = sum(len(who) for _, who in places[4:])
+    return ", ".join(f"{ranks(who)} {where}" for where, who in places[:4]) + (f" and {more} more" if more else "")
 
 
 def _processes(facts: Sequence[RankFacts]) -> str:
@@ -286,8 +296,8 @@ def _what_to_do(end: RunEnd | RankEnd) -> str:
     )
 
 
-def where_stands(one: RankFacts, is_named: bool) -> str:
-    """Return `in step 41, micro-step 1, forward of layers.3.mlp, call 17`."""
+def where_stands(one: RankFacts) -> str:
+    """Return `in step 41, micro-step 1, forward of layers.3.mlp, call 17, at train.py:88 (main)`."""
     words = [f"in step {one.step}"]
     if one.micro_step >= 0:
         words.append(f"micro-step {one.micro_step}")
@@ -296,7 +306,9 @@ def where_stands(one: RankFacts, is_named: bool) -> str:
     words.append(f"call {one.call_id}" if one.call_id else "before its first call")
     if one.activity != "train":
         words.append(f"activity {one.activity}")
-    return (f"rank {one.rank} " if is_named else "") + ", ".join(words)
+    if one.site:
+        words.append(f"at {one.site}")
+    return ", ".join(words)
 
 
 def _word(checksum: int) -> str:

@@ -137,6 +137,22 @@ NOBODY = ([], "", False, [])
             [{**FIRST, "idle": 500.0, "waits_s": 400.0}] * 2 + [{**FIRST, "idle": 500.0, "waits_s": 0.0}], NOBODY,
             id="one that loads or compiles is waited for",
         ),
+        pytest.param(
+            [{"idle": 40.0, "call_id": 5, "waits_s": 39.0}, {"idle": 35.0, "call_id": 60, "waits_s": 34.0}],
+            ([0, 1], "hung", False, []), id="all wait for each other: who came least far is not blamed",
+        ),
+        pytest.param(
+            [{"idle": 40.0, "call_id": 5, "waits_s": 39.0}, {"idle": 20.0, "call_id": 60, "waits_s": 19.0}], NOBODY,
+            id="all wait, one not for long",
+        ),
+        pytest.param(
+            [{"idle": 40.0, "call_id": 5}, {"idle": 35.0, "call_id": 60, "waits_s": 34.0}], ([0], "hung", True, [1]),
+            id="one does not wait, the other waits for it",
+        ),
+        pytest.param(
+            [{"idle": 40.0, "waits_s": 39.0}, {"left": "exit", "silent": 38.0}, {"idle": 40.0, "waits_s": 39.0}],
+            ([1], "left", True, [0, 2]), id="all wait for one that left",
+        ),
         pytest.param([{"silent": 500.0, "is_live": False}] * 3, NOBODY, id="a recording of a dead run"),
         pytest.param([WELL, {"silent": 500.0, "left": "exit"}], NOBODY, id="ended in order"),
         pytest.param([WELL, {"silent": 60.0, "activity": "checkpoint"}], NOBODY, id="writes a checkpoint"),
@@ -234,6 +250,14 @@ def test_what_stands_still_between_steps_may_be_quiet_on_purpose() -> None:
 
     assert idle.score[0] >= 1 and idle.evidence["is_idle"].all()
     assert hung.score[0] >= 1 and not hung.evidence["is_idle"].any()
+
+
+def test_a_deadlock_between_steps_is_not_quiet_on_purpose() -> None:
+    detector = StaleRank()
+    stuck = {"idle": 130.0, "call_id": 0, "activity": "init", "has_stepped": False, "waits_s": 125.0}
+    found = detector.score_at(facts_of(stuck, stuck), NOW, detector.state(2))
+
+    assert (found.score >= 1).all() and not found.evidence["is_idle"].any()
 
 
 def test_one_long_step_does_not_raise_the_limit() -> None:

@@ -83,6 +83,26 @@ def test_a_wait_is_counted_from_its_first_beat_and_anew_after_each_move(tracked:
     assert first.world_size == 2
 
 
+def test_a_rank_whose_waits_end_moves_though_each_beat_finds_it_waiting(tracked: Tracked) -> None:
+    def wait(num_waits: int) -> RankFacts:
+        tracked.run.say(0, msgspec.structs.replace(beat(), is_waiting=1, num_waits=num_waits))
+        return tracked.look()[0]
+
+    first, second, third = wait(7), wait(8), wait(8)
+
+    assert (second.moved_at, second.waiting_at) == (second.heard_at, second.heard_at)
+    assert second.moved_at > first.moved_at
+    assert (third.moved_at, third.waiting_at) == (second.moved_at, second.waiting_at)
+
+
+def test_where_a_rank_stands_is_forgotten_when_it_moves(tracked: Tracked) -> None:
+    tracked.run.say(0, msgspec.structs.replace(beat(), site="gpt/train.py:66 (main)"))
+    stands = tracked.look()[0]
+    tracked.run.say(0, beat(call_id=6))
+
+    assert (stands.site, tracked.look()[0].site) == ("gpt/train.py:66 (main)", "")
+
+
 def test_the_end_of_a_step_moves_a_rank(tracked: Tracked) -> None:
     tracked.run.write(1, skip=(1,))
     facts = tracked.look()

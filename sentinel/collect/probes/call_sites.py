@@ -100,6 +100,19 @@ class CallSites:
             frame = frame.f_back
         return found
 
+    def of_thread(self, thread_id: int) -> CallSite | None:
+        """Return the innermost of the user's frames of a thread; None: it is gone, or runs none of the user's code."""
+        frame = sys._current_frames().get(thread_id)
+        for _ in range(MAX_DEPTH):
+            if frame is None:
+                break
+            code = frame.f_code
+            kind = self._kinds.get(code)
+            if (self._classify(code) if kind is None else kind) == _OUTSIDE:
+                return self._site(code, frame.f_lineno)
+            frame = frame.f_back
+        return None
+
     def _classify(self, code: CodeType, passed: list[FrameType] | None = None) -> int:
         """Return what a code object is. passed: the frames that lie between the call and this one."""
         name = code.co_filename

@@ -1,0 +1,35 @@
+"""Standstill: the line of the user's code at which a rank stands that makes no progress.
+
+Read from outside by the writer thread, with each heartbeat: the training thread pays nothing, and does nothing for it.
+"""
+
+from __future__ import annotations
+
+from sentinel.collect.probes.call_sites import CallSites
+
+AFTER = 3
+"""Heartbeats in a row without progress after which the stack is looked at (chosen): whoever moves is left alone."""
+MAX_CHARACTERS = 200
+"""Of a line that is told."""
+
+
+class Standstill:
+    """One for a life, asked with each of its heartbeats."""
+
+    def __init__(self) -> None:
+        # Its own: what knows of code objects is no matter of two threads.
+        self._sites = CallSites()
+        self._place: tuple[object, ...] = ()
+        self._num_same = 0
+
+    def site(self, place: tuple[object, ...], thread_id: int) -> str:
+        """Return `file:line (function)` where a thread stands; empty: it has moved lately, or runs none of the user's code.
+
+        place: what changes when the rank makes progress.
+        """
+        self._num_same = self._num_same + 1 if place == self._place else 0
+        self._place = place
+        if self._num_same < AFTER:
+            return ""
+        found = self._sites.of_thread(thread_id)
+        return "" if found is None else f"{found} ({found.function})"[:MAX_CHARACTERS]
