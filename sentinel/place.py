@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -63,6 +64,17 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     def coordinates(self) -> dict[str, int]:
         """Return axis -> coordinate for the axes that are really split; small, for JSON and series keys."""
         return {axis: self.coordinate(axis) for axis in AXES if self.size(axis) > 1}
+
+
+def world_size_of(told: Mapping[int, int]) -> int:
+    """Return how many ranks a run has, of which each tells a number: what most say that leaves room for all who speak.
+
+    Of two numbers that as many say the smaller: then nobody is waited for who may not be.
+    told: rank -> its number; not empty.
+    """
+    last = max(told)
+    counts = Counter(size for size in told.values() if size > last) or Counter(told.values())
+    return min(counts, key=lambda size: (-counts[size], size))
 
 
 def is_v_shaped(schedule: str) -> bool:

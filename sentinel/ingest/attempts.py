@@ -11,6 +11,7 @@ import msgspec
 from sentinel.ingest.decision import Decision, Tick
 from sentinel.ingest.follow import Life
 from sentinel.ingest.parts import OpenStep, Part
+from sentinel.place import world_size_of
 
 MAX_ATTEMPTS = 8
 """Newest attempts of which anything is remembered."""
@@ -74,6 +75,8 @@ class Attempt:
         self.stints: dict[int, Stint] = {}
         """Rank -> the stint that has its place."""
         self.newest_step = state.closed_step
+        self._worlds: dict[int, int] = {}
+        """Rank -> of how many ranks it says that the run is."""
 
     @property
     def number(self) -> int:
@@ -92,6 +95,16 @@ class Attempt:
         """
         unheard = (rank for rank in range(self.state.world_size) if rank not in self.stints)
         return {*self.stints, *itertools.islice(unheard, MAX_UNHEARD)}
+
+    def take_world_size(self, rank: int, world_size: int) -> None:
+        """Take note of how many ranks there are, as a rank says."""
+        if self._worlds.get(rank) != world_size:
+            self._worlds[rank] = world_size
+            self.state.world_size = world_size_of(self._worlds)
+
+    def has_room(self, rank: int) -> bool:
+        """Whether a rank may be one of these, as any of them says."""
+        return rank < max(self._worlds.values(), default=self.state.world_size)
 
     def is_over(self) -> bool:
         """Whether every rank that ever spoke has said bye."""
@@ -264,9 +277,8 @@ class Attempts:
             # A life that does not know its attempt has a place only where its rank's is free.
             candidate = newest
             attempt = self.by_number[newest]
-            place = life.descriptor.place if life.descriptor is not None else None
             is_free = life.rank not in attempt.stints and not attempt.is_over()
-            if not is_free or place is None or place.world_size != attempt.state.world_size:
+            if not is_free or life.descriptor is None or self._is_of_another_world(life, newest):
                 return newest + 1
         found = self.by_number.get(candidate)
         return newest + 1 if found is not None and found.has_spoken(life.rank, step) else candidate
@@ -275,7 +287,10 @@ class Attempts:
         found = self.by_number.get(number)
         if found is None or not found.stints or life.descriptor is None:
             return False
-        return life.descriptor.place.world_size != found.state.world_size
+        if life.rank in found.stints or not found.has_room(life.rank) or found.is_over():
+            return life.descriptor.place.world_size != found.state.world_size
+        # All would be new if they were started again: this one has its place among those that are there, and errs.
+        return False
 
     def states(self) -> list[AttemptState]:
         """Return what is to be remembered of each attempt, in rising order."""
@@ -302,3 +317,5 @@ class Attempts:
                 self._stints[life_id, generation] = stint
                 self._newest_of[life_id] = number
                 self.by_number[number].stints[life.rank] = stint
+                if life.descriptor is not None:
+                    self.by_number[number].take_world_size(life.rank, life.descriptor.place.world_size)

@@ -159,7 +159,7 @@ class StepAssembler:
         attempt = self.attempts.by_number[stint.attempt]
         descriptor = record.descriptor or life.descriptor
         if descriptor is not None and attempt.stints.get(stint.life.rank) is stint:
-            attempt.state.world_size = descriptor.place.world_size
+            attempt.take_world_size(life.rank, descriptor.place.world_size)
         if step <= attempt.state.closed_step and not self._is_wanted(attempt.number, step, stint):
             closed_before, heard_before = self._counted.get(attempt.number, -1), self._counted_seq.get(life.id, 0)
             if step > closed_before or seq > heard_before:

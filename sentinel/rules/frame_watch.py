@@ -9,15 +9,19 @@ import numpy as np
 from sentinel.anomaly import Anomaly, anomaly_id
 from sentinel.detect.impossible import ImpossibleFrame
 from sentinel.messages import IMPOSSIBLE
+from sentinel.place import world_size_of
 from sentinel.rules.schema import Rule
 from sentinel.rules.watch import Watch
+from sentinel.rules.wording import ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from sentinel.ingest.merge import StepView
 
 
 class FrameWatch(Watch):
-    """All ranks of each step; one episode a rank."""
+    """All ranks of each step; one episode a rank. Frames that were left out, and ranks that contradict the others."""
 
     def __init__(self, rule: Rule, detector: ImpossibleFrame) -> None:
         super().__init__(rule, detector, "frames_left_out", "frames")
@@ -29,6 +33,8 @@ class FrameWatch(Watch):
         for rank, health in view.health:
             if health.code == IMPOSSIBLE:
                 texts.setdefault(rank, []).append(health.message)
+        for rank, text in _of_another_world({rank: place.world_size for rank, place in view.places.items()}).items():
+            texts.setdefault(rank, []).append(text)
         found = []
         for rank, said in texts.items():
             key = np.array([rank], dtype=np.int64)
@@ -72,3 +78,18 @@ class FrameWatch(Watch):
 
     def take_series_keys(self, keys: object) -> None:
         """Take nothing back."""
+
+
+def _of_another_world(told: Mapping[int, int]) -> dict[int, str]:
+    """Return rank -> what to say of it, where ranks do not agree how many they are. told: rank -> its number."""
+    if len(set(told.values())) < 2:
+        return {}
+    size = world_size_of(told)
+    agree = [rank for rank, said in told.items() if said == size]
+    others = f"{ranks(agree)} {'says' if len(agree) == 1 else 'say'}"
+    return {
+        rank: f"rank {rank} says that the run has {said} ranks, {others} {size}; {size} are waited for. Its launcher gave "
+        "it another WORLD_SIZE, or its memory is wrong: restart the rank; where it happens again check the machine's memory"
+        for rank, said in told.items()
+        if said != size
+    }

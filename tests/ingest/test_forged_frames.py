@@ -175,9 +175,7 @@ PAYLOADS: list[tuple[int, bytes]] = [
 
 @pytest.mark.parametrize(("frame_type", "payload"), PAYLOADS)
 def test_an_impossible_payload_is_left_out_and_named(frame_type: int, payload: bytes, tmp_path: Path) -> None:
-    found = judged(
-        tmp_path, lambda run: forge(run, header(run, frame_type, row_count=5, layout_id=_layout(run)), payload)
-    )
+    found = judged(tmp_path, lambda run: forge(run, header(run, frame_type, row_count=5, layout_id=_layout(run)), payload))
 
     check(found)
     assert found.whole[1] == list(range(STEPS))
@@ -331,3 +329,54 @@ def test_twenty_thousand_forged_frames_blind_nobody() -> None:
     assert done.returncode == 0, done.stderr
     assert "20,000 cases" in done.stdout
     assert " 0 failed" in done.stdout
+
+
+def of_world(run: SyntheticRun, rank: int, world_size: int) -> None:
+    """Have a rank say, from its first frame on, that the run has so many ranks."""
+    table = run._ranks[rank].table
+    place = msgspec.structs.replace(table.descriptor.place, world_size=world_size)
+    table.descriptor = msgspec.structs.replace(table.descriptor, place=place)
+
+
+@pytest.mark.parametrize("attempt", [0, None])
+@pytest.mark.parametrize(("dp", "liar", "world_size"), [(2, 1, 8), (2, 0, 8), (4, 2, 3), (4, 0, 10**5), (3, 0, 2)])
+def test_a_rank_that_errs_about_the_number_of_ranks_opens_no_attempt_and_is_named(
+    tmp_path: Path, dp: int, liar: int, world_size: int, attempt: int | None
+) -> None:
+    run = SyntheticRun(tmp_path / "run", dp=dp, layers=1, d_model=8, elements=8, micro_steps=1, attempt=attempt, ranks=())
+    run.plant(Nan(step=STEPS - 1, module="layers.0.mlp", rank=0))
+    of_world(run, liar, world_size)
+    for rank in range(dp):
+        run.start(rank)
+    run.write(STEPS)
+    run.end()
+    found = Judged(run)
+
+    assert found.whole == {rank: list(range(STEPS)) for rank in range(dp)}
+    assert {one.attempt for one in found.anomalies} == {0}
+    told = [one for one in found.anomalies if one.rule == "impossible-frame"]
+    assert [(one.rank, one.event) for one in told] == [(liar, "onset")]
+    assert f"rank {liar} says that the run has {world_size} ranks" in told[0].message
+    assert any(one.rule == "non-finite" and one.rank == 0 for one in found.anomalies)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
+def test_a_run_that_is_started_again_with_other_ranks_is_another_attempt_and_nobody_is_named(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    first = SyntheticRun(tmp_path / "run", dp=before, layers=1, d_model=8, elements=8, micro_steps=1, attempt=0)
+    first.write(STEPS)
+    second = SyntheticRun(
+        tmp_path / "run", dp=after, layers=1, d_model=8, elements=8, micro_steps=1, attempt=0, first_step=STEPS, ranks=(),
+        clock=first.clock,
+    )  # fmt: skip
+    second._num_lives = 50
+    for rank in range(after):
+        second.start(rank)
+    second.write(STEPS)
+    found = Judged(second)
+
+    assert [one for one in found.anomalies if one.rule == "impossible-frame"] == []
+    assert {rank: len(steps) for rank, steps in found.whole.items()} == {
+        rank: STEPS * (2 if rank < min(before, after) else 1) for rank in range(max(before, after))
+    }
