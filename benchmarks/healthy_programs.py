@@ -31,6 +31,8 @@ class Program:
     optimizers: Any
     step: Callable[[int], Scalars]
     """Trains a step and returns what is logged of it."""
+    kinds: tuple[str, ...] = ()
+    """Kinds that are measured beside those of the run."""
 
 
 def mlp(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
@@ -41,7 +43,7 @@ def mlp(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Seque
     return nn.Sequential(*layers[:-1])
 
 
-def _update(loss: torch.Tensor, model: nn.Module, optimizer: torch.optim.Optimizer, clip: float = 1.0) -> Scalars:
+def update(loss: torch.Tensor, model: nn.Module, optimizer: torch.optim.Optimizer, clip: float = 1.0) -> Scalars:
     optimizer.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -49,7 +51,7 @@ def _update(loss: torch.Tensor, model: nn.Module, optimizer: torch.optim.Optimiz
     return {"loss": loss.item(), "grad_norm": norm.item()}
 
 
-class _Points:
+class Points:
     """Points about ten centres, as many random directions apart, and labels of which a share is wrong."""
 
     def __init__(self, seed: int, width: int = 20, wrong: float = 0.0, spread: float = 1.0) -> None:
@@ -66,24 +68,24 @@ class _Points:
 
 def label_noise(seed: int, num_steps: int, size: int = 16) -> Program:
     """Classification with a fifth of the labels wrong: the loss of a small batch has a long tail for ever."""
-    data, model = _Points(seed, wrong=0.2), mlp(20, 64, 64, 10)
+    data, model = Points(seed, wrong=0.2), mlp(20, 64, 64, 10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
     def step(at: int) -> Scalars:
         x, y = data.batch(size)
-        return _update(F.cross_entropy(model(x), y), model, optimizer)
+        return update(F.cross_entropy(model(x), y), model, optimizer)
 
     return Program(model, optimizer, step)
 
 
 def rare_errors(seed: int, num_steps: int) -> Program:
     """A classifier that is nearly always right and sure: the loss is what one sample in a hundred makes of it."""
-    data, model = _Points(seed, wrong=0.01, spread=0.5), mlp(20, 64, 64, 10)
+    data, model = Points(seed, wrong=0.01, spread=0.5), mlp(20, 64, 64, 10)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
     def step(at: int) -> Scalars:
         x, y = data.batch(32)
-        return _update(F.cross_entropy(model(x), y), model, optimizer)
+        return update(F.cross_entropy(model(x), y), model, optimizer)
 
     return Program(model, optimizer, step)
 
@@ -112,7 +114,7 @@ def gan(seed: int, num_steps: int) -> Program:
     return Program(models, optimizers, step)
 
 
-class _Walks:
+class Walks:
     """Sixteen carts on a track: a push left or right moves one; it is paid near the middle, and ends at the edge."""
 
     def __init__(self, seed: int) -> None:
@@ -132,7 +134,7 @@ class _Walks:
         return reward, over
 
 
-def _rollout(world: _Walks, actor: nn.Module, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rollout(world: Walks, actor: nn.Module, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return states, actions and discounted returns, [length, 16, ...]."""
     states, actions, rewards, ends = [], [], [], []
     for _ in range(length):
@@ -153,32 +155,32 @@ def _rollout(world: _Walks, actor: nn.Module, length: int) -> tuple[torch.Tensor
 
 def reinforce(seed: int, num_steps: int) -> Program:
     """A policy gradient with normalised returns: the loss lies about zero and changes its sign."""
-    world, actor = _Walks(seed), mlp(2, 32, 2, activation=nn.Tanh)
+    world, actor = Walks(seed), mlp(2, 32, 2, activation=nn.Tanh)
     optimizer = torch.optim.Adam(actor.parameters(), lr=3e-3)
 
     def step(at: int) -> Scalars:
-        states, actions, returns = _rollout(world, actor, 16)
+        states, actions, returns = rollout(world, actor, 16)
         better = (returns - returns.mean()) / (returns.std() + 1e-6)
         chosen = torch.distributions.Categorical(logits=actor(states)).log_prob(actions)
-        return _update(-(better * chosen).mean(), actor, optimizer)
+        return update(-(better * chosen).mean(), actor, optimizer)
 
     return Program(actor, optimizer, step)
 
 
 def actor_critic(seed: int, num_steps: int) -> Program:
     """An actor and a critic with one optimizer: a policy loss about zero and a value loss with heavy tails."""
-    world = _Walks(seed)
+    world = Walks(seed)
     model = nn.ModuleDict({"actor": mlp(2, 32, 2, activation=nn.Tanh), "critic": mlp(2, 32, 1, activation=nn.Tanh)})
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
 
     def step(at: int) -> Scalars:
-        states, actions, returns = _rollout(world, model["actor"], 8)
+        states, actions, returns = rollout(world, model["actor"], 8)
         value = model["critic"](states)[..., 0]
         better = (returns - value).detach()
         chosen = torch.distributions.Categorical(logits=model["actor"](states))
         of_policy = -(better * chosen.log_prob(actions)).mean() - 0.01 * chosen.entropy().mean()
         of_value = F.mse_loss(value, returns)
-        found = _update(of_policy + 0.5 * of_value, model, optimizer, 0.5)
+        found = update(of_policy + 0.5 * of_value, model, optimizer, 0.5)
         return {**found, "policy/loss": of_policy.item(), "value/loss": of_value.item()}
 
     return Program(model, optimizer, step)
@@ -186,7 +188,7 @@ def actor_critic(seed: int, num_steps: int) -> Program:
 
 def q_learning(seed: int, num_steps: int) -> Program:
     """Deep Q-learning from a replay memory; a target network is copied every 100 steps. The loss has heavy tails."""
-    world, model, target = _Walks(seed), mlp(2, 64, 64, 2), mlp(2, 64, 64, 2)
+    world, model, target = Walks(seed), mlp(2, 64, 64, 2), mlp(2, 64, 64, 2)
     target.load_state_dict(model.state_dict())
     optimizer, rng = torch.optim.Adam(model.parameters(), lr=1e-3), np.random.default_rng(seed)
     memory: deque[tuple[Any, ...]] = deque(maxlen=4000)
@@ -208,7 +210,7 @@ def q_learning(seed: int, num_steps: int) -> Program:
         if at % 100 == 99:
             target.load_state_dict(model.state_dict())
         value = model(states).gather(1, actions[:, None])[:, 0]
-        return _update(F.mse_loss(value, goal), model, optimizer, 10.0)
+        return update(F.mse_loss(value, goal), model, optimizer, 10.0)
 
     return Program(model, optimizer, step)
 
@@ -225,7 +227,7 @@ def vae(seed: int, num_steps: int) -> Program:
         made = model["decoder"](mean + (0.5 * log_var).exp() * torch.randn_like(mean))
         rebuilt = F.mse_loss(made, x, reduction="none").sum(-1).mean()
         apart = 0.5 * (mean**2 + log_var.exp() - 1 - log_var).sum(-1).mean()
-        found = _update(rebuilt + min(at / 300, 1.0) * apart, model, optimizer, 50.0)
+        found = update(rebuilt + min(at / 300, 1.0) * apart, model, optimizer, 50.0)
         return {**found, "kl/loss": apart.item(), "reconstruction/loss": rebuilt.item()}
 
     return Program(model, optimizer, step)
@@ -233,7 +235,7 @@ def vae(seed: int, num_steps: int) -> Program:
 
 def contrastive(seed: int, num_steps: int) -> Program:
     """Two noisy views of small batches, InfoNCE with a learned temperature: towards zero, with long tails."""
-    data = _Points(seed)
+    data = Points(seed)
     model = nn.ModuleDict({"net": mlp(20, 64, 16)})
     model.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -243,7 +245,7 @@ def contrastive(seed: int, num_steps: int) -> Program:
         one, two = (F.normalize(model["net"](x + 0.3 * torch.randn_like(x)), dim=-1) for _ in range(2))
         near = model.scale.exp() * one @ two.T
         goal = torch.arange(8)
-        return _update(0.5 * (F.cross_entropy(near, goal) + F.cross_entropy(near.T, goal)), model, optimizer)
+        return update(0.5 * (F.cross_entropy(near, goal) + F.cross_entropy(near.T, goal)), model, optimizer)
 
     return Program(model, optimizer, step)
 
@@ -298,7 +300,7 @@ def mixture(seed: int, num_steps: int) -> Program:
 
 def fine_tuning(seed: int, num_steps: int) -> Program:
     """A network that was trained already, on another task, with a rate that falls to zero."""
-    data, model = _Points(seed + 1000), mlp(20, 64, 64, 10)
+    data, model = Points(seed + 1000), mlp(20, 64, 64, 10)
     before = torch.optim.Adam(model.parameters(), lr=2e-3)
     for _ in range(300):
         x, y = data.batch(64)
@@ -306,19 +308,19 @@ def fine_tuning(seed: int, num_steps: int) -> Program:
         F.cross_entropy(model(x), y).backward()
         before.step()
     before.zero_grad()
-    other, optimizer = _Points(seed), torch.optim.AdamW(model.parameters(), lr=1e-3)
+    other, optimizer = Points(seed), torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(at: int) -> Scalars:
         optimizer.param_groups[0]["lr"] = 1e-3 * (1.0 - at / num_steps)
         x, y = other.batch(8)
-        return _update(F.cross_entropy(model(x), y), model, optimizer)
+        return update(F.cross_entropy(model(x), y), model, optimizer)
 
     return Program(model, optimizer, step)
 
 
 def diffusion(seed: int, num_steps: int) -> Program:
     """A denoiser of points at random levels of noise: the loss of a batch is of the levels it drew."""
-    data, model = _Points(seed), mlp(21, 96, 96, 20, activation=nn.SiLU)
+    data, model = Points(seed), mlp(21, 96, 96, 20, activation=nn.SiLU)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
     def step(at: int) -> Scalars:
@@ -327,28 +329,28 @@ def diffusion(seed: int, num_steps: int) -> Program:
         noisy = (1 - level).sqrt() * x + level.sqrt() * noise
         weight = 1.0 / (level + 0.02)
         made = model(torch.cat([noisy, level], 1))
-        return _update((weight * (made - noise) ** 2).mean(), model, optimizer)
+        return update((weight * (made - noise) ** 2).mean(), model, optimizer)
 
     return Program(model, optimizer, step)
 
 
 def interpolation(seed: int, num_steps: int) -> Program:
     """A network that learns its 64 samples by heart: loss and gradients fall towards nothing by decades."""
-    x, y = _Points(seed).batch(64)
+    x, y = Points(seed).batch(64)
     model = mlp(20, 64, 64, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     rng = np.random.default_rng(seed)
 
     def step(at: int) -> Scalars:
         drawn = torch.from_numpy(rng.integers(0, 64, 16))
-        return _update(F.cross_entropy(model(x[drawn]), y[drawn]), model, optimizer, 5.0)
+        return update(F.cross_entropy(model(x[drawn]), y[drawn]), model, optimizer, 5.0)
 
     return Program(model, optimizer, step)
 
 
 def hinge(seed: int, num_steps: int) -> Program:
     """A triplet loss with a margin: exactly zero in ever more batches, and so are all gradients."""
-    data, model = _Points(seed, spread=0.6), mlp(20, 64, 16)
+    data, model = Points(seed, spread=0.6), mlp(20, 64, 16)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
     def step(at: int) -> Scalars:
@@ -357,7 +359,7 @@ def hinge(seed: int, num_steps: int) -> Program:
         apart = torch.cdist(z, z)
         same = (y[:, None] == y[None]).float()
         far, near = (apart * same).amax(1), (apart + 1e3 * same).amin(1)
-        return _update(F.relu(far - near + 0.5).mean(), model, optimizer)
+        return update(F.relu(far - near + 0.5).mean(), model, optimizer)
 
     return Program(model, optimizer, step)
 
@@ -371,33 +373,33 @@ def regression(seed: int, num_steps: int) -> Program:
         x = rng.standard_normal((8, 8))
         y = x[:, :1] * x[:, 1:2] + 0.3 * rng.standard_t(3, (8, 1))
         wide, goal = (torch.from_numpy(one.astype(np.float32)) for one in (x, y))
-        return _update(F.mse_loss(model(wide), goal), model, optimizer, 10.0)
+        return update(F.mse_loss(model(wide), goal), model, optimizer, 10.0)
 
     return Program(model, optimizer, step)
 
 
 def two_tasks(seed: int, num_steps: int) -> Program:
     """Every fifth batch is of another, harder task: the loss stands far higher there, for ever."""
-    easy, hard, model = _Points(seed, spread=0.6), _Points(seed + 1, wrong=0.5, spread=2.0), mlp(20, 64, 64, 10)
+    easy, hard, model = Points(seed, spread=0.6), Points(seed + 1, wrong=0.5, spread=2.0), mlp(20, 64, 64, 10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(at: int) -> Scalars:
         x, y = (hard if at % 5 == 4 else easy).batch(32)
-        return _update(F.cross_entropy(model(x), y), model, optimizer)
+        return update(F.cross_entropy(model(x), y), model, optimizer)
 
     return Program(model, optimizer, step)
 
 
 def detection_sum(seed: int, num_steps: int) -> Program:
     """A loss that is a sum over the objects of a picture, none in most: nought or large, drawn anew each step."""
-    data, model, rng = _Points(seed), mlp(20, 64, 10), np.random.default_rng(seed + 7)
+    data, model, rng = Points(seed), mlp(20, 64, 10), np.random.default_rng(seed + 7)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(at: int) -> Scalars:
         x, y = data.batch(8)
         count = torch.from_numpy(rng.poisson(0.5 + 6.0 * (rng.random(8) < 0.1)).astype(np.float32))
         each = F.cross_entropy(model(x), y, reduction="none")
-        return _update((each * count).mean() + 0.05 * each.mean(), model, optimizer, 5.0)
+        return update((each * count).mean() + 0.05 * each.mean(), model, optimizer, 5.0)
 
     return Program(model, optimizer, step)
 

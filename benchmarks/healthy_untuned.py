@@ -1,8 +1,9 @@
 """Healthy trainings that no threshold was chosen on, judged by the default pack: whatever is told of them is false.
 
-    python benchmarks/healthy_untuned.py [--programs NAME ...] [--seeds 0 1 2] [--steps 600] [--keep DIR] [--write]
+    python benchmarks/healthy_untuned.py [--later] [--programs NAME ...] [--seeds 0 1 2] [--steps 600] [--keep DIR] [--write]
 
-Twenty programs of `healthy_programs.py`; half of the seeds with the kinds that are measured by default, half with most.
+Twenty programs of `healthy_programs.py`, or with `--later` twelve of `healthy_programs_later.py`, which were written after
+rules had been changed on the first; half of the seeds with the kinds that are measured by default, half with most.
 A recording that `--keep` holds is judged again. Counted are onsets at warning and above, and messages that a sink gets.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 from attribution import told
 from healthy_programs import PROGRAMS
+from healthy_programs_later import PROGRAMS as LATER
 
 import sentinel
 from sentinel.anomaly import Anomaly, Incident, Severity
@@ -38,8 +40,9 @@ def recorded_at(keep: Path, name: str, seed: int, num_steps: int) -> Path:
     done = keep / f"{run}.done"
     if not done.exists():
         torch.manual_seed(seed)
-        program = PROGRAMS[name](seed, num_steps)
-        config = {"directory": str(keep), "run": run, **({"kinds": list(MOST)} if seed % 2 else {})}
+        program = (PROGRAMS | LATER)[name](seed, num_steps)
+        kinds = [*(MOST if seed % 2 else ("param", "wgrad") if program.kinds else ()), *program.kinds]
+        config = {"directory": str(keep), "run": run, **({"kinds": kinds} if kinds else {})}
         monitor = sentinel.attach(program.models, program.optimizers, config)
         for step in range(num_steps):
             monitor.log(**program.step(step))
@@ -66,11 +69,16 @@ def judged(run: Path) -> tuple[int, list[Anomaly], list[Incident]]:
 def main() -> int:
     """Record, judge, print. Exit 1 where anything was told."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--programs", nargs="*", default=list(PROGRAMS), choices=list(PROGRAMS))
+    parser.add_argument("--later", action="store_true", help="the programs of healthy_programs_later.py")
+    parser.add_argument("--programs", nargs="*", choices=[*PROGRAMS, *LATER])
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--keep", type=Path, help="where recordings lie, and stay; default: a directory that goes again")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/<date>-healthy-untuned.md")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write benchmarks/results/<date>-healthy-{'later' if options.later else 'untuned'}.md",
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -79,7 +87,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="sentinel-healthy-") as scratch:
         keep = options.keep or Path(scratch)
         keep.mkdir(parents=True, exist_ok=True)
-        for name in options.programs:
+        for name in options.programs or (LATER if options.later else PROGRAMS):
             for seed in options.seeds:
                 num_steps, onsets, messages = judged(recorded_at(keep, name, seed, options.steps))
                 counts = (num_steps, len(onsets), len(messages))
@@ -91,10 +99,15 @@ def main() -> int:
     table.append(f"| all | | {' | '.join(map(str, totals))} |")
     print(table[-1])
     if options.write:
-        how = f"--seeds {' '.join(map(str, options.seeds))} --steps {options.steps}"
+        how = f"{'--later ' if options.later else ''}--seeds {' '.join(map(str, options.seeds))} --steps {options.steps}"
         head = f"# Healthy trainings nobody tuned for\n\n`python benchmarks/healthy_untuned.py {how}`\n"
         said = ["", "What was said at warning and above:", "", *(lines or ["- nothing"]), ""]
-        path = ROOT / "benchmarks" / "results" / f"{datetime.date.today().isoformat()}-healthy-untuned.md"
+        path = (
+            ROOT
+            / "benchmarks"
+            / "results"
+            / f"{datetime.date.today().isoformat()}-healthy-{'later' if options.later else 'untuned'}.md"
+        )
         path.write_text("\n".join([head, *table, *said]))
     return int(totals[2] > 0)
 
