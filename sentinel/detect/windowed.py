@@ -17,6 +17,7 @@ import numpy as np
 
 from sentinel.detect import rolling
 from sentinel.detect.detector import Explanation, Scores, State
+from sentinel.detect.doubt import is_doubtful
 from sentinel.errors import ConfigError
 
 SURE_SCORE = 4.0
@@ -81,8 +82,10 @@ class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             with np.errstate(over="ignore", invalid="ignore"):
                 rise = np.where(score > 0.0, rolling.asinh(values, unit) - center, 0.0)
                 baseline = np.where(state["seen"] > 0, unit * np.sinh(center), np.nan)
-            far = ((score >= SURE_SCORE) & (rise >= SURE_RISE)) | ((score >= SURE_TWICE) & (rise >= SURE_MULTIPLE))
-            return baseline, {"direction": (score > 0).astype(np.int8), "corroborated": far}
+            doubtful = is_doubtful(self.numbers, values, rise, state)
+            twice = (score >= SURE_TWICE) & (rise >= SURE_MULTIPLE) & ~doubtful
+            far = ((score >= SURE_SCORE) & (rise >= SURE_RISE)) | twice
+            return baseline, {"direction": (score > 0).astype(np.int8), "corroborated": far, "doubtful": doubtful}
 
         return Scores(score, explain)
 

@@ -21,10 +21,21 @@ def parts(names: Sequence[str]) -> list[bool]:
     The total is the one name of fewest parts that says no more than that it is the loss (`loss`, `train/loss` beside
     `train/kl_loss`); where several do (`G/loss`, `D/loss`), none is. What an evaluation logs is no part.
     """
-    split = [_SPLIT.split(name.lower()) for name in names]
     own = [i for i, name in enumerate(names) if not is_of_evaluation(name)]
-    named = [i for i in own if split[i][-1] in _TOTAL]
-    least = min((len(split[i]) for i in named), default=0)
-    totals = [i for i in named if len(split[i]) == least]
+    totals = _totals(names, own)
     total = totals[0] if len(totals) == 1 else -1
     return [len(own) > 1 and i in own and i != total for i in range(len(names))]
+
+
+def sides(names: Sequence[str]) -> list[bool]:
+    """Return for each logged loss whether it is the loss of one of several players: `G/loss`, `D/loss`."""
+    totals = _totals(names, [i for i, name in enumerate(names) if not is_of_evaluation(name)])
+    return [len(totals) > 1 and i in totals for i in range(len(names))]
+
+
+def _totals(names: Sequence[str], own: Sequence[int]) -> list[int]:
+    """Return the places of the names of fewest parts that say no more than that they are a loss, of those in `own`."""
+    split = [_SPLIT.split(name.lower()) for name in names]
+    named = [i for i in own if split[i][-1] in _TOTAL]
+    least = min((len(split[i]) for i in named), default=0)
+    return [i for i in named if len(split[i]) == least]

@@ -13,14 +13,15 @@ import numpy as np
 
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.detect import Scores, SeriesDetector
-from sentinel.detect.windowed import RollingMedian
+from sentinel.detect.windowed import LossSpike, RollingMedian
 from sentinel.reference import Reference
 from sentinel.rules import gradients, wording
 from sentinel.rules.facts import any_place, finite, is_loss_scaling, moved_ranks, skip_note, value_text
-from sentinel.rules.loss_parts import is_of_evaluation, parts
+from sentinel.rules.loss_parts import is_of_evaluation, parts, sides
+from sentinel.rules.recurring import OFTEN, Recurring
 from sentinel.rules.schema import Rule
 from sentinel.rules.sisters import Found, Sisters
-from sentinel.rules.watch import HIGHER, Points, SeriesWatch
+from sentinel.rules.watch import HIGHER, LASTING_STEPS, Points, SeriesWatch
 
 if TYPE_CHECKING:
     from sentinel.ingest.merge import StepView
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 _LOSS = re.compile(r"(^|[._/ -])loss(es)?$", re.IGNORECASE)
 RESTART = 1.5
 """A learning rate so many times the one of the step before restarts its schedule (chosen)."""
+FAR_SIDE = 1.0
+"""Share of its baseline by which one side of a game must have risen to be told whatever the other does (chosen)."""
 SURE_BESIDE = 2.0
 """One point alone is certain at this score beside the sisters."""
 _GRAD_NORM = re.compile(r"grad(ient)?s?[._ -]?norm|total_norm", re.IGNORECASE)
@@ -59,6 +62,8 @@ class ScalarWatch(SeriesWatch):
         self._slot_of: dict[str, int] = {}
         self._last: tuple[int, int] | None = None
         self._rate: float | None = None
+        self._recurring = Recurring() if isinstance(detector, RollingMedian) else None
+        """Of spikes: those that came and went."""
         self._sisters = (
             Sisters(rule.name, rule.reference, detector)
             if rule.reference is not None and isinstance(detector, RollingMedian)
@@ -78,6 +83,8 @@ class ScalarWatch(SeriesWatch):
     def to_dict(self) -> dict[str, object]:
         """Return everything that changes, for a snapshot."""
         found = super().to_dict() | {"last": self._last, "rate": self._rate}
+        if self._recurring is not None:
+            found["recurring"] = self._recurring.to_dict()
         return found | {"sisters": self._sisters.to_dict()} if self._sisters is not None else found
 
     def take_dict(self, data: Mapping[str, Any]) -> None:
@@ -85,6 +92,8 @@ class ScalarWatch(SeriesWatch):
         super().take_dict(data)
         self._last = tuple(data["last"]) if data.get("last") is not None else None
         self._rate = data.get("rate")
+        if self._recurring is not None:
+            self._recurring.take_dict(data.get("recurring", {}))
         if self._sisters is not None and "sisters" in data:
             self._sisters.take_dict(data["sisters"])
 
@@ -123,8 +132,9 @@ class ScalarWatch(SeriesWatch):
         points = _ScalarPoints(self, view, slots[at], [names[i] for i in at], values[at], scores, at, moved)
         is_lone = np.array([points.is_lone_norm(i) for i in range(len(at))], dtype=bool)
         if at.size:
-            points.traded = self._traded(names, slots)[at]
-        agree = (self._certain(scores, at, names) & ~is_lone) | ~np.isfinite(values[at])
+            points.traded = self._traded(names, slots, values, scores)[at]
+            self._recall(points, view)
+        agree = (self._certain(scores, at, names) & ~is_lone & ~points.recurs) | ~np.isfinite(values[at])
         rested = slots[settled] if settled is not None else slots[:0]
         found = self._emit(view, slots, points, rested, agree)
         return found + self.quiet(view)
@@ -147,14 +157,35 @@ class ScalarWatch(SeriesWatch):
         self._last = here
         self._rate = rate if rate is not None else self._rate
 
-    def _traded(self, names: Sequence[str], slots: np.ndarray) -> np.ndarray:
-        """Return which losses rise while another of the run improves, as terms of a sum and sides of a game may."""
+    def _recall(self, points: _ScalarPoints, view: StepView) -> None:
+        """Tell the points which of them are one more of a kind that came and went, and remember those that begin."""
+        recurring = self._recurring
+        if recurring is None:
+            return
+        known = self.episodes.locate(points.slots)
+        for i, slot in enumerate(points.slots.tolist()):
+            height = points.height_of(i)
+            streak = int(self.episodes.streak[known[i]]) + 1 if known[i] >= 0 else 1
+            points.recurs[i] = recurring.is_known(slot, view.step, height, view.stride)
+            points.lasting[i] = recurring.lasting_steps(slot, view.step, view.stride, LASTING_STEPS)
+            if streak == 1:
+                recurring.see(slot, view.step, height)
+            elif streak == LASTING_STEPS and not points.recurs[i]:
+                recurring.forget(slot)
+
+    def _traded(self, names: Sequence[str], slots: np.ndarray, values: np.ndarray, scores: Scores) -> np.ndarray:
+        """Return which losses rise while another of the run does not, as terms of a sum and sides of a game may."""
         improved = getattr(self.detector, "improved", None)
-        if improved is None:
+        if improved is None and not isinstance(self.detector, LossSpike):
             return np.zeros(len(names), dtype=bool)
-        trains = np.array([not is_of_evaluation(name) for name in names], dtype=bool)
-        gains = (improved(self.state)[slots] & trains).astype(np.int64)
-        traded: np.ndarray = np.array(parts(names), dtype=bool) & (gains.sum() > gains)
+        # Sides of a game sway about each other, no further than this; when all of them rise, nobody gains.
+        side = np.array(sides(names), dtype=bool)
+        is_near = values - scores.baseline < FAR_SIDE * np.abs(scores.baseline)
+        traded: np.ndarray = side & is_near & bool((side & (scores.score < 1.0)).any())
+        if improved is not None:
+            trains = np.array([not is_of_evaluation(name) for name in names], dtype=bool)
+            gains = (improved(self.state)[slots] & trains).astype(np.int64)
+            traded |= np.array(parts(names), dtype=bool) & (gains.sum() > gains)
         return traded
 
     def _certain(self, scores: Scores, at: np.ndarray, names: Sequence[str]) -> np.ndarray:
@@ -185,10 +216,14 @@ def _together(scores: Scores, found: Found) -> tuple[Scores, np.ndarray]:
     sure = evidence["corroborated"] | (leads & (beside >= SURE_BESIDE) & (found.direction > 0))
     direction = np.where(leads, found.direction, evidence["direction"]).astype(np.int8)
     forecast = np.where(leads, found.forecast, baseline)
-    return Scores.of(score, forecast, direction=direction, corroborated=sure, beside=beside >= 1.0), score >= 1.0
+    doubtful = evidence["doubtful"] & ~leads
+    both = Scores.of(score, forecast, direction=direction, corroborated=sure, doubtful=doubtful, beside=beside >= 1.0)
+    return both, score >= 1.0
 
 
 class _ScalarPoints(Points):
+    is_asked_again = True
+
     def __init__(
         self,
         watch: ScalarWatch,
@@ -206,10 +241,30 @@ class _ScalarPoints(Points):
         self._moved = moved
         self.traded = np.zeros(len(at), dtype=bool)
         """[points] whether it rises while another loss of the run improves."""
+        self.lasting = np.full(len(at), LASTING_STEPS)
+        """[points] points in a row that corroborate it."""
+        found = scores.evidence.get("doubtful") if len(at) else None
+        self.doubtful = np.zeros(len(at), dtype=bool) if found is None else np.asarray(found[at], dtype=bool)
+        """[points] whether it may as well be an ordinary batch."""
 
     def is_higher(self, i: int, onset: Anomaly) -> bool:
         """Whether the point is a spike of its own, higher than what its episode began with."""
-        return onset.score is not None and self.score_of(i) >= HIGHER * onset.score
+        return not self.recurs[i] and onset.score is not None and self.score_of(i) >= HIGHER * onset.score
+
+    def lasting_steps(self, i: int) -> int:
+        return int(self.lasting[i])
+
+    def height_of(self, i: int) -> float:
+        """Return how far a point stands above its baseline."""
+        return float(self._values[i] - self._scores.baseline[int(self._at[i])])
+
+    def doubt_of(self, i: int) -> str:
+        """Return why a point alone is only written down, in words; empty: it is told."""
+        if self.traded[i]:
+            return "another loss of the run does not: terms of a sum and sides of a game trade"
+        if self.recurs[i]:
+            return f"it did so {OFTEN} times and more lately, and came back"
+        return "alone it may be an ordinary batch" if self.doubtful[i] or self.is_lone_norm(i) else ""
 
     def score_of(self, i: int) -> float:
         return float(self._scores.score[int(self._at[i])])
@@ -233,9 +288,9 @@ class _ScalarPoints(Points):
             sign = int(direction[at]) if direction is not None else 0
             limit = self._watch.detector if getattr(self._watch.detector, "is_limit", False) else None
             text = wording.excursion("scalar", name, "value", value, baseline, score, sign, lasts, limit)
-            if self.traded[i]:
-                text += "; another loss of the run improves meanwhile: terms of a sum and sides of a game trade"
-            if self.traded[i] or (not full and self.is_lone_norm(i)):
+            doubt = self.doubt_of(i)
+            if doubt and (self.traded[i] or not full):
+                text += f"; {doubt}"
                 severity, full = Severity.INFO, False
             bad: tuple[int, ...] = ()
         else:

@@ -21,6 +21,10 @@ from sentinel.rules.watch import BACKGROUND_RATE, LASTING_STEPS, Plan, Points, S
 
 if TYPE_CHECKING:
     from sentinel.ingest.merge import StepView
+    from sentinel.ingest.placing import LogicalTensor
+
+FEW_ELEMENTS = 8
+"""Elements from which the size of a weight is one (chosen): the bias of a value head has one, and changes its sign."""
 
 
 class StepRows:
@@ -189,11 +193,19 @@ class _TensorPoints(Points):
         kinds = {self._view.tensors[int(at)].kind for at in self.index[which]}
         return not kinds <= gradients.GRADIENTS or bool((self.score[which] >= gradients.FAR).any())
 
+    def _has_few_elements(self, tensor: LogicalTensor) -> bool:
+        """Return whether a ratio is of a weight of few elements: it has no size of its own, and passes through zero."""
+        if tensor.kind != "update_ratio":
+            return False
+        of = [one.num_elements for one in self._view.tensors if one.kind == "param" and one.name == tensor.name]
+        return bool(of) and 0 < max(of) < FEW_ELEMENTS
+
     def anomaly(self, i: int, full: bool, why: str) -> tuple[Anomaly, bool]:
         rule, view = self._watch.rule, self._view
         tensor = view.tensors[int(self.index[i])]
         value, baseline, score = float(self.values[i]), float(self.baseline[i]), float(self.score[i])
         full = full and not (self.direction[i] < 0 and gradients.is_ordinary_fall(tensor.kind, value, baseline))
+        full = full and not self._has_few_elements(tensor)
         severity = rule.severity if full else Severity.INFO
         statistic = self._watch.statistic
         row = self._rows.single(int(self.index[i]))

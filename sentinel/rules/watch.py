@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -192,8 +192,13 @@ class Watch:
 class Points:
     """The anomalous points of one watch and step; makes their anomalies on demand."""
 
+    is_asked_again: ClassVar[bool] = False
+    """Whether what was held back at a point may be told at a later one of its episode."""
+
     def __init__(self, slots: np.ndarray) -> None:
         self.slots = slots
+        self.recurs = np.zeros(len(slots), dtype=bool)
+        """[points] whether excursions as high came and went before."""
 
     def is_higher(self, i: int, onset: Anomaly) -> bool:
         """Whether point `i` is so much worse than the onset of its episode that it is told as well."""
@@ -237,10 +242,14 @@ class SeriesWatch(Watch):
         if points.slots.size:
             at = open_keys.locate(points.slots)
             known = at >= 0
+            before = open_keys.last_step[at[known]]
             open_keys.continue_at(at[known], view.step)
             streak = np.ones(len(at), dtype=np.int64)
             streak[known] = open_keys.streak[at[known]]
             lasting = np.array([streak[i] >= points.lasting_steps(i) for i in range(len(at))], dtype=bool)
+            # What recurs for ever would hold one episode open for ever, and a jump in it would be no news.
+            passing = np.array([points.recurs[i] for i in np.flatnonzero(known)], dtype=bool) & ~lasting[known]
+            open_keys.last_step[at[known][passing]] = before[passing]
             # Read before anything opens: opening moves the positions that `at` holds.
             was_raised = np.where(known, open_keys.raised[at] if len(open_keys) else False, False)
             fresh: list[tuple[int, bool, Anomaly]] = []
@@ -253,7 +262,7 @@ class SeriesWatch(Watch):
                 anomaly, is_raised = points.anomaly(i, full, why)
                 if known[i] and self.rule.episode_quiet_steps:
                     if not is_news and anomaly.severity is open_keys.onset[int(points.slots[i])].severity:
-                        open_keys.raised[at[i]] = True
+                        open_keys.raised[at[i]] = is_raised or not points.is_asked_again
                         continue
                     found.append(anomaly)
                     ended = open_keys.raise_to(int(points.slots[i]), anomaly, bool(was_raised[i] or is_raised))

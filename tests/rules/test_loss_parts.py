@@ -8,7 +8,7 @@ import pytest
 from sentinel.anomaly import Severity
 from sentinel.rules.engine import Engine
 from sentinel.rules.loader import load_pack
-from sentinel.rules.loss_parts import parts
+from sentinel.rules.loss_parts import parts, sides
 from sentinel.rules.schema import Pack
 
 
@@ -25,6 +25,34 @@ from sentinel.rules.schema import Pack
 )
 def test_a_total_and_an_evaluation_are_no_parts(names, expected):
     assert parts(names) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["loss"], [False]),
+        (["G/loss", "D/loss"], [True, True]),
+        (["loss", "kl/loss"], [False, False]),
+        (["lm_loss", "aux_loss"], [False, False]),
+        (["G/loss", "D/loss", "D/gp_loss", "val/loss"], [True, True, False, False]),
+    ],
+)
+def test_the_losses_of_several_players_are_sides(names, expected):
+    assert sides(names) == expected
+
+
+@pytest.mark.parametrize(("climb", "other", "is_told"), [(1.3, 1.0, False), (1.3, 1.3, True), (4.0, 1.0, True)])
+def test_a_side_that_sways_alone_is_a_note_until_it_is_far(paper_run, rng, climb, other, is_told):
+    run = paper_run([("layers.0", "param")])
+    engine, found = Engine(Pack(rules=(load_pack().rule("loss-drift"),))), []
+    for step in range(900):
+        share = min(max(step - 300, 0) / 300, 1.0)
+        noise = np.exp(0.02 * rng.standard_normal(2))
+        scalars = {"G/loss": climb**share * noise[0], "D/loss": other**share * noise[1]}
+        found += [a for a in engine.judge(run.view(step, scalars=scalars)) if a.event == "onset"]
+
+    assert found
+    assert any(a.severity is not Severity.INFO for a in found) == is_told
 
 
 @pytest.mark.parametrize(
