@@ -26,9 +26,16 @@ CHANGES = 3.0
 """Times the deviation told from neighbours that the one about the level may be: between them lies what neighbours share."""
 WANDER_CLIP = 1.5
 """Times what is normal that a level teaches of its wandering at most."""
-TOLD = 1.0
-"""Share of the highest rise told that counts as wandering once it is over: with `slack_wander` 3 a rise is news again where
-it is three times as high."""
+TOLD = 3.0
+"""Times the highest rise told that is normal once it is over."""
+GOES_ON = 0.5
+"""Share of the highest rise told that is normal while it goes on: a rise is over where half of it is gone."""
+LEVEL_OFF = 0.125
+"""Share of its rise by which a level at rest moves at most in the latter half of the time it was flagged; of one that climbs
+on it is a quarter."""
+SEEN_BLOCKS, RECORDS = 64, 2.5
+"""Blocks after which a run has shown how high chance leads its level: to so many times its record at most. Chosen on healthy
+runs of ten kinds; at 2 one in 40 more is told twice."""
 BLOCK = 4
 """Memories between two looks at how a level turns."""
 ROUGH_NOISE = 9.0
@@ -114,12 +121,13 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Relative rise above the best level that is always normal."""
     slack_sigmas: float = 0.75
     """And how many standard deviations of one point, where that is more."""
-    slack_wander: float = 3.0
-    """And how many times as far as the level has stood above its best in the run so far (root mean square), where that is
-    more: what a run has always done is no drift. 0: the past is no measure."""
+    slack_wander: float = 1.75
+    """And how many times as far as the level has ever stood above its best, where that is more: what a run has done before
+    is no drift. 0: of the past only what was told is a measure."""
     slack_walk: float = 3.5
     """And how many deviations of where chance would have led the level since its best, by how often it turned down in the
-    run's last half, where that is more: what goes up by chance comes down by chance. 0: chance is no measure."""
+    run's last half, where that is more, in an old run up to 2.5 times its record: what goes up by chance comes down by
+    chance. 0: chance is no measure."""
     sides: Literal["up", "both"] = "up"
     """`up`: against the lowest level so far, whose own fall is no drift. `both`: up and down, against a level of sixteen
     times the memory."""
@@ -167,11 +175,15 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return np.asarray(np.maximum(np.minimum(state["noise"], CHANGES * state["change"]), 1e-9))
 
     def _slack(self, state: State) -> np.ndarray:
-        """Return the rise above the best level that is normal."""
+        """Return the rise above the best level that is normal; while one goes on that was told, what ends it."""
         own = np.maximum(math.log1p(self.slack), self.slack_sigmas * self._noise(state))
-        past = self.slack_wander * np.maximum(np.sqrt(state["known"]), np.where(state["run"] > 0, 0.0, TOLD * state["told"]))
-        blocks = np.maximum(state["since"] / (BLOCK * self.memory), 1.0)
-        return np.asarray(np.maximum(np.maximum(own, past), self.slack_walk * np.sqrt(state["walk"] * blocks)))
+        past = np.maximum(self.slack_wander * state["known"], TOLD * state["told"])
+        block = BLOCK * self.memory
+        walk = self.slack_walk * np.sqrt(state["walk"] * np.maximum(state["since"] / block, 1.0))
+        is_seen = state["count"] >= SEEN_BLOCKS * block
+        walk = np.where(is_seen, np.minimum(walk, RECORDS * state["known"]), walk)
+        over = np.maximum(np.maximum(own, past), walk)
+        return np.where(state["run"] > 0, np.maximum(own, GOES_ON * state["told"]), over)
 
     def score(self, values: np.ndarray, state: State) -> Scores:
         """Score the larger sum / threshold; 0.0 in the warm-up and for what is not finite."""
@@ -201,6 +213,11 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
         flagged = ready & anomalous
         apart = np.abs(state["level"] - state["best"])
         state["told"][flagged] = np.maximum(state["told"], apart)[flagged]
+        # What was told has to be over for long before more is: a rise on which points scatter is one.
+        for name in ("above", "below"):
+            begins = flagged & (state["run"] == 0) & (state[name] >= self.threshold)
+            state[name][begins] = 2.0 * self.threshold
+        state["run"][flagged] += 1
         state["since"][ready] += 1
         if self.sides == "up":
             state["since"][calm & (state["level"] < state["best"])] = 0
@@ -232,8 +249,8 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
         What is known of it changes when the run is twice as old: a divergence does not become its own measure.
         """
         apart = np.minimum(np.abs(state["level"] - state["best"]), WANDER_CLIP * self._slack(state))
+        state["wander"][calm] = np.maximum(state["wander"], apart)[calm]
         count = state["count"]
-        state["wander"][calm] += ((apart * apart - state["wander"]) / np.maximum(count, 1))[calm]
         due = calm & (count & (count - 1) == 0)
         state["known"][due] = state["wander"][due]
 
@@ -263,22 +280,24 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return np.asarray((state["count"] > self.warmup) & (state["since"] <= 2 * self.memory))
 
     def _settle(self, state: State, flagged: np.ndarray) -> None:
+        """Make a level that has come to rest the best, looking whenever it was flagged for twice as long."""
         run = state["run"]
-        run[flagged] += 1
         half = flagged & (run == (self.settle_after + 1) // 2)
-        state["mark"][half] = state["level"][half]
-        due = flagged & (run >= self.settle_after)
+        times = run // self.settle_after
+        due = flagged & (times > 0) & (run == times * self.settle_after) & (times & (times - 1) == 0)
+        moved = np.abs(state["level"] - state["mark"])
+        state["mark"][half | due] = state["level"][half | due]
         if not due.any():
             return
-        # Level to within a third of the slack over half the time: not climbing any more.
-        flat = np.abs(state["level"] - state["mark"]) <= np.maximum(math.log1p(self.slack) / 3.0, 0.5 * state["noise"])
-        rested = due & flat
+        # By then half of the rise was seen; a young series' noise is all that its level may move.
+        apart = np.maximum(np.abs(state["level"] - state["best"]), state["noise"])
+        rested = due & (moved <= LEVEL_OFF * apart) & (2 * run >= state["since"])
         state["best"][rested] = state["level"][rested]
         state["since"][rested] = 0
         for name in ("above", "below"):
             state[name][rested] = 0.0
         state["settled"][rested] = True
-        run[due] = 0
+        run[rested] = 0
 
     def rearm(self, state: State) -> None:
         """Begin anew with the next point, all series: after a resume what came before is no measure any more."""

@@ -79,9 +79,12 @@ static double drift_noise(const DriftState *s, int64_t i) { return larger(smalle
 static double drift_slack(const LevelParameters *p, const DriftState *s, int64_t i)
 {
     const double own = larger(p->log_slack, p->slack_sigmas * drift_noise(s, i));
-    const double past = p->slack_wander * larger(sqrt(s->known[i]), s->run[i] > 0 ? 0.0 : s->told[i]);
-    const double blocks = larger((double)s->since[i] / (double)(4 * p->memory), 1.0);
-    return larger(larger(own, past), p->slack_walk * sqrt(s->walk[i] * blocks));
+    if (s->run[i] > 0) return larger(own, 0.5 * s->told[i]);
+    const double past = larger(p->slack_wander * s->known[i], 3.0 * s->told[i]);
+    const int64_t block = 4 * p->memory;
+    double walk = p->slack_walk * sqrt(s->walk[i] * larger((double)s->since[i] / (double)block, 1.0));
+    if (s->level.count[i] >= 64 * block) walk = smaller(walk, 2.5 * s->known[i]);
+    return larger(larger(own, past), walk);
 }
 
 static void drift_sums(const LevelParameters *p, const DriftState *s, int64_t i, double x, double *up, double *down)
@@ -113,7 +116,7 @@ static void follow_wander(const LevelParameters *p, const DriftState *s, int64_t
 {
     const int64_t count = s->level.count[i];
     const double apart = smaller(fabs(s->level.level[i] - s->best[i]), 1.5 * drift_slack(p, s, i));
-    s->wander[i] += (apart * apart - s->wander[i]) / (double)count;
+    s->wander[i] = larger(s->wander[i], apart);
     if (!(count & (count - 1))) s->known[i] = s->wander[i];
 }
 

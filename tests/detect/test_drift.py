@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sentinel.detect import Drift, Plateau
+from sentinel.detect import Drift, Plateau, drift
 
 
 def judge(detector, values):
@@ -129,7 +129,7 @@ def told(flagged):
     return len(rows[:1]) + int((np.diff(rows) > 256).sum())
 
 
-def test_what_a_long_run_has_always_done_is_no_drift(rng):
+def test_what_a_long_run_has_always_done_is_no_drift(rng, monkeypatch):
     """56,000 rows of ordinary wander, epochs, waves: told once at most."""
     n = 56_000
     t, noise = np.arange(n), 0.02 * rng.standard_normal((n, 7))
@@ -144,11 +144,41 @@ def test_what_a_long_run_has_always_done_is_no_drift(rng):
     )  # fmt: skip
 
     flagged, _ = judge(Drift(), level[:, None] * np.exp(z + noise))
+    monkeypatch.setattr(drift, "TOLD", 0.0)
     unmeasured, _ = judge(Drift(slack_wander=0.0, slack_walk=0.0), level[:6000, None] * np.exp(z + noise)[:6000])
 
     assert max(told(flagged[:, at]) for at in range(7)) <= 1
     assert not flagged[:, 6].any()
     assert told(unmeasured[:, 1]) > 3, "the case is one"
+
+
+@pytest.mark.parametrize("wander", [0.0, 0.015])
+def test_one_slow_rise_is_one_message(wander, rng):
+    """However long it climbs, on points that scatter and a level that wanders; where it stays, it settles once."""
+    n, begins, rows = 16_000, 3000, np.array([1000, 3000, 10_000])
+    t = np.arange(n)[:, None]
+    z = np.stack([wander * autoregressive(rng, n, 0.995) for _ in rows], axis=1) + 0.02 * rng.standard_normal((n, len(rows)))
+    loss = 2.5 * (1.0 + t / 300.0) ** -0.1 * np.exp(z) * 3.0 ** np.clip((t - begins) / rows, 0.0, 1.0)
+
+    flagged, settled = judge(Drift(), loss)
+
+    assert not flagged[:begins].any()
+    assert [told(flagged[:, at]) for at in range(len(rows))] == [1, 1, 1]
+    assert settled[:, 0].sum() <= 1 and not (settled & (t < begins + rows)).any()
+
+
+def test_a_rise_above_all_that_an_old_run_has_wandered_is_called(rng):
+    """By chance a level might be led anywhere; how high it was in eight thousand rows says how far it is."""
+    n, begins = 12_500, 10_000
+    wander = np.stack([0.03 * autoregressive(rng, n, 0.999) for _ in range(6)], axis=1)
+    loss = 2.5 * np.exp(wander + 0.02 * rng.standard_normal((n, 6)))
+    climbs = loss * 1.35 ** np.clip((np.arange(n) - begins) / 2000.0, 0.0, 1.0)[:, None]
+
+    healthy, _ = judge(Drift(), loss)
+    flagged, _ = judge(Drift(), climbs)
+
+    assert flagged[begins:].any(axis=0).sum() >= 5
+    assert not healthy[begins:].any()
 
 
 def test_a_run_that_wanders_is_still_told_of_a_divergence(rng):
