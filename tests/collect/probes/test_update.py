@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import sentinel
+from sentinel.collect.holding import Master, TorchHolding
 from sentinel.collect.probes import pieces, update
 from sentinel.record import Flag
 
@@ -202,6 +203,49 @@ def test_weights_in_fp32_and_steps_that_add_nothing_lose_nothing(run: Path) -> N
     found = Said(run.parent / "again")
     names = [name for name in found.names(1, "update") if name.endswith(update.LOST)]
     assert names and all(float(found.of(1, "update", name)[0]["mean"]) == 0.0 for name in names)
+
+
+class MasterHolding(TorchHolding):
+    """Of a trainer whose optimizer steps fp32 copies of weights in bf16."""
+
+    def __init__(self, masters: dict[int, torch.Tensor]) -> None:
+        super().__init__()
+        self._masters = masters
+
+    def master(self, param: torch.Tensor) -> Master | None:
+        return Master(self._masters[id(param)])
+
+
+def test_where_the_optimizer_steps_fp32_masters_the_update_is_theirs_and_nothing_counts_as_lost(run: Path) -> None:
+    model = TinyModel().to(torch.bfloat16)
+    masters = {id(p): torch.nn.Parameter(p.detach().float()) for p in model.parameters()}
+    optimizer = torch.optim.AdamW(masters.values(), 1e-5)
+    monitor = sentinel.attach(model, optimizer, CONFIG)
+    monitor.parameters.holding = MasterHolding(masters)
+
+    def hand_over(*_: object) -> None:
+        for p in model.parameters():
+            masters[id(p)].grad = None if p.grad is None else p.grad.float()
+
+    optimizer.register_step_pre_hook(hand_over)
+    copies, kept = [], []
+    for step in range(2):
+        loss_of(model, step).backward()
+        optimizer.step()
+        kept.append(masters[id(model.head.weight)].detach().clone())
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(masters[id(p)])
+        copies.append(model.head.weight.detach().clone())
+        model.zero_grad()
+    monitor.detach()
+    said = Said(run)
+    (row,) = said.of(1, "update", "head.weight")
+
+    assert float((copies[1] == copies[0]).float().mean()) > 0.5, "most of the copy shows nothing of the step"
+    assert norm(row) == pytest.approx(float((kept[1] - kept[0]).norm()), rel=1e-3)
+    assert int(row["num_zero"]) == 0
+    assert not any(name.endswith(update.LOST) for step in range(2) for name in said.names(step, "update"))
 
 
 def test_defect_9_what_receives_no_gradient_has_no_update(run: Path) -> None:
