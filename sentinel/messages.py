@@ -280,6 +280,8 @@ class Bye(msgspec.Struct, frozen=True, kw_only=True):
     """The exception says that the connection to another rank was lost, or that others did not answer."""
     is_between: bool = False
     """`step` was whole, and nothing of another had begun."""
+    signal: Word = ""
+    """Name of the signal whose handler, the trainer's own, ended the process: `SIGTERM`, `SIGINT`; empty: none is known."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):

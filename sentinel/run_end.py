@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -27,6 +27,8 @@ CLEAR_S = 0.05
 """Ranks that went within so short a time of one another cannot be put in order: a pulse is some 20 ms."""
 
 
+ALL_TOGETHER = "without a word, all together"
+"""What an end says where every rank was gone at once."""
 TOGETHER_S = 1.0
 """Ranks that were all sent SIGKILL within so long were sent it by somebody who ends them all (chosen): a launcher that has
 lost one of them sends the others SIGTERM first."""
@@ -85,13 +87,20 @@ class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
     """`step` was whole, and nothing of another had begun."""
 
 
+def was_asked(ends: Iterable[RankEnd]) -> bool:
+    """Return whether a rank ended in order by its handler of SIGTERM, and those that did not end so only lost it."""
+    ends = list(ends)
+    is_told = any(end.how == GOODBYE and end.detail == "SIGTERM" for end in ends)
+    return is_told and all(end.how == GOODBYE or end.cause == FOLLOWS for end in ends)
+
+
 def first_to_go(ends: Mapping[int, RankEnd]) -> tuple[int | None, RankEnd | None]:
     """Return the rank whose end the others' follow from, and that end; None: all left in order, or nobody can say.
 
     By cause before by time: a lost connection and a SIGTERM are how the death of another rank shows, and clocks differ.
     """
     bad = {rank: end for rank, end in ends.items() if end.how != GOODBYE}
-    if any(end.is_asked for end in bad.values()):
+    if any(end.is_asked for end in bad.values()) or was_asked(ends.values()):
         return None, None
     own, unexplained, follows = (sorted(r for r, end in bad.items() if end.cause == cause) for cause in range(3))
     first = min(own, key=lambda rank: bad[rank].time, default=None)

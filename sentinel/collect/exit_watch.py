@@ -14,7 +14,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
+import msgspec
+
 from sentinel.collect.farewell import exit_code, farewell, raised_now
+from sentinel.collect.signal_handlers import signal_of_frame
 from sentinel.messages import Bye
 
 LAST_WORDS_S = 5.0
@@ -97,11 +100,11 @@ class ExitWatch:
         def sys_exit(status: Any = None, /) -> NoReturn:
             code, error = exit_code(status), raised_now()
             is_why = code != 0 and error is not None and not isinstance(error, SystemExit)
-            self._noted = farewell("exit", error if is_why else None, code), self._num_steps()
+            self._noted = _handled(farewell("exit", error if is_why else None, code)), self._num_steps()
             former_exit(status)
 
         def hard_exit(status: int) -> NoReturn:
-            self._leave(farewell("exit", code=exit_code(status)), HURRY_S)
+            self._leave(_handled(farewell("exit", code=exit_code(status))), HURRY_S)
             former_hard_exit(status)
 
         for owner, name, mine, former in (
@@ -126,6 +129,11 @@ class ExitWatch:
         for one in told:
             one.leave(said, timeout_s)
         return told
+
+
+def _handled(said: Bye) -> Bye:
+    """Return last words with the signal whose handler ends the process just now, if one does."""
+    return said if said.signal else msgspec.structs.replace(said, signal=signal_of_frame(sys._getframe(2)))
 
 
 def _wait(told: list[Watched], timeout_s: float) -> None:

@@ -8,6 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 
+from sentinel.collect.signal_handlers import signal_of_error
 from sentinel.messages import Bye
 from sentinel.wire.frame import NO_STEP
 
@@ -50,7 +51,7 @@ def farewell(reason: str, error: BaseException | None = None, code: int = 0) -> 
     return Bye(
         reason="exception", step=NO_STEP, error=_type_of(error),
         message=" ".join(text[: 4 * MAX_MESSAGE].split())[:MAX_MESSAGE], code=code,
-        is_memory=_is_memory(error, text), is_lost_peer=_is_lost_peer(error, text),
+        is_memory=_is_memory(error, text), is_lost_peer=_is_lost_peer(error, text), signal=signal_of_error(error),
     )  # fmt: skip
 
 

@@ -21,6 +21,8 @@ from sentinel.ingest.witnesses import UNHEARD_S, Witnesses
 from sentinel.messages import Bye
 from sentinel.process import ProcessId
 from sentinel.run_end import (
+    ALL_TOGETHER,
+    CLEAR_S,
     CRASHES,
     EXCEPTION,
     FOLLOWS,
@@ -33,6 +35,7 @@ from sentinel.run_end import (
     RankEnd,
     RunEnd,
     first_to_go,
+    was_asked,
 )
 
 LOOK_S = 0.05
@@ -277,6 +280,11 @@ def _after_asking(end: RankEnd, asked: str) -> RankEnd:
 
 
 def _end_by_words(bye: Bye, time: float, status: int | None) -> RankEnd:
+    if bye.signal:
+        # Its handler saved what there was to save, where it says 0.
+        is_bad = bye.reason == "exception" or bye.code != 0
+        end = RankEnd(how=GOODBYE, detail=bye.signal, time=time, step=bye.step)
+        return _end_by_signal(bye.signal, time, bye.step) if is_bad else end
     if bye.reason == "interrupted":
         return _end_by_signal("SIGINT", time, bye.step)
     if bye.reason == "exception":
@@ -347,6 +355,11 @@ def run_end(ranks: Sequence[RankFacts], wall: float, *, is_restarted: bool = Fal
             is_asked=end.is_asked, is_restarted=is_restarted, has_memory=end.has_memory, is_between=end.is_between,
         )  # fmt: skip
     earliest = min(bad, key=lambda end: end.time)
+    if was_asked(ends):
+        return RunEnd(
+            how=SIGNAL, step=earliest.step, detail="SIGTERM", time=earliest.time, found_late_s=late_s, is_asked=True,
+            is_restarted=is_restarted, is_between=earliest.is_between,
+        )  # fmt: skip
     is_asked = any(end.is_asked for end in bad)
     # Who saw others go, and followed without a word, was sent what they were sent.
     told = [end for end in bad if end.detail == "SIGTERM" or end.cause != FOLLOWS or end.how != SIGNAL]
@@ -358,7 +371,9 @@ def run_end(ranks: Sequence[RankFacts], wall: float, *, is_restarted: bool = Fal
     elif is_asked:
         how, detail = sorted(hows)[0]
     else:
-        detail = f"without a word, {len(bad)} ranks within {max(last - earliest.time, 0.0):.2g} s of one another"
+        spread_s = max(last - earliest.time, 0.0)
+        together = ALL_TOGETHER if spread_s < CLEAR_S and len(bad) == len(ends) else "without a word"
+        detail = f"{together}, {len(bad)} ranks within {spread_s:.2g} s of one another"
     return RunEnd(
         how=how, step=earliest.step, detail=detail, time=earliest.time, found_late_s=late_s,
         is_asked=is_asked or all(end.detail == "SIGTERM" for end in bad), is_restarted=is_restarted,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sentinel.anomaly import Anomaly
-from sentinel.run_end import CRASHES, EXCEPTION, OUT_OF_MEMORY, SILENCE, RankEnd, RunEnd, end_words
+from sentinel.run_end import ALL_TOGETHER, CRASHES, EXCEPTION, OUT_OF_MEMORY, SILENCE, RankEnd, RunEnd, end_words
 
 if TYPE_CHECKING:
     from sentinel.ingest.decision import RankFacts
@@ -285,6 +285,11 @@ def _what_to_do(end: RunEnd | RankEnd) -> str:
         return "see who sent it (scheduler, launcher, a person), then go on from the last checkpoint"
     if end.detail in CRASHES:
         return "it crashed in native code: look at the last lines of its log and its core dump"
+    if end.detail.startswith(ALL_TOGETHER):
+        return (
+            "most likely somebody ended all at once (SIGTERM or SIGKILL of a scheduler, a launcher or a person), or their "
+            "machine went down: see the scheduler's and the launcher's log, and dmesg, then go on from the last checkpoint"
+        )
     if end.has_memory:
         return (
             "it was not for want of memory, the kernel counts no such kill: see who sent it (a scheduler, a launcher, a "

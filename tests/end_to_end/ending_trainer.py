@@ -83,6 +83,10 @@ def train(rank: int, world: int) -> None:
     monitor = sentinel.attach(model, optimizer)
     if MODE == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if MODE == "handled":
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
+    if MODE == "saves":
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     if MODE == "usr1":
         signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(0))
     for step in range(NUM_STEPS):

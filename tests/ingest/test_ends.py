@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -92,6 +92,42 @@ def test_who_left_before_the_others_lost_it_is_the_first_though_it_said_goodbye(
 
 def test_who_left_after_the_others_lost_somebody_is_not_blamed() -> None:
     assert first_to_go({0: lost(9.5), 1: end(GOODBYE, 10.0, detail="exit")})[0] == 0
+
+
+def handled(time: float) -> RankEnd:
+    return end(GOODBYE, time, detail="SIGTERM")
+
+
+def test_ranks_that_lose_one_whose_handler_of_sigterm_left_in_order_were_asked_to_end() -> None:
+    assert first_to_go({0: lost(10.5), 1: handled(10.0)}) == (None, None)
+    assert first_to_go({0: killed(10.5), 1: handled(10.0)})[0] == 0
+    assert first_to_go({0: raised(10.5), 1: handled(10.0)})[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ([lost(10.5), handled(10.0)], (SIGNAL, None, "SIGTERM", True)),
+        ([handled(10.1), handled(10.0)], (GOODBYE, None, "SIGTERM", False)),
+        ([terminated(10.5), handled(10.0)], (SIGNAL, None, "SIGTERM", True)),
+        (
+            [end(SIGNAL, 10.0, detail="a"), end(SIGNAL, 10.01, detail="b")],
+            (SIGNAL, None, "without a word, all together, 2 ranks within 0.01 s of one another", False),
+        ),
+        (
+            [end(SIGNAL, 10.0, detail="a"), end(SIGNAL, 10.01, detail="b"), end(SIGNAL, 13.0, detail="c")],
+            (SIGNAL, None, "without a word, 3 ranks within 3 s of one another", False),
+        ),
+    ],
+)
+def test_how_a_run_ended_that_nobody_ended_first(ends: list[RankEnd], expected: tuple[Any, ...]) -> None:
+    ranks = [
+        RankFacts(rank=rank, life=bytes([rank]), heard_at=0.0, moved_at=0.0, end=one) for rank, one in enumerate(ends)
+    ]  # fmt: skip
+    found = run_end(ranks, 20.0)
+
+    assert found is not None
+    assert (found.how, found.rank, found.detail, found.is_asked) == expected
 
 
 OWN_PROCESS = ProcessId(host="here", pid=1, start=1, space="pid:[1]", boot="b")
@@ -214,7 +250,7 @@ def test_ends_of_other_children_of_the_launcher_say_nothing(tmp_path: Path) -> N
     ended = run_end(one, 10.0)
 
     assert ended is not None
-    assert ended.rank is None and ended.detail.startswith("without a word, 2 ranks within")
+    assert ended.rank is None and ended.detail.startswith("without a word, all together, 2 ranks within")
 
 
 def test_a_kill_by_the_kernel_says_how_much_was_held(tmp_path: Path) -> None:
