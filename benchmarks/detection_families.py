@@ -1,6 +1,6 @@
 """Scalar detectors on families of made series, labelled: noises, schedules, units and printers of many trainers.
 
-usage: detection_families.py [--seed 0] [--rivals] [PART ...]        PART: spikes, drift; none: both
+usage: detection_families.py [--seed 0] [--rivals] [--runs 3] [PART ...]        PART: spikes, drift; none: both
 
 The generators know their own noise: a spike of one row, of four, or a jump of the level stands 12, 16 or 30 deviations of
 the noise of the last 300 rows above the series (a loss by 15 % at least, a norm by a factor of 2.2), and what the noise
@@ -29,8 +29,10 @@ SERIES = 8
 """Series a family."""
 LONG, WANDERS = 56_000, 3
 """Rows of a healthy run that wanders, and runs a kind."""
-MATURE, CLIMB = 10_000, 2000
-"""Rows before a slow divergence, and those in which it climbs by 1.3."""
+MATURE = 10_000
+"""Rows before a slow divergence."""
+CLIMBS = ((1.3, 2000), (1.3, 500), (2.0, 10_000), (3.0, 20_000))
+"""How high a slow divergence climbs, and in how many rows."""
 
 
 class Made(NamedTuple):
@@ -363,31 +365,38 @@ HEALTHY: dict[str, Callable[[Any, int], np.ndarray]] = {
 }
 
 
-def wander(name: str, seed: int, rows: int) -> np.ndarray:
-    """Return healthy runs of one kind, side by side: [rows, WANDERS]."""
+def wander(seed: int, rows: int, runs: int) -> np.ndarray:
+    """Return healthy runs of all kinds, side by side: [rows, kinds * runs]."""
     columns = []
-    for number in range(WANDERS):
-        rng = np.random.default_rng([seed, number, *name.encode()])
-        level = 2.5 * (1.0 + np.arange(rows) / 300.0) ** -0.1
-        columns.append(level * np.exp(HEALTHY[name](rng, rows) + 0.02 * rng.standard_normal(rows)))
+    level = 2.5 * (1.0 + np.arange(rows) / 300.0) ** -0.1
+    for name, kind in HEALTHY.items():
+        for number in range(runs):
+            rng = np.random.default_rng([seed, number, *name.encode()])
+            columns.append(level * np.exp(kind(rng, rows) + 0.02 * rng.standard_normal(rows)))
     return np.stack(columns, axis=1)
 
 
-def drift(detector: Any, row_by_row: Callable[[Any, np.ndarray], np.ndarray], seed: int) -> None:
-    """Print what healthy runs are told, and how late a rise of 1.3 over CLIMB rows is called on a run of MATURE."""
-    print(f"\n## Drift: warnings of {WANDERS} healthy runs of {LONG} rows (256 quiet rows end one); x1.3 over {CLIMB}\n")
-    print("| kind | warnings, each run | rise called | median rows | worst | told before it |\n|---|---|---|---|---|---|")
-    for name in HEALTHY:
-        flagged = row_by_row(detector, wander(name, seed, LONG))
-        told = [_told(flagged[:, at]) for at in range(WANDERS)]
-        rows = MATURE + CLIMB + 1000
-        climbs = wander(name, seed + 1, rows)
-        climbs *= 1.3 ** np.clip((np.arange(rows) - MATURE) / CLIMB, 0.0, 1.0)[:, None]
-        found = row_by_row(detector, climbs)
-        begun = [_told(found[:MATURE, at]) for at in range(WANDERS)]
-        late = [int(np.flatnonzero(found[MATURE:, at])[0]) for at in range(WANDERS) if found[MATURE:, at].any()]
-        rows_text = f"{int(np.median(late))} | {max(late)}" if late else "- | -"
-        print(f"| {name} | {told} | {len(late)} of {WANDERS} | {rows_text} | {begun} |", flush=True)
+def drift(detector: Any, row_by_row: Callable[[Any, np.ndarray], np.ndarray], seed: int, runs: int) -> None:
+    """Print what healthy runs are told, and how late and how often a slow rise is told on a run of MATURE rows."""
+    print(f"\n## Drift: messages of {runs} healthy runs a kind of {LONG} rows (256 quiet rows end one)\n")
+    print("| kind | messages, each run |\n|---|---|")
+    flagged = row_by_row(detector, wander(seed, LONG, runs))
+    told = np.array([_told(column) for column in flagged.T]).reshape(len(HEALTHY), runs)
+    for name, each in zip(HEALTHY, told.tolist(), strict=True):
+        print(f"| {name} | {each} |")
+    print(f"| all | {told.sum()} in {told.size} runs, {told.max()} in one at most |")
+    for size, climb in CLIMBS:
+        rows = MATURE + climb + 1000
+        climbs = wander(seed + 1, rows, runs)
+        climbs *= size ** np.clip((np.arange(rows) - MATURE) / climb, 0.0, 1.0)[:, None]
+        found = row_by_row(detector, climbs)[MATURE:]
+        often = np.array([_told(column) for column in found.T]).reshape(len(HEALTHY), runs)
+        late = np.where(found.any(axis=0), found.argmax(axis=0), -1).reshape(len(HEALTHY), runs)
+        print(f"\n### x{size} over {climb} rows, after {MATURE}\n")
+        print("| kind | rows until called (-1: not) | messages |\n|---|---|---|")
+        for name, first, each in zip(HEALTHY, late.tolist(), often.tolist(), strict=True):
+            print(f"| {name} | {first} | {each} |")
+        print(f"| all | {(often > 0).sum()} of {often.size} called | {(often > 1).sum()} more than once |", flush=True)
 
 
 def _told(flagged: np.ndarray) -> int:
@@ -401,6 +410,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rivals", action="store_true")
+    parser.add_argument("--runs", type=int, default=WANDERS, help="runs a kind for drift")
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))
     import detection
@@ -415,7 +425,7 @@ def main() -> int:
     if "spikes" in (args.parts or ["spikes"]):
         spikes(flags, args.seed)
     if "drift" in (args.parts or ["drift"]):
-        drift(detection.Drift(), detection.row_by_row, args.seed)
+        drift(detection.Drift(), detection.row_by_row, args.seed, args.runs)
     return 0
 
 
