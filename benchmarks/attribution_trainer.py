@@ -45,8 +45,9 @@ class MoreFaults(gpt_faults.Faults):
         with torch.no_grad():
             for name, weight in (pair for chunk in self._chunks for pair in chunk.named_parameters()):
                 one = parallel.local(weight)
-                if KIND == "attention" and name.endswith("blocks.1.attn.qkv.weight"):
-                    one[: one.shape[0] // 3].mul_(30.0)
+                if KIND == "attention" and name.endswith("blocks.1.attn.qkv.weight") and self._tp_rank == 0:
+                    # The same rows in every layout: queries, keys and values of the first head, and queries of the next.
+                    one[: weight.shape[0] // 3].mul_(30.0)
                 elif KIND == "zeroed" and name.endswith("blocks.2.mlp.fc1.weight"):
                     weight.register_hook(torch.zeros_like)
                 elif KIND == "absurd" and name.endswith("blocks.1.mlp.fc1.weight") and self._dp_rank == 1:

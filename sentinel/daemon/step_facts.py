@@ -101,7 +101,7 @@ class FactReader:
             missing=tuple(sorted(set(view.places) - heard)) if not is_whole else (),
             num_compared=num_compared,
             num_weights=len(self._weights),
-            num_differing=len({one.index for one in differing}),
+            num_differing=_num_differing(view, differing),
             divergences=tuple(_divergence(view, one) for one in _first(view, differing)),
             upstream=self._upstream(anomalies, first_bad),
             first_bad=first_bad,
@@ -357,6 +357,15 @@ def _first(view: StepView, differing: Iterable[Differing]) -> list[Differing]:
     found = sorted(differing, key=lambda one: (order.get(view.tensors[one.index].kind, 2), one.index))
     last = [one for one in found[MAX_DIVERGENCES:] if order.get(view.tensors[one.index].kind, 2) == 2][:1]
     return [*found[: MAX_DIVERGENCES - len(last)], *last]  # However many weights differ, one gradient is among them.
+
+
+def _num_differing(view: StepView, differing: Iterable[Differing]) -> int:
+    """Return how many tensors differ by themselves: where weights do, their gradients and states of the step follow.
+
+    Ranks of a tensor-parallel group hold copies of norms and biases: one bit in one of these parts all gradients before it.
+    """
+    found = {one.index for one in differing}
+    return len({index for index in found if view.tensors[index].kind == "param"} or found)
 
 
 def _divergence(view: StepView, one: Differing) -> Divergence:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,6 +95,22 @@ def test_what_parts_two_copies(tmp_path: Path, what: str, change: str, differ: i
     assert (one.change, one.is_sure, one.num_copies) == (what, False, 2), one.change_words
     assert facts.num_compared > 5 and facts.num_differing == 1
     assert (one.culprit == 1) is (change == "absurd")
+
+
+def test_gradients_that_differ_with_a_weight_follow_from_it(tmp_path: Path) -> None:
+    steps = Steps(tmp_path, dp=2)
+
+    def differing(rank: int, rows: np.ndarray, end: EndStep, *, has_weight: bool) -> None:
+        is_copy = rows["kind"] == Kind.WGRAD
+        if has_weight:
+            is_copy[weight_row(steps, rank, rows)] = True
+        rows["checksum"][is_copy] = 10**15 + rank
+
+    both = FactReader().read(steps.view(3, functools.partial(differing, has_weight=True)), (), ())
+    gradients = FactReader().read(steps.view(3, functools.partial(differing, has_weight=False)), (), ())
+
+    assert both.num_differing == 1 and {one.kind for one in both.divergences} == {"param", "wgrad"}
+    assert gradients.num_differing > 8
 
 
 def test_upstream_is_held_against_the_other_replicas(tmp_path: Path) -> None:

@@ -301,6 +301,22 @@ def test_reduced_gradients_that_differ_in_every_step_were_left_out_of_the_exchan
     assert "no_sync" in said(found)
 
 
+@pytest.mark.parametrize(("is_before", "verdict"), [(False, "hardware"), (True, "program")])
+def test_gradients_that_differ_behind_one_bit_of_a_weight_follow_from_it(is_before: bool, verdict: str) -> None:
+    bit = differing(is_sure=False, accused=(0, 1), num_copies=2, change="bit", change_words="differ by one bit, 2**20")
+    gradient = differing(kind="wgrad", name="pos.weight", is_sure=False, accused=(0, 1), num_copies=2)
+    run = Run(dp=2)
+    first = diverged(30)
+    if is_before:
+        run.take(msgspec.structs.replace(first, kind="wgrad"), num_differing=1, divergences=(gradient,))
+        run.take(diverged(31), num_differing=1, divergences=(bit, gradient))
+    else:
+        run.take(first, num_differing=1, divergences=(bit, gradient))
+    found = run.well(num_differing=9, divergences=(bit, gradient))
+
+    assert found.verdict == verdict
+
+
 @pytest.mark.parametrize(("number", "verdict"), [(1, "unknown"), (20, "program")])
 def test_copies_that_never_were_alike_are_not_hardware(number: int, verdict: str) -> None:
     run = Run(healthy=0)

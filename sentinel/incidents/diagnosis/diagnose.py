@@ -98,7 +98,7 @@ def by_comparison(case: Evidence) -> Diagnosis | None:
     if not signs:
         return None
     found = [one for one in case.divergences if one.kind != "wgrad"]
-    left_out = _left_out(case)
+    left_out = None if _parts_gradients(case, found) else _left_out(case)
     if not found:
         if any(sign.kind != "wgrad" for sign in signs):
             return None
@@ -177,6 +177,15 @@ def by_comparison(case: Evidence) -> Diagnosis | None:
             "no majority says which copy is wrong, and the change looks like no single fault",
         )
     )
+
+
+def _parts_gradients(case: Evidence, found: list[Divergence]) -> bool:
+    """Return whether gradients may differ because of one bit or element of a weight: of a tensor-parallel group all do then.
+
+    A reduction that is left out shows the other way round: in gradients first, and a step later in the weights.
+    """
+    is_single = bool(found) and len({one.name for one in found}) <= FEW_TENSORS and any(one.change for one in found)
+    return is_single and min((step for step, _ in case.odd_gradients), default=-1) >= case.divergence_step
 
 
 def _left_out(case: Evidence) -> Diagnosis | None:

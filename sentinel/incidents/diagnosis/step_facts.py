@@ -141,7 +141,7 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_weights: int = 0
     """Weights in all."""
     num_differing: int = 0
-    """Tensors whose copies differ, of all kinds."""
+    """Weights whose copies differ; where none do, tensors of all kinds."""
     divergences: tuple[Divergence, ...] = ()
     """The first of them."""
     upstream: dict[str, Upstream] = {}
