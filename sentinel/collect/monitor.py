@@ -547,7 +547,7 @@ class Monitor:
     def _position(self) -> Heartbeat:
         """Where this rank stands, asked by the writer thread."""
         num_forwards = max((chunk.num_forwards for chunk in self.chunks), default=0)
-        return self._running.position(self.current_step, self._activity, num_forwards, self._ending.thread_id)
+        return self._running.position(self.current_step, self._activity, num_forwards)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable
 
@@ -49,6 +50,8 @@ class RunningStep:
         self._loss_scale = loss_scale
         self._waits = waits
         self._standstill = Standstill()
+        self._thread_id = threading.get_ident()
+        """The thread that trains; until it does, the one that attached."""
         self._memory = memory
         self._began_at = time.perf_counter()
         self._leaf_handles: list[RemovableHandle] = []
@@ -62,7 +65,7 @@ class RunningStep:
     def begin(self) -> None:
         """The step's first forward begins."""
         self._recording.rows.dgrad_divisor = self._gradient_divisor()
-        self.is_begun = True
+        self.is_begun, self._thread_id = True, threading.get_ident()
         CELLS.note_step(self)
         self._began_at = time.perf_counter()
 
@@ -80,11 +83,8 @@ class RunningStep:
         if name != "train" and name not in self._activities:
             self._activities.append(name)
 
-    def position(self, step: int, activity: str, num_forwards: int, thread_id: int) -> Heartbeat:
-        """Return where this rank stands: what was observed last, and whether it waits. Asked by the writer thread.
-
-        thread_id: the thread that trains.
-        """
+    def position(self, step: int, activity: str, num_forwards: int) -> Heartbeat:
+        """Return where this rank stands: what was observed last, and whether it waits. Asked by the writer thread."""
         entry = self._recording.at
         kind = Kind(entry.kind) if entry is not None else None
         phase = "" if kind is None else "backward" if kind in (Kind.DGRAD, Kind.DGRAD_IN, Kind.WGRAD) else "forward"
@@ -97,7 +97,9 @@ class RunningStep:
             micro_step=num_forwards - 1 if phase == "forward" else -1,
             is_waiting=self._waits.is_waiting,
             raised=self.raised,
-            site=self._standstill.site((step, self._recording.call_id, activity, self._waits.num_waits), thread_id),
+            site=self._standstill.site(
+                (step, self._recording.call_id, activity, self._waits.num_waits), self._thread_id
+            ),
             num_waits=self._waits.num_waits,
         )
 
