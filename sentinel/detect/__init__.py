@@ -12,7 +12,7 @@ from sentinel.detect.detector import Explanation, Scores, SeriesDetector, State,
 from sentinel.detect.dotted import Detectors, shortcoming
 from sentinel.detect.drift import Drift, Plateau
 from sentinel.detect.ended import RunEnded
-from sentinel.detect.experts import DeadExpert, ExpertImbalance
+from sentinel.detect.experts import DeadExpert, DominantExpert, ExpertImbalance
 from sentinel.detect.group import GroupDetector
 from sentinel.detect.growth import ExplodingTensor, VanishingGradient
 from sentinel.detect.impossible import ImpossibleFrame
@@ -56,6 +56,7 @@ DETECTORS: dict[str, type[Any]] = {
         AttentionCollapse,
         ExpertImbalance,
         DeadExpert,
+        DominantExpert,
         RankSkew,
         GainSkew,
         TwinRanks,
@@ -116,6 +117,7 @@ __all__ = [
     "AttentionCollapse",
     "DeadExpert",
     "DeadTensor",
+    "DominantExpert",
     "Drift",
     "ExpertImbalance",
     "Explanation",

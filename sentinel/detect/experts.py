@@ -1,4 +1,4 @@
-"""ExpertImbalance and DeadExpert: mixtures of experts whose router sends the tokens to few, or leaves some without any."""
+"""Mixtures of experts whose router sends the tokens to few, nearly all to one, or leaves some without any."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from sentinel.detect.detector import Explanation, Scores, State
 from sentinel.detect.formed import Formed
-from sentinel.detect.forms import MAX_COUNT, PATIENCE, BaselineForm
+from sentinel.detect.forms import MAX_COUNT, PATIENCE, BaselineForm, LimitForm
 from sentinel.errors import ConfigError
 
 EARLY, MOST = 8, 0.5
@@ -59,6 +59,38 @@ class ExpertImbalance(Formed, frozen=True, kw_only=True, forbid_unknown_fields=T
             settle_after=self.settle_after,
             peaks=False,
         )
+
+
+class DominantExpert(Formed, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An expert that comes to get nearly every token: the largest share of rows `M:load`, of the tokens that each gets.
+
+    A share of 1 is the end of choice, however many experts a token has, and also where the others still share what is
+    left (a second choice), so that none is idle and the balance only doubles. It is absolute: it tells of a router that
+    collapsed before rules with a past judge it. But it must last, for young routers go through this and come back.
+
+    Source: expert collapse: Shazeer et al. (2017), section 4; Chi et al. (2022).
+    """
+
+    summary: ClassVar[str] = "a router that sends nearly every token to one expert, after steps in which it did not"
+    phrase: ClassVar[str] = "the router chooses no more: the others learn from what it leaves them (aux loss, z-loss)"
+    statistics: ClassVar[tuple[str, ...]] = ("max",)
+    is_limit: ClassVar[bool] = True
+
+    limit: float = 0.98
+    """Largest share of the tokens that one expert may get, in (0, 1); chosen."""
+    lasting: int = 100
+    """Points in a row past the limit that are anomalous; chosen: young mixtures of 4 to 16 experts did it for up to 56."""
+    after: int = 8
+    """Points within the limit that a router must have had before; chosen."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.limit < 1:
+            raise ConfigError(f"limit must be in (0, 1), got {self.limit}")
+        super().__post_init__()
+
+    def form(self, statistic: str) -> LimitForm:
+        """Return the limit that the detector is."""
+        return LimitForm(above=self.limit, lasting=self.lasting, after=self.after)
 
 
 class DeadExpert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,6 +8,7 @@ import pytest
 from sentinel.detect import (
     AttentionCollapse,
     DeadExpert,
+    DominantExpert,
     ExpertImbalance,
     KurtosisSpike,
     PrecisionLoss,
@@ -213,6 +214,26 @@ def test_many_experts_at_once_are_told_at_once(rng, follow):
     assert (scores[:250] < 1.0).all() and (scores[:, [0, 2]] < 1.0).all()
 
 
+@pytest.mark.parametrize("begin", [8, 9, 40])
+def test_one_expert_that_gets_every_token_for_a_hundred_steps_is_told_in_a_young_run_too(rng, follow, begin):
+    load = np.clip(0.5 + 0.1 * rng.standard_normal((NUM_STEPS, 3)), 0.2, 0.9)
+    load[begin:, 1] = rng.uniform(0.985, 1.0, NUM_STEPS - begin)
+    load[begin : begin + 60, 2] = 1.0
+
+    scores = follow(DominantExpert(), load)
+
+    assert np.flatnonzero(scores[:, 1] >= 1.0)[0] == begin + 99
+    assert (scores[:, [0, 2]] < 1.0).all()
+
+
+def test_a_router_that_prefers_one_expert_and_one_that_begins_with_it_are_no_collapse(rng, follow):
+    load = np.ones((NUM_STEPS, 3))
+    load[:, 1] = np.minimum(rng.uniform(0.8, 1.0, NUM_STEPS), 0.97)
+    load[5:, 2] = np.maximum(1.0 - 0.02 * STEP[:-5], 0.3)
+
+    assert (follow(DominantExpert(), load) < 1.0).all()
+
+
 def test_experts_that_wake_up_in_the_first_steps_are_no_fault(follow):
     inactive = (0.7 * np.exp(-STEP / 10.0))[:, None] * (STEP < 60)[:, None]
 
@@ -242,6 +263,7 @@ def test_a_channel_that_grows_at_once_is_told_and_features_that_emerge_are_not(p
         (lambda: Saturation(k=0.0), "k must be above 0"),
         (lambda: AttentionCollapse(memory=0.0), "memory"),
         (lambda: ExpertImbalance(warmup=1), "warmup"),
+        (lambda: DominantExpert(limit=1.0), "limit"),
         (lambda: DeadExpert(share=1.5), "share"),
         (lambda: DeadExpert(lasting=0), "lasting"),
     ],

@@ -62,12 +62,12 @@ SCALE_FALL = 8.0
 
 STATES = frozenset(
     {
-        "Drift", "Plateau", "VanishingGradient", "DeadTensor", "DeadExpert", "ExpertImbalance", "AttentionCollapse",
-        "Saturation", "UpdateRatio", "ExplodingTensor",
+        "Drift", "Plateau", "VanishingGradient", "DeadTensor", "DeadExpert", "DominantExpert", "ExpertImbalance",
+        "AttentionCollapse", "Saturation", "UpdateRatio", "ExplodingTensor",
     }
 )  # fmt: skip
 """Detectors of what a model is in, rather than of what befell it."""
-SURE_STATES = frozenset({"Drift", "Plateau", "DeadTensor", "DeadExpert"})
+SURE_STATES = frozenset({"Drift", "Plateau", "DeadTensor", "DeadExpert", "DominantExpert"})
 """Of these, those that themselves wait until it has lasted."""
 _EXPERTS = re.compile(r"expert|moe|router|(^|[._])gate($|[._])", re.IGNORECASE)
 _NARROW = re.compile(r"float16|half|float8|fp8|e4m3|e5m2", re.IGNORECASE)
