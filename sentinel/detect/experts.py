@@ -78,8 +78,8 @@ class DominantExpert(Formed, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     limit: float = 0.98
     """Largest share of the tokens that one expert may get, in (0, 1); chosen."""
-    lasting: int = 100
-    """Points in a row past the limit that are anomalous; chosen: young mixtures of 4 to 16 experts did it for up to 56."""
+    lasting: int = 200
+    """Points in a row past the limit that are anomalous; chosen: young mixtures of 4 to 16 experts did it for up to 76."""
     after: int = 8
     """Points within the limit that a router must have had before; chosen."""
 

@@ -87,7 +87,8 @@ class Peers:
 
     def explains(self, one: OpenIncident, sources: Sequence[Anomaly], rest: Sequence[Anomaly], step: int) -> bool:
         """Tell whether an incident that has other anomalies of this very step, `sources`, explains the rest of it."""
-        if one.incident.severity.level < _worst(rest) or not _is_of_same_ranks(one, rest):
+        # What its own series do in this very step may be graver than anything they did before.
+        if max(one.incident.severity.level, _worst(sources)) < _worst(rest) or not _is_of_same_ranks(one, rest):
             return False
         # What a young incident and its step show at once has one cause, measured or not. Of an old one a path must tell.
         is_young = step - one.incident.opened_step <= self._quiet
@@ -104,6 +105,30 @@ class Peers:
             and self._is_near(one, step, one.carried_step)
         ]
         return min(near or self._under_a_raised_rate(group), key=age, default=None)
+
+    def beside(self, one: OpenIncident) -> OpenIncident | None:
+        """Return the incident above `info` that opened when this one, a note until now, did: both are of one cause."""
+        peers = [
+            other
+            for other in self.of("finite")
+            if other is not one
+            and other.incident.severity.level > Severity.INFO.level
+            and 0 <= other.incident.opened_step - one.incident.opened_step <= self._near
+            and _is_of_same_ranks(other, one.causes)
+        ]
+        return min(peers, key=age, default=None)
+
+    def lasting(self, group: Sequence[Anomaly], step: int, ongoing: Collection[str]) -> OpenIncident | None:
+        """Return the young finite incident of which a first cause still shows in this step, before all of `group`."""
+        peers = [
+            one
+            for one in self.of("finite")
+            if one.incident.severity.level >= _worst(group)
+            and step - one.incident.opened_step <= self._quiet
+            and _is_of_same_ranks(one, group)
+            and one.goes_on_before(group, step, frozenset(ongoing))
+        ]
+        return min(peers, key=age, default=None)
 
     def _under_a_raised_rate(self, group: Sequence[Anomaly]) -> list[OpenIncident]:
         """Return the incidents of a learning rate that jumped and is as high still: every step since is of its making."""

@@ -10,7 +10,8 @@ numbers never share an incident.
   a step or two ago: an explosion that went on to overflow.
 - A finite anomaly joins the open incident that had its series, or another tensor of its module, within the quiet window;
   else the incident of its own step's other anomalies, where that is young or a path of the order leads between them; else
-  an incident whose last step's update the weights carried on, a step or two ago; else it opens one of its own.
+  an incident whose last step's update the weights carried on, a step or two ago; else a young one whose first cause still
+  shows, before it; else it opens one of its own. A note that turns grave joins the incident that came of it meanwhile.
 - What is graver than an incident is explained by it only a step or two after its series was last seen there.
 - A member that is several times worse than what the title tells is told: title, root and severity follow it.
 
@@ -23,7 +24,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
-from sentinel.anomaly import Anomaly, Incident, IncidentAct, incident_id
+from sentinel.anomaly import Anomaly, Incident, IncidentAct, Severity, incident_id
 from sentinel.errors import ConfigError
 from sentinel.incidents.diagnosis.background import MIN_LOSSES, Background
 from sentinel.incidents.diagnosis.claim import JUMP_STEPS, usual
@@ -252,11 +253,13 @@ class IncidentTracker:
             of_step = self._take_nonfinite(bad, step, closed)
             of_step.last_bad_step = max(of_step.last_bad_step, step)
             of_step.was_skipped = is_skipped
-        self._take_finite(of_nature["finite"], bad, of_step, step)
+        self._take_finite(of_nature["finite"], bad, of_step, step, closed)
         for anomaly in of_nature["liveness"]:
             self._take_liveness(anomaly)
 
-    def _take_finite(self, finite: list[Anomaly], bad: list[Anomaly], of_bad: OpenIncident | None, step: int) -> None:
+    def _take_finite(
+        self, finite: list[Anomaly], bad: list[Anomaly], of_bad: OpenIncident | None, step: int, closed: list[OpenIncident]
+    ) -> None:
         peers = self._peers
         known: dict[str, tuple[OpenIncident, list[Anomaly]]] = {}
         rest = []
@@ -271,12 +274,27 @@ class IncidentTracker:
             explained += [(owner, theirs) for owner, theirs in sorted(known.values(), key=lambda one: age(one[0]))]
             one = next((owner for owner, theirs in explained if peers.explains(owner, theirs, rest, step)), None)
             one = one or peers.carrying(rest, step)
+            one = one or peers.lasting(rest, step, self._facts.ongoing if self._facts is not None else ())
             if one is None:
                 self._mint("finite", rest)
             else:
-                self._join(one, rest)
+                self._join(self._with_its_consequence(one, rest, closed), rest)
         for owner, theirs in known.values():
-            self._join(self._survivor(owner), theirs)
+            self._join(self._with_its_consequence(self._survivor(owner), theirs, closed), theirs)
+
+    def _with_its_consequence(self, one: OpenIncident, group: list[Anomaly], closed: list[OpenIncident]) -> OpenIncident:
+        """Return the incident that takes in what a known one shows now.
+
+        A note that turns out to be grave (optimizer state that was lost) is told with the incident that came of it
+        meanwhile, of which people have heard; it opens none of its own beside it.
+        """
+        is_note = one.nature == "finite" and one.incident.severity is Severity.INFO
+        into = self._peers.beside(one) if is_note and any(a.severity is not Severity.INFO for a in group) else None
+        if into is None:
+            return one
+        self._merge(one, into)
+        closed.append(one)
+        return into
 
     def _take_liveness(self, anomaly: Anomaly) -> None:
         one = self._peers.of_subject(anomaly)

@@ -193,19 +193,20 @@ class _TensorPoints(Points):
         kinds = {self._view.tensors[int(at)].kind for at in self.index[which]}
         return not kinds <= gradients.GRADIENTS or bool((self.score[which] >= gradients.FAR).any())
 
-    def _has_few_elements(self, tensor: LogicalTensor) -> bool:
-        """Return whether a ratio is of a weight of few elements: it has no size of its own, and passes through zero."""
-        if tensor.kind != "update_ratio":
-            return False
-        of = [one.num_elements for one in self._view.tensors if one.kind == "param" and one.name == tensor.name]
-        return bool(of) and 0 < max(of) < FEW_ELEMENTS
+    def _passes_zero(self, i: int, tensor: LogicalTensor) -> bool:
+        """Return whether a fall, or a ratio to a weight, is of few elements: they change sign, and have no size then."""
+        if tensor.kind == "update_ratio":
+            sizes = [one.num_elements for one in self._view.tensors if one.kind == "param" and one.name == tensor.name]
+        else:
+            sizes = [tensor.num_elements] if self.direction[i] < 0 and self.values[i] != 0.0 else []
+        return bool(sizes) and 0 < max(sizes) < FEW_ELEMENTS
 
     def anomaly(self, i: int, full: bool, why: str) -> tuple[Anomaly, bool]:
         rule, view = self._watch.rule, self._view
         tensor = view.tensors[int(self.index[i])]
         value, baseline, score = float(self.values[i]), float(self.baseline[i]), float(self.score[i])
         full = full and not (self.direction[i] < 0 and gradients.is_ordinary_fall(tensor.kind, value, baseline))
-        full = full and not self._has_few_elements(tensor)
+        full = full and not self._passes_zero(i, tensor)
         severity = rule.severity if full else Severity.INFO
         statistic = self._watch.statistic
         row = self._rows.single(int(self.index[i]))

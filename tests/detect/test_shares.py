@@ -215,14 +215,14 @@ def test_many_experts_at_once_are_told_at_once(rng, follow):
 
 
 @pytest.mark.parametrize("begin", [8, 9, 40])
-def test_one_expert_that_gets_every_token_for_a_hundred_steps_is_told_in_a_young_run_too(rng, follow, begin):
+def test_one_expert_that_gets_every_token_for_two_hundred_steps_is_told_in_a_young_run_too(rng, follow, begin):
     load = np.clip(0.5 + 0.1 * rng.standard_normal((NUM_STEPS, 3)), 0.2, 0.9)
     load[begin:, 1] = rng.uniform(0.985, 1.0, NUM_STEPS - begin)
-    load[begin : begin + 60, 2] = 1.0
+    load[begin : begin + 90, 2] = 1.0
 
     scores = follow(DominantExpert(), load)
 
-    assert np.flatnonzero(scores[:, 1] >= 1.0)[0] == begin + 99
+    assert np.flatnonzero(scores[:, 1] >= 1.0)[0] == begin + 199
     assert (scores[:, [0, 2]] < 1.0).all()
 
 

@@ -408,3 +408,55 @@ def test_an_incident_that_goes_on_without_a_new_anomaly_says_until_when():
 
     (closed,) = told
     assert (opened.steps, closed.steps, closed.last_step) == ("41 to 41", "41 to 51", 41)
+
+
+def lost_state(step, **fields):
+    return finite("exp_avg_sq", "tok.weight", step, **({"rule": "optimizer-state"} | fields))
+
+
+def test_a_note_that_turns_grave_is_told_with_what_came_of_it():
+    tracker = IncidentTracker()
+    note = lost_state(41)
+    tracker.update(41, [note])
+    (told,) = tracker.update(42, [finite("param", "tok.weight2", 42, severity=Severity.WARNING), loss_spike(42)])
+
+    revisions = tracker.update(43, [lost_state(43, severity=Severity.WARNING), end(note, 43)])
+
+    merged = [one for one in revisions if one.state == "merged"]
+    assert [one.merged_into for one in merged] == [told.id]
+    assert all(one.severity is Severity.INFO for one in merged)
+    assert [one.id for one in tracker.open_incidents] == [told.id]
+
+
+def test_a_note_of_another_time_that_turns_grave_is_an_incident_of_its_own():
+    tracker = IncidentTracker()
+    tracker.update(41, [lost_state(41)])
+    tracker.update(50, [loss_spike(50)])
+
+    tracker.update(51, [lost_state(51, severity=Severity.WARNING)])
+
+    assert len(tracker.open_incidents) == 2
+
+
+def test_what_shows_beside_a_series_that_turns_grave_in_this_step_is_of_its_incident():
+    tracker = IncidentTracker()
+    tracker.update(41, [finite(step=41)])
+
+    graver = finite(step=42, severity=Severity.WARNING, rule="b")
+    tracker.update(42, [graver, finite("dgrad", "blocks.0", 42, severity=Severity.WARNING)])
+
+    assert len(tracker.open_incidents) == 1
+
+
+@pytest.mark.parametrize(("ongoing", "kind", "step", "num"), [
+    (True, "activation", 48, 1), (False, "activation", 48, 2), (True, "param", 48, 2), (True, "activation", 68, 2),
+])  # fmt: skip
+def test_what_comes_after_a_first_cause_that_still_shows_is_of_its_young_incident(ongoing, kind, step, num):
+    tracker = IncidentTracker()
+    root = finite("param", "tok.weight", 41, severity=Severity.CRITICAL)
+    tracker.update(41, [root])
+
+    other = finite(kind, "blocks.3.dropout", step, severity=Severity.INFO, site_pos=9)
+    tracker.update(step, [other], facts=StepFacts(ongoing=(root.id,) if ongoing else ()))
+
+    assert len(tracker.open_incidents) == num

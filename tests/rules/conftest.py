@@ -19,11 +19,14 @@ from sentinel.version import VERSION
 class PaperRun:
     """Ranks that all hold the same tensors; `view` makes a closed step of norms and scalars."""
 
-    def __init__(self, tensors: Sequence[tuple[str, str]], num_ranks: int = 1, placements: Mapping[str, str] | None = None):
+    def __init__(
+        self, tensors: Sequence[tuple[str, str]], num_ranks: int = 1, placements: Mapping[str, str] | None = None,
+        num_elements: int = 100,
+    ):  # fmt: skip
         self.tensors = list(tensors)
         self.num_ranks = num_ranks
         infos = tuple(
-            TensorInfo(id=at, name=name, kind=kind, shape=(100,), site_pos=at, placements=dict(placements or {}))
+            TensorInfo(id=at, name=name, kind=kind, shape=(num_elements,), site_pos=at, placements=dict(placements or {}))
             for at, (name, kind) in enumerate(tensors)
         )
         self.descriptors = {

@@ -113,3 +113,31 @@ def test_a_global_norm_alone_is_told_where_no_gradient_is_measured_or_it_is_far_
     (found,) = engine.judge(run.view(step, np.ones(1), scalars={"grad_norm": times}))
 
     assert (found.severity is Severity.WARNING) == is_warning
+
+
+@pytest.mark.parametrize(("num_elements", "is_warning"), [(1, False), (100, True)])
+def test_the_state_of_one_element_that_passes_through_zero_is_no_lost_state(paper_run, rng, num_elements, is_warning):
+    run = paper_run([(f"{name}.bias", "exp_avg") for name in "abcde"], num_elements=num_elements)
+    engine = engine_of("optimizer-state")
+    step = warmed(engine, run, rng)
+
+    found = [a for i in range(5) for a in engine.judge(run.view(step + i, np.array([1.0, 1.0, 1.0, 1.0, 1 / 40])))]
+
+    assert found
+    assert bool(told(found)) == is_warning
+
+
+@pytest.mark.parametrize(("num_elements", "is_warning"), [(1, False), (100, True)])
+def test_a_step_as_large_as_a_weight_of_one_element_is_no_fault(paper_run, rng, num_elements, is_warning):
+    run = paper_run([("head.bias", "param"), ("head.bias", "update_ratio")], num_elements=num_elements)
+    engine, found = engine_of("update-ratio"), []
+    for step in range(90):
+        ratio = 0.9 if step >= 80 else 0.01 * np.exp(0.1 * rng.standard_normal())
+
+        def change(_rank, rows, ratio=ratio):
+            rows["mean"] = ratio
+
+        found += engine.judge(run.view(step, np.ones(2), change=change))
+
+    assert found
+    assert bool(told(found)) == is_warning
