@@ -88,7 +88,7 @@ CASES = {
     "exit": Case("exit", r"rank 1.* ended with exit code 3"),
     "system_exit": Case("system_exit", r"rank 1.* ended with exit code 3", r"rank 1.* left while the others trained on"),
     "hard_exit": Case("hard_exit", r"rank 1.* ended with exit code 7"),
-    "crash": Case("crash", r"rank 1.* SIGSEGV", GONE, how="signal"),
+    "crash": Case("crash", r"rank 1.* SIGSEGV", r"rank 1.* (SIGSEGV|is gone without a word)", how="signal"),
     "restart": Case("raise", VALUE, how="goodbye", restarts=1),
     "spawn": Case("raise", VALUE, launcher="spawn"),
     "spawn_kill": Case("kill", KILLED, GONE, how="signal", launcher="spawn"),

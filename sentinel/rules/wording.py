@@ -287,8 +287,9 @@ def _what_to_do(end: RunEnd | RankEnd) -> str:
         return "it crashed in native code: look at the last lines of its log and its core dump"
     if end.detail.startswith(ALL_TOGETHER):
         return (
-            "most likely somebody ended all at once (SIGTERM or SIGKILL of a scheduler, a launcher or a person), or their "
-            "machine went down: see the scheduler's and the launcher's log, and dmesg, then go on from the last checkpoint"
+            "either somebody ended all at once (SIGTERM or SIGKILL of a scheduler or a person, a machine that went down), "
+            "or one was killed and its launcher ended the others at once: see the logs of both, and dmesg for the "
+            "out-of-memory killer, then go on from the last checkpoint"
         )
     if end.has_memory:
         return (
