@@ -12,6 +12,8 @@ OFTEN = 3
 """Excursions as high that a series must have had (chosen): the first is told, and so is the second."""
 RECALL_STEPS = 100
 """Steps for which an excursion is remembered (chosen)."""
+SPREAD_STEPS = 10
+"""Steps over which they must be spread (chosen): a burst of a few steps is one event, and what comes after it is news."""
 ALIKE = 0.25
 """Share of an excursion's height that another must reach to be of its kind (chosen)."""
 MAX_KEPT = 64
@@ -42,8 +44,9 @@ class Recurring:
         self._known.get(slot, [])[-1:] = []
 
     def is_known(self, slot: int, step: int, height: float, stride: int) -> bool:
-        """Return whether a series had excursions of this height lately, `OFTEN` and more."""
-        return sum(one.height >= ALIKE * height for one in self._lately(slot, step, stride)) >= OFTEN
+        """Return whether a series had excursions of this height lately, `OFTEN` and more, and no burst of them."""
+        alike = [one.step for one in self._lately(slot, step, stride) if one.height >= ALIKE * height]
+        return len(alike) >= OFTEN and alike[-1] - alike[0] >= SPREAD_STEPS * stride
 
     def lasting_steps(self, slot: int, step: int, stride: int, least: int) -> int:
         """Return the points in a row that say more than that excursions recur: `least`, more where they are frequent."""
