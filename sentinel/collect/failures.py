@@ -33,9 +33,7 @@ _LOST = {
 class Guard(Protocol):
     """Where an exception of a hook ends: counted, logged once per site, shipped."""
 
-    def __call__(
-        self, site: str, error: Exception, *, probe: str = "", given: Any = None, lost: str = ""
-    ) -> None:
+    def __call__(self, site: str, error: Exception, *, probe: str = "", given: Any = None, lost: str = "") -> None:
         """site: name of the module, or of what else failed; given: what the hook looked at, tensors in any nesting."""
 
 

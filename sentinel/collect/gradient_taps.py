@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from sentinel.collect.pipelining import in_inference
 from sentinel.collect.placements import ORDINARY, arrived
 from sentinel.collect.tensors import Entry
+from sentinel.native import take_gradient
 from sentinel.record import Kind
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 NO_SUMMAND = "the row of this rank's part of its gradient is missing from this step"
 
 
-_keys = itertools.count(-1, -1)
+KEYS = itertools.count(-1, -1)
 """Of hooks in the dictionary of a tensor; torch's own handles count upwards from 0."""
 
 
@@ -42,7 +43,7 @@ def hang(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     if hooks is None:
         hooks = tensor._backward_hooks = OrderedDict()
         join(tensor)
-    hooks[next(_keys)] = hook
+    hooks[next(KEYS)] = hook
 
 
 class GradientTap:
@@ -59,30 +60,34 @@ class GradientTap:
         self.is_done = False
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
-        chunk = self.chunk
-        recorder = chunk.recorder
-        if gradient is None or self.is_done or not recorder.is_alive:
-            return  # Of a node with several outputs, one that nobody used has none.
-        self.is_done = True  # Zero-bubble schedules walk the graph twice.
+        recorder = self.chunk.recorder
         costs = recorder.recording.costs
         former = costs.turn_to(costs.kind_of(self.entry)) if costs.is_on else 0
         try:
-            if self.handle is not None:
-                self.handle.remove()
-            is_due = self.step == recorder.ended_steps and not in_inference()
-            if is_due and not chunk.is_answered(self.entry, self.micro_step):
-                chunk.backward_micro_step = self.micro_step
-                if type(gradient) not in ORDINARY:
-                    if hasattr(gradient, "placements"):  # A gradient may be partial where its tensor was not.
-                        recorder.sites.describe(self.entry, gradient)
-                    gradient = arrived(gradient)
-                recorder.sites.observe(self.entry, gradient, self.micro_step)
-                recorder.after_backward_hook(chunk)
+            if not take_gradient(self, gradient):
+                self._take(gradient)
         except Exception as error:
             recorder.guard(self.entry.name, error, given=gradient, lost="the row of its gradient in this step is missing")
         finally:
             if costs.is_on:
                 costs.turn_to(former)
+
+    def _take(self, gradient: torch.Tensor | None) -> None:
+        chunk, recorder = self.chunk, self.chunk.recorder
+        if gradient is None or self.is_done or not recorder.is_alive:
+            return  # Of a node with several outputs, one that nobody used has none.
+        self.is_done = True  # Zero-bubble schedules walk the graph twice.
+        if self.handle is not None:
+            self.handle.remove()
+        if self.step != recorder.ended_steps or in_inference() or chunk.is_answered(self.entry, self.micro_step):
+            return
+        chunk.backward_micro_step = self.micro_step
+        if type(gradient) not in ORDINARY:
+            if hasattr(gradient, "placements"):  # A gradient may be partial where its tensor was not.
+                recorder.sites.describe(self.entry, gradient)
+            gradient = arrived(gradient)
+        recorder.sites.observe(self.entry, gradient, self.micro_step)
+        recorder.after_backward_hook(chunk)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientTap:
         return self

@@ -63,6 +63,7 @@ class GradientWatch:
     def backward_began(self) -> None:
         """Note at the end of this backward how often each gradient was written: a write after it is somebody else's."""
         queue = torch.autograd.Variable._execution_engine.queue_callback
+
         # Twice: a callback queued by a callback runs after DDP's, which finishes its buckets in one.
         def own_part_ended() -> None:
             self._waits.begin_backward_end()

@@ -109,9 +109,7 @@ class Introduction:
         """A pipeline stage was seen: it knows where it stands."""
         self.topology.note_stage(stage)
 
-    def descriptor(
-        self, chunks: Sequence[Chunk], plan: Plan, *, kernel: str, boundary: str, first_step: int
-    ) -> Descriptor:
+    def descriptor(self, chunks: Sequence[Chunk], plan: Plan, *, kernel: str, boundary: str, first_step: int) -> Descriptor:
         """Return what travels before any row that needs it."""
         config = self._source.config
         fields: Mapping[str, Any] = ROW_DTYPE.fields or {}

@@ -5,6 +5,7 @@ Nothing here changes, copies or waits for a tensor, and nothing escapes into aut
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -27,14 +28,17 @@ from sentinel.collect.compiled_ops import (
     enlist,
     new_serial,
 )
-from sentinel.collect.gradient_taps import GradientTap, SummandTap
+from sentinel.collect.gradient_taps import KEYS, GradientTap, SummandTap
 from sentinel.collect.inert import inert_methods
+from sentinel.collect.kernels.native import NativeKernel
 from sentinel.collect.nesting import tensors_in
+from sentinel.collect.pipelining import INFERENCE_GUARD
 from sentinel.collect.placements import is_async, local_of
 from sentinel.collect.sightings import Sighting
 from sentinel.collect.sites import BORDER
 from sentinel.collect.structure import Border
 from sentinel.collect.tensors import Entry
+from sentinel.native import take_again, tensor_reader
 from sentinel.record import Kind
 
 if TYPE_CHECKING:
@@ -164,10 +168,16 @@ class ModuleTap:
         if torch.compiler.is_compiling():
             trace_tensors(self.site, module, (args, kwargs), self.is_border_in, IS_INPUT | IS_FIRST)
             return
-        former = compiler_steps_aside()
+        former, costs = compiler_steps_aside(), self.chunk.recorder.recording.costs
+        payer = costs.turn_to(costs.first_due(self.takes_in)) if costs.is_on else 0
         try:
-            self._called(module, args, kwargs)
+            if former is not None or kwargs or len(args) != 1 or not take_again(self, args[0], True, module):
+                self._called(module, args, kwargs)
+        except Exception as error:
+            self.chunk.recorder.guard(self.name, error, given=(args, kwargs), lost=NO_INPUTS)
         finally:
+            if costs.is_on:
+                costs.turn_to(payer)
             if former is not None and self._is_left_alone(module):
                 self._former.append(former)  # Until it returns; if it raises, until the compiled call has ended.
             else:
@@ -177,10 +187,16 @@ class ModuleTap:
         if torch.compiler.is_compiling():
             trace_tensors(self.site, module, (output,), self.is_border_out, IS_FIRST)
             return
-        former = compiler_steps_aside()
+        former, costs = compiler_steps_aside(), self.chunk.recorder.recording.costs
+        payer = costs.turn_to(costs.first_due(self.takes_out)) if costs.is_on else 0
         try:
-            self._returned(module, output)
+            if former is not None or not take_again(self, output, False, module):
+                self._returned(module, output)
+        except Exception as error:
+            self.chunk.recorder.guard(self.name, error, given=output, lost=NO_OUTPUTS)
         finally:
+            if costs.is_on:
+                costs.turn_to(payer)
             compiler_is_back(self._former.pop() if self._former else former)
 
     def _is_left_alone(self, module: nn.Module) -> bool:
@@ -192,45 +208,27 @@ class ModuleTap:
         chunk = self.chunk
         if module is not self.module or not chunk.recorder.is_alive or (self.may_rest and not chunk.recorder.sites.is_due):
             return
-        costs = chunk.recorder.recording.costs
-        former = costs.turn_to(costs.first_due(self.takes_in)) if costs.is_on else 0
-        try:
-            self.has_passed = True
-            if chunk.in_forward and not in_backward():
-                self.take_inputs(args, kwargs)
-            elif chunk.recomputes and torch.is_grad_enabled() and in_backward():
-                for source in (args, kwargs):
-                    self._take_recomputed(source, self._inputs, Kind.DGRAD_IN in self.takes_in)
-        except Exception as error:
-            chunk.recorder.guard(self.name, error, given=(args, kwargs), lost=NO_INPUTS)
-        finally:
-            if costs.is_on:
-                costs.turn_to(former)
+        self.has_passed = True
+        if chunk.in_forward and not in_backward():
+            self.take_inputs(args, kwargs)
+        elif chunk.recomputes and torch.is_grad_enabled() and in_backward():
+            for source in (args, kwargs):
+                self._take_recomputed(source, self._inputs, Kind.DGRAD_IN in self.takes_in)
 
     def _returned(self, module: nn.Module, output: Any) -> None:
         chunk = self.chunk
         if module is not self.module or not chunk.recorder.is_alive or (self.may_rest and not chunk.recorder.sites.is_due):
             return
-        costs = chunk.recorder.recording.costs
-        former = costs.turn_to(costs.first_due(self.takes_out)) if costs.is_on else 0
-        try:
-            self.has_passed = True
-            if chunk.in_forward and not in_backward():
-                self.take_outputs(output)
-            elif chunk.recomputes and torch.is_grad_enabled() and in_backward():
-                self._take_recomputed(output, self._outputs, Kind.DGRAD in self.takes_out)
-        except Exception as error:
-            chunk.recorder.guard(self.name, error, given=output, lost=NO_OUTPUTS)
-        finally:
-            if costs.is_on:
-                costs.turn_to(former)
+        self.has_passed = True
+        if chunk.in_forward and not in_backward():
+            self.take_outputs(output)
+        elif chunk.recomputes and torch.is_grad_enabled() and in_backward():
+            self._take_recomputed(output, self._outputs, Kind.DGRAD in self.takes_out)
 
     def take_inputs(self, args: Any, kwargs: Any) -> None:
         """Measure the inputs that no site has measured in this forward, and name the others a second time."""
         chunk = self.chunk
         if not self.takes_in:
-            return
-        if chunk.is_settled and not kwargs and len(args) == 1 and self._take_again(args[0], True):
             return
         is_first = True
         for source in (args, kwargs) if kwargs else (args,):
@@ -268,8 +266,6 @@ class ModuleTap:
         chunk = self.chunk
         if not self.takes_out:
             return
-        if chunk.is_settled and self._take_again(output, False):
-            return
         chunk.settle(self.name)
         is_first = True
         for path, tensor in tensors_in(output):
@@ -286,32 +282,6 @@ class ModuleTap:
                 continue
             chunk.remember(tensor, known)
             self._meet_again(known.entry, path, False, was_first, tensor)
-
-    def _take_again(self, tensor: Any, is_input: bool) -> bool:
-        """Take a lone tensor where one was taken since the taps were changed, without asking again what has not changed.
-
-        False: nothing was done, for it is not such a tensor, or this forward has seen it before. It does what `_take` does.
-        """
-        chunk = self.chunk
-        entry = (self._inputs if is_input else self._outputs).get("")
-        if type(tensor) is not torch.Tensor or entry is None or entry.generation != chunk.generation:
-            return False
-        asks, grad = self._asks[is_input], entry.grad
-        if (asks and grad is None) or not tensor.dtype.is_floating_point or not torch.is_grad_enabled():
-            return False
-        sighting = Sighting(entry, is_border=is_input in self.borders)
-        if not chunk.meet(tensor, sighting):
-            return False
-        requires_grad, recorder = tensor.requires_grad, chunk.recorder
-        if not is_input and requires_grad:
-            self.has_gradient = True
-        if self._measures[is_input] and (entry.flags & BORDER or recorder.sites.is_measured(entry)):
-            sighting.row = recorder.recording.observe(entry, tensor, chunk.micro_step)
-        if asks and grad is not None:
-            grad.site_pos = entry.site_pos
-            if requires_grad and (grad.flags & BORDER or recorder.sites.is_measured(grad)):
-                sighting.hook = chunk.hook_gradient(tensor, grad)
-        return True
 
     def _take(
         self,
@@ -537,3 +507,8 @@ class ModuleTap:
 
 for _hook in (ModuleTap._before, ModuleTap._after):
     run_as_it_is(_hook.__code__)
+if tensor_reader is not None:
+    tensor_reader.know_passing(
+        torch.Tensor, NativeKernel, Sighting, GradientTap, OrderedDict, KEYS, torch.is_grad_enabled, graph_task,
+        INFERENCE_GUARD, BORDER,
+    )  # fmt: skip

@@ -540,7 +540,10 @@ class Monitor:
 
     def _descriptor(self) -> Descriptor:
         return self._introduction.descriptor(
-            self.chunks, self.plan, kernel=self.recording.kernel.name, boundary=self.boundary.name,
+            self.chunks,
+            self.plan,
+            kernel=self.recording.kernel.name,
+            boundary=self.boundary.name,
             first_step=self._first_step,
         )
 

@@ -270,9 +270,7 @@ class OptimizerHooks:
                 phase = SecondPhase(self, watched, optimizer)
                 self._wrap(optimizer, name, before=phase.begin, after=phase.end)
 
-    def _wrap(
-        self, owner: Any, name: str, *, before: Callable[[], None], after: Callable[[], None] | None = None
-    ) -> None:
+    def _wrap(self, owner: Any, name: str, *, before: Callable[[], None], after: Callable[[], None] | None = None) -> None:
         if isinstance(owner.__dict__.get(name), InstanceWrap):
             return
 
@@ -397,9 +395,7 @@ class SecondPhase:
 class InstanceWrap:
     """A method wrapped on one instance, that copies and pickles as if it were not wrapped."""
 
-    def __init__(
-        self, owner: Any, name: str, before: Callable[[], None], after: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, owner: Any, name: str, before: Callable[[], None], after: Callable[[], None] | None = None) -> None:
         self._owner = weakref.ref(owner)
         self._name = name
         self._before = before

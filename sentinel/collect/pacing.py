@@ -94,9 +94,7 @@ class Pacing:
     def _decide(self, step: int) -> None:
         plan, length = self._plan, statistics.median(self._steps)
         costs = {
-            kind: statistics.median(known)
-            for kind in plan.adjustable
-            if len(known := self._costs.get(kind, ())) >= LEAST
+            kind: statistics.median(known) for kind in plan.adjustable if len(known := self._costs.get(kind, ())) >= LEAST
         }
         most, fewer = self._wanted(costs, length, 1.0), self._wanted(costs, length, BACK)
         for kind, cost in costs.items():
@@ -114,9 +112,7 @@ class Pacing:
             left = part * self._limit * DEFAULT_SHARE * length - statistics.median(self._costs.get(OWN) or (0,))
             # Of weights and gradients the weights change least from step to step.
             for kind in sorted(found):
-                while (
-                    sum(costs[one] / found[one] for one in found) > left and found[kind] < MAX_DEFAULT_INTERVAL
-                ):
+                while sum(costs[one] / found[one] for one in found) > left and found[kind] < MAX_DEFAULT_INTERVAL:
                     found[kind] *= 2
         return found
 

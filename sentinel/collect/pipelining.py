@@ -23,12 +23,18 @@ INFERENCE = (
 SCALING = ("scale_grads", "perform_reduce_grad")
 """Methods of a stage that change gradients after the backward, as part of it."""
 
-_guard = threading.local()
+
+class _InferenceGuard(threading.local):
+    depth = 0
+    """Calls of this thread that are inside a stage's shape inference."""
+
+
+INFERENCE_GUARD = _InferenceGuard()
 
 
 def in_inference() -> bool:
     """Return whether this thread is inside a stage's shape inference."""
-    return getattr(_guard, "depth", 0) > 0
+    return INFERENCE_GUARD.depth > 0
 
 
 class PipelineWatch:
@@ -69,11 +75,11 @@ def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
     def inference(stage: Any, *args: Any, **kwargs: Any) -> Any:
         for user in list(_stages.users):
             user.on_stage(stage)
-        _guard.depth = getattr(_guard, "depth", 0) + 1
+        INFERENCE_GUARD.depth += 1
         try:
             return original(stage, *args, **kwargs)
         finally:
-            _guard.depth -= 1
+            INFERENCE_GUARD.depth -= 1
 
     return inference
 

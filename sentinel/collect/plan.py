@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeAlias
 
 import msgspec
 
@@ -22,6 +23,11 @@ CARRIERS: dict[Kind, frozenset[Kind]] = {
 NOT_ADJUSTABLE = frozenset({Kind.RESIDUAL, Kind.COMM})
 """Kinds that are measured as their schedule says whatever they cost: rows of the black box, and calls whose two ends are
 compared."""
+
+_Sum: TypeAlias = tuple[frozenset[int], frozenset[int], frozenset[Kind], list["Request"]]
+"""Kinds that are due, those of which every tensor is, those left out, and requests for a dump."""
+MAX_SUMS = 64
+"""Sums that are kept (chosen)."""
 
 _GOLDEN = 2654435769
 """2**32 over the golden ratio: neighbours in the forward get turns that lie far apart, and every turn as many."""
@@ -122,6 +128,8 @@ class Plan:
         self._step = 0
         """The running step, or the one that comes next."""
         self._dumping: list[Request] = []
+        self._sums: dict[tuple[int, ...], _Sum] = {}
+        """Which wishes are due, and what is left out -> what `_sum_up` found then: there are few such sets of steps."""
         self.models: dict[int, str] = {}
         """Number of a chunk -> which of several models it belongs to."""
         self._due: frozenset[int] = frozenset()
@@ -165,15 +173,24 @@ class Plan:
             wish.is_open, wish.is_due = wish.decide(self._step, self._rank(), True)
         self._wishes = [*self._config, *asked]
         self.generation += 1
+        self._sums = {}
         self._sum_up()
 
     def _sum_up(self) -> None:
         """Note what most tensors need not be asked one by one."""
-        due: set[Kind] = set()
-        whole: set[Kind] = set()
         rare = [kind for kind, every in self.intervals.items() if self._step % every and kind not in self._taken_in]
         if self.is_fresh or any(request.command and request.kinds for request in self.requests):
             rare = []  # What a command looks into is looked at in whole steps.
+        key = (*(wish.is_due for wish in self._wishes), *rare)
+        if key not in self._sums:
+            if len(self._sums) >= MAX_SUMS:
+                self._sums = {}
+            self._sums[key] = self._sum_of(rare)
+        self._due, self._whole, self.left_out, self._dumping = self._sums[key]
+
+    def _sum_of(self, rare: list[Kind]) -> _Sum:
+        due: set[Kind] = set()
+        whole: set[Kind] = set()
         left_out: set[Kind] = set()
         for wish in self._wishes:
             if wish.is_due:
@@ -183,10 +200,9 @@ class Plan:
                     kinds = kinds.difference(rare)
                 due |= kinds
                 whole |= kinds if wish.stagger == 1 and not wish.targets else frozenset()
-        self._due, self._whole = frozenset(map(int, due)), frozenset(map(int, whole))
-        self.left_out = frozenset(left_out - due)
         asked = [wish.request for wish in self._wishes if wish.is_due and wish.request is not None]
-        self._dumping = [request for request in asked if request.dump is not None]
+        dumping = [request for request in asked if request.dump is not None]
+        return frozenset(map(int, due)), frozenset(map(int, whole)), frozenset(left_out - due), dumping
 
     @property
     def is_due(self) -> bool:
@@ -433,7 +449,7 @@ class Plan:
             for target in wish.targets:
                 if Kind.COMM not in wish.kinds and not any(target.means((name,)) for name in names):
                     near_by = nearest(target, [name for name in names if name])
-                    hint = f'; nearest: {", ".join(near_by)}' if near_by else ""
+                    hint = f"; nearest: {', '.join(near_by)}" if near_by else ""
                     found.append(f'target "{target.text}" matches no module{" or parameter" * (names is not modules)}{hint}')
         return list(dict.fromkeys(found))
 

@@ -16,7 +16,7 @@ from sentinel.collect.kernels import Kernel
 from sentinel.collect.tensors import Entry, TensorTable
 from sentinel.collect.vectors import StepVectors
 from sentinel.messages import Health, Vector
-from sentinel.native import fold_rows
+from sentinel.native import fold_rows, has_nonfinite
 from sentinel.record import Flag, Kind
 
 log = logging.getLogger("sentinel")
@@ -188,8 +188,7 @@ class Recording:
     @property
     def has_nonfinite(self) -> bool:
         """Whether a row of the running step that the host has already holds a NaN or an infinity. Does not wait."""
-        rows = self.rows.array[: self.rows.num_rows]
-        return bool((rows["num_nan"] | rows["num_pos_inf"] | rows["num_neg_inf"]).any())
+        return has_nonfinite(self.rows.array, self.rows.num_rows)
 
     def rewind(self, num_rows: int, call_id: int) -> None:
         """Forget what was observed since: a forward that failed and may be tried again."""

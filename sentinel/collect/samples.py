@@ -80,7 +80,5 @@ def _as_id(one: Any) -> int | str:
             raise TypeError
         number = operator.index(one)
     except TypeError:
-        raise ValueError(
-            f"monitor.log(sample_ids=...): expected integers or strings, got {type(one).__name__}"
-        ) from None
+        raise ValueError(f"monitor.log(sample_ids=...): expected integers or strings, got {type(one).__name__}") from None
     return number if -(2**63) <= number < 2**63 else str(number)

@@ -55,6 +55,7 @@ from sentinel.collect.structure import Border, Structure
 from sentinel.collect.tensor_parallel import LocalTensors
 from sentinel.collect.tensors import Entry
 from sentinel.collect.weak import weakly
+from sentinel.native import take_again
 from sentinel.record import Kind
 
 NO_FORWARD = "rows of this forward of the model, and of its backward, may be missing"
@@ -90,7 +91,7 @@ class Chunk:
         """A whole forward has passed since the taps were changed: every usual site was met."""
         self.is_settled = False
         """Every usual site was met, and nothing of the running forward is compiled, split, recomputed, handed on under new
-        objects or shown to anybody: tensors may be taken as they were before (`ModuleTap._take_again`)."""
+        objects or shown to anybody: tensors may be taken as they were before (`take_again`, in C)."""
         self.recomputes = False
         """A forward without graph was seen inside a training forward: reentrant checkpointing."""
         self.without_graph: set[int] = set()
@@ -319,7 +320,7 @@ class Chunk:
             self._begin()
             for tap in self.taps.values():
                 tap.come_last()
-            if "" in self.taps:
+            if "" in self.taps and (kwargs or len(args) != 1 or not take_again(self.own, args[0], True, None)):
                 self.own.take_inputs(args, kwargs)
         except Exception as error:
             self.recorder.guard("", error, lost=NO_FORWARD)
@@ -336,7 +337,7 @@ class Chunk:
             if output is None and sys.exc_info()[0] is not None:
                 self._fail()
                 return
-            if "" in self.taps:
+            if "" in self.taps and not take_again(self.own, output, False, None):
                 self.own.take_outputs(output)
             self.settle("")
             self._end()
@@ -409,15 +410,6 @@ class Chunk:
             return found[2]
         sighting = self.graphs.find(tensor, in_graph=in_graph) if self.compiled else None
         return self.aliases.find(tensor) if sighting is None and self.aliases is not None else sighting
-
-    def meet(self, tensor: torch.Tensor, sighting: Sighting) -> bool:
-        """Let later sites find a tensor of a settled forward that passes a site now; False: it may be known already."""
-        key = id(tensor)
-        if key in self._seen or self._pending:
-            return False
-        self._seen[key] = (weakref.ref(tensor), tensor._version, sighting)
-        self.order.cursor = sighting.entry.site_pos
-        return True
 
     def remember(self, tensor: torch.Tensor, sighting: Sighting) -> None:
         """Let later sites of this forward find the tensor."""

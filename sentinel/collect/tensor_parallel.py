@@ -97,9 +97,7 @@ class LocalTensors:
             node, number = node.next_functions[number]
         return None
 
-    def ask(
-        self, entry: Entry, tensor: torch.Tensor, module: nn.Module, is_output: bool, of_heads: bool = False
-    ) -> None:
+    def ask(self, entry: Entry, tensor: torch.Tensor, module: nn.Module, is_output: bool, of_heads: bool = False) -> None:
         """Find out how a site's tensor is placed that does not say so: at once, or when the forward has ended.
 
         of_heads: it was computed for each head of an attention by itself.

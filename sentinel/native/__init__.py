@@ -7,11 +7,13 @@
     tensor_reader                                 the first two of plain tensors as torch has them, see tensors.py; or None
     fold_rows(rows, num_rows) -> rows left        one row per (tensor, kind), in place
     point_at_own(rows, num_rows)                  rows that name no observation name their own, in place
+    has_nonfinite(rows, num_rows) -> bool         whether a row counts a NaN or an infinity
     merge_rows(rows, group, num_groups) -> STATS  rows of several ranks merged
     judge_forms(stats, ..., forms, hits)          all running baselines and limits of a step; None without the library,
     prepare_forms(forms, hits) -> judge           for detect/forms.py is the numpy of it
     prepare_digest(...) -> digest(parts, ...)     the rows of all ranks merged, and what is odd; None likewise, see
                                                   ingest/digest.py
+    take_again(...), take_gradient(...) -> bool   the short way through a hook, see tensors.py: False without the library
     take_rows(parts, ...) -> statistics, entries  some of those rows, as they are; None likewise
     group_medians(values, group) -> medians       of small groups; None likewise, see detect/skew.py
     crc32(data, value, begin, end) -> int         as zlib's
@@ -22,12 +24,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from sentinel.native.layout import BF16, F16, F32, F64, pack_layouts
 from sentinel.native.library import DigestRows, JudgeForms, Library, find_library
-from sentinel.native.tensors import TensorReader, find_reader
+from sentinel.native.tensors import TensorReader, find_reader, never
 
 _path = find_library()
 _library: Library | None = None
@@ -39,6 +42,9 @@ if _path is not None:
 
 tensor_reader: TensorReader | None = None if _library is None else find_reader()
 
+take_again: Callable[[Any, Any, bool, Any], bool] = tensor_reader.take_again if tensor_reader else never
+take_gradient: Callable[[Any, Any], bool] = tensor_reader.take_gradient if tensor_reader else never
+
 if _library is not None:
     implementation = _library.implementation
     measure = _library.measure
@@ -47,6 +53,7 @@ if _library is not None:
     measure_one = _library.measure_one
     fold_rows = _library.fold_rows
     point_at_own = _library.point_at_own
+    has_nonfinite = _library.has_nonfinite
     merge_rows = _library.merge_rows
     judge_forms: Callable[..., int] | None = _library.judge_forms
     prepare_forms: Callable[[np.ndarray, np.ndarray], JudgeForms] | None = _library.prepare_forms
@@ -64,6 +71,7 @@ else:
     measure_one = _fallback.measure_one
     fold_rows = _fallback.fold_rows
     point_at_own = _fallback.point_at_own
+    has_nonfinite = _fallback.has_nonfinite
     merge_rows = _fallback.merge_rows
     judge_forms = None
     prepare_forms = None
@@ -82,6 +90,7 @@ __all__ = [
     "crc32",
     "fold_rows",
     "group_medians",
+    "has_nonfinite",
     "implementation",
     "judge_forms",
     "measure",
@@ -91,6 +100,8 @@ __all__ = [
     "point_at_own",
     "prepare_digest",
     "prepare_forms",
+    "take_again",
+    "take_gradient",
     "take_rows",
     "tensor_reader",
 ]

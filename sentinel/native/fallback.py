@@ -351,6 +351,7 @@ def fold_rows(rows: np.ndarray, num_rows: int) -> int:
 
 def point_at_own(rows: np.ndarray, num_rows: int) -> None:
     """As Library.point_at_own."""
+    check_rows(rows, num_rows)
     rows = rows[:num_rows]
     rows["num_folded"] = np.maximum(rows["num_folded"], 1)
     num_bad = rows["num_nan"] + rows["num_pos_inf"] + rows["num_neg_inf"]
@@ -358,6 +359,13 @@ def point_at_own(rows: np.ndarray, num_rows: int) -> None:
         mine = applies & (rows[f"{name}_call_id"] == NONE_ID)
         for field in ("call_id", "micro_step"):
             np.copyto(rows[f"{name}_{field}"], rows[field], where=mine)
+
+
+def has_nonfinite(rows: np.ndarray, num_rows: int) -> bool:
+    """As Library.has_nonfinite."""
+    check_rows(rows, num_rows)
+    rows = rows[:num_rows]
+    return bool((rows["num_nan"] | rows["num_pos_inf"] | rows["num_neg_inf"]).any())
 
 
 def crc32(data: bytes | bytearray | memoryview, value: int = 0, begin: int = 0, end: int | None = None) -> int:

@@ -1,5 +1,5 @@
 /* Moments of CPU tensors, and folding of rows: a plain C ABI for ctypes, without Python, torch or state; and where Python's
- * headers are, two functions that take tensors as they are (tensors.h).
+ * headers are, functions that take tensors as they are (tensors.h), and what a hook does with them (passing.h).
  *
  * Numerics (FIELD_NOTES 2): sums of powers about a center near the mean, scaled by a power of two, in the tensor's own
  * arithmetic type (fp32 for the half types), every 32 elements of a lane into f64. A span of 32768 elements is read once:
@@ -169,4 +169,6 @@ EXPORT int64_t sentinel_measure_one(uint64_t pointer, int64_t numel, int32_t dty
 
 #if HAS_PYTHON
 #include "tensors.h"
+#include "passing.h"
+#include "module.h"
 #endif

@@ -82,6 +82,8 @@ class Library:
                 library.sentinel_fold_rows.restype = i64
                 library.sentinel_point_at_own.argtypes = [pointer, i64]
                 library.sentinel_point_at_own.restype = None
+                library.sentinel_has_nonfinite.argtypes = [pointer, i64]
+                library.sentinel_has_nonfinite.restype = i32
                 library.sentinel_merge_rows.argtypes = [pointer, i64, pointer, i64, pointer, i64]
                 library.sentinel_merge_rows.restype = None
                 library.sentinel_judge_forms.argtypes = [*[pointer] * 4, i64, pointer, i64, pointer, i32]
@@ -111,6 +113,7 @@ class Library:
         self._add_channel_squares = slow.sentinel_add_channel_squares
         self._fold_rows, self._fold_rows_quickly = slow.sentinel_fold_rows, quick.sentinel_fold_rows
         self._point_at_own = quick.sentinel_point_at_own
+        self._has_nonfinite = quick.sentinel_has_nonfinite
         self._merge_rows = slow.sentinel_merge_rows
         self._digest, self._digest_quickly = slow.sentinel_digest_rows, quick.sentinel_digest_rows
         self._take_rows = quick.sentinel_take_rows
@@ -252,6 +255,11 @@ class Library:
         """
         check_rows(rows, num_rows)
         self._point_at_own(rows.ctypes.data, num_rows)
+
+    def has_nonfinite(self, rows: np.ndarray, num_rows: int) -> bool:
+        """Return whether one of the first `num_rows` rows counts a NaN or an infinity."""
+        check_rows(rows, num_rows)
+        return bool(self._has_nonfinite(rows.ctypes.data, num_rows))
 
     def merge_rows(self, rows: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
         """Return the statistics of each group of rows: [num_groups] STATS, merged in the order of the rows.

@@ -29,6 +29,14 @@ EXPORT void sentinel_point_at_own(Row *rows, int64_t num)
     for (int64_t i = 0; i < num; i++) point_at_own(&rows[i]);
 }
 
+/* Whether a row holds anything that is not finite. */
+EXPORT int sentinel_has_nonfinite(const Row *rows, int64_t num)
+{
+    int64_t bad = 0;
+    for (int64_t i = 0; i < num; i++) bad |= rows[i].stats.num_nan | rows[i].stats.num_pos_inf | rows[i].stats.num_neg_inf;
+    return bad != 0;
+}
+
 /* Fold rows in place by (tensor, kind), in order of first appearance. Rows that belong to no micro-batch (micro_step -1,
  * not FOLDED) stay as they are. Returns the number of rows left, or -1 where there is no memory. */
 EXPORT int64_t sentinel_fold_rows(Row *rows, int64_t num)

@@ -59,7 +59,7 @@ def test_defect_11_steps_not_due_do_not_pay(run: Path, monkeypatch: pytest.Monke
     due, others = found[4], [found[step] for step in (1, 2, 3, 5, 6, 7)]
     assert due > 40
     # One bare hook on the output says that a backward runs; the root's own hooks come by.
-    assert others == [others[0]] * 6 and others[0] <= 3
+    assert max(others) <= 3
     said = Said(run)
     assert [step for step in range(9) if said.of(step, "activation")] == [0, 4, 8]
     assert [step for step in range(9) if said.of(step, "dgrad")] == [0, 4, 8]

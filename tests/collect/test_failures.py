@@ -81,6 +81,4 @@ def test_what_is_no_probe_says_what_is_lost_by_its_site() -> None:
     told = describe_failure("log(loss=...)", ValueError("no number"))
 
     assert told == "log(loss=...): ValueError: no number; this value was not logged; training goes on"
-    assert describe_failure("", KeyError("x")).startswith(
-        "the model itself: KeyError: 'x'; "
-    )
+    assert describe_failure("", KeyError("x")).startswith("the model itself: KeyError: 'x'; ")

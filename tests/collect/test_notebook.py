@@ -124,9 +124,7 @@ def test_a_notebook_that_is_taken_down_behind_its_cell_says_what_that_raised(
     monitor._ending._at_exit()
 
     (folder,) = (monitor.directory / "spool").glob("r*")
-    (said,) = [
-        decode_message(one) for one in SpoolReader(folder).poll(final=True) if one.header.type == FrameType.BYE
-    ]
+    (said,) = [decode_message(one) for one in SpoolReader(folder).poll(final=True) if one.header.type == FrameType.BYE]
     assert isinstance(said, Bye)
     assert (said.reason, said.error) == ("exception", "ValueError")
 

@@ -12,6 +12,7 @@ import torch
 
 import sentinel
 from sentinel.collect import pacing
+from sentinel.collect.kernels import NativeKernel
 from sentinel.collect.pacing import FRESH_STEPS, MAX_DEFAULT_INTERVAL
 from sentinel.collect.plan import Plan
 from sentinel.command import EnableMonitoring
@@ -45,15 +46,14 @@ class Trainer:
         self.before_step: Callable[[int], None] = lambda step: None
         self.before_backward: Callable[[int], None] = lambda step: None
         costs = {int(Kind.of(label)): us for label, us in costs_us.items()}
-        kernel = self.monitor.recording.kernel
-        measure = kernel.measure
 
-        def measured(tensors: Any, rows: Any, first_row: int, **keys: Any) -> None:
-            measure(tensors, rows, first_row, **keys)
-            kinds = rows.array["kind"][first_row : first_row + len(tensors)].tolist()
-            self.now += int(sum(1000 * costs.get(kind, 0) for kind in kinds))
+        class CostlyKernel(NativeKernel):
+            def measure(kernel, tensors: Any, rows: Any, first_row: int, **keys: Any) -> None:
+                super().measure(tensors, rows, first_row, **keys)
+                kinds = rows.array["kind"][first_row : first_row + len(tensors)].tolist()
+                self.now += int(sum(1000 * costs.get(kind, 0) for kind in kinds))
 
-        kernel.measure = measured
+        self.monitor.recording.kernel = CostlyKernel()
 
     def train(self, num_steps: int) -> None:
         for _ in range(num_steps):

@@ -60,9 +60,7 @@ def test_shape_inference_not_counted(run: Path, group: None) -> None:
     assert said.descriptor.place.schedule == "gpipe"
 
 
-def test_without_the_guard_shape_inference_would_be_counted(
-    run: Path, group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_guard_shape_inference_would_be_counted(run: Path, group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sentinel.collect.taps.in_inference", lambda: False)
 
     said = run_pipeline(run, num_steps=1)

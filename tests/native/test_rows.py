@@ -140,8 +140,7 @@ def test_all_folds_agree(seed, num):
     rng = np.random.default_rng(seed)
     choices = np.array([np.nan, np.inf, -np.inf, *range(-3, 4)])
     observations = [
-        (rng.integers(3), 4 + rng.integers(2), rng.integers(-1, 3), rng.choice(choices, rng.integers(4)))
-        for _ in range(num)
+        (rng.integers(3), 4 + rng.integers(2), rng.integers(-1, 3), rng.choice(choices, rng.integers(4))) for _ in range(num)
     ]
     results = []
     for library in IMPLEMENTATIONS.values():
@@ -152,6 +151,36 @@ def test_all_folds_agree(seed, num):
         assert len(result) == len(results[0])
         for name in ROW_DTYPE.names:
             np.testing.assert_allclose(result[name], results[0][name], rtol=1e-9, atol=1e-9, err_msg=name)
+
+
+@implementations
+def test_rows_name_their_own_observation_where_they_name_none(library):
+    rows = rows_of([(0, 4, 1, [1.0, np.nan]), (1, 4, 0, [2.0, -3.0]), (2, 4, 0, []), (3, 4, 2, [np.inf, 5.0])])
+    rows["call_id"], rows["num_folded"][1] = [10, 11, 12, 13], 0
+    rows["max_call_id"][3], rows["max_micro_step"][3] = 7, 1
+    untouched = rows[3:].copy()
+
+    library.point_at_own(rows, 3)
+
+    assert rows["num_folded"][:3].tolist() == [1, 1, 1]
+    assert rows["bad_call_id"][:3].tolist() == [10, NONE_ID, NONE_ID]
+    assert rows["bad_micro_step"][:3].tolist() == [1, -1, -1]
+    assert rows["max_call_id"][:3].tolist() == [10, 11, NONE_ID]
+    assert rows[3:].tobytes() == untouched.tobytes()
+    library.point_at_own(rows, 4)
+    assert (rows["bad_call_id"][3], rows["max_call_id"][3], rows["max_micro_step"][3]) == (13, 7, 1)
+
+
+@implementations
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_rows_that_hold_anything_not_finite_are_noticed(library, bad):
+    rows = rows_of([(0, 4, 0, [1.0]), (1, 4, 0, [1.0, bad]), (2, 4, 0, [])])
+
+    assert not library.has_nonfinite(rows, 0)
+    assert not library.has_nonfinite(rows, 1)
+    assert library.has_nonfinite(rows, 2)
+    with pytest.raises(ValueError, match=r"num_rows must be in \[0, 3\], got 4"):
+        library.has_nonfinite(rows, 4)
 
 
 @implementations

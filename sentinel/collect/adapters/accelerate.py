@@ -168,9 +168,7 @@ class Follower:
     def _follow(self, values: Mapping[str, Any], step: Any) -> None:
         """Take what the trackers are given: it belongs to the step that runs, or that the optimizer has just ended."""
         monitor = self._monitor
-        found = {
-            ours: values[theirs] for ours, names in LOGGED_AS.items() for theirs in names[::-1] if theirs in values
-        }
+        found = {ours: values[theirs] for ours, names in LOGGED_AS.items() for theirs in names[::-1] if theirs in values}
         if "loss" in found:
             if isinstance(step, numbers.Integral):
                 self._number(int(step))
@@ -198,9 +196,7 @@ class Follower:
             )  # fmt: skip
 
 
-def attach_prepared(
-    model: Any, optimizer: Any, config: Any, first_step: int, grad_acc_steps: int
-) -> Monitor | Unmeasured:
+def attach_prepared(model: Any, optimizer: Any, config: Any, first_step: int, grad_acc_steps: int) -> Monitor | Unmeasured:
     """Attach to what `accelerator.prepare` returned: a DeepSpeed engine keeps parameters and steps in its own way.
 
     A micro-batch may go through the model several times before its backward: one micro-step all the same.

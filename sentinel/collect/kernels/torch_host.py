@@ -71,9 +71,7 @@ class HostSums:
 _NOTHING = (0, 0.0, 0.0, 0.0, 0.0, math.inf, -math.inf, 0, 0, 0, 0, 0)
 
 
-def _measure_chunk(
-    x: torch.Tensor, d: torch.Tensor, dd: torch.Tensor, guess: Guess, zero_eps: float
-) -> tuple[float, ...]:
+def _measure_chunk(x: torch.Tensor, d: torch.Tensor, dd: torch.Tensor, guess: Guess, zero_eps: float) -> tuple[float, ...]:
     """Return the words of STATS_DTYPE for x, all but the checksum; leave in `guess` one for the next chunk."""
     num_nan = num_pos = num_neg = 0
     size = count = x.numel()

@@ -97,9 +97,7 @@ def _let_script(name: str, ours: Any) -> None:
         register(ours, operator)
 
 
-def _telling(
-    calls: _Calls, original: Callable[..., Any], read: Callable[..., Attended | None]
-) -> Callable[..., Any]:
+def _telling(calls: _Calls, original: Callable[..., Any], read: Callable[..., Attended | None]) -> Callable[..., Any]:
     @functools.wraps(original)
     def attention(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

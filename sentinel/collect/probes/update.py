@@ -326,7 +326,6 @@ class _Work:
         if self._stopped is not None:
             out.masked_fill_(self._stopped.to(out.device, non_blocking=True), 0.0)
 
-
     @staticmethod
     def lost(out: torch.Tensor, added: torch.Tensor, after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Put 1 into `out` where something was to be added and nothing was, else 0; `out` may be `added`."""
@@ -420,4 +419,3 @@ def _room(scratch: dict[tuple[torch.device, torch.dtype], torch.Tensor], local: 
 def _square(tensor: torch.Tensor) -> torch.Tensor:
     norm: torch.Tensor = torch.linalg.vector_norm(tensor)
     return norm.double().square()
-

@@ -295,4 +295,3 @@ def _placed(param: torch.Tensor, held: Held, batch: int) -> tuple[dict[str, str]
         if placements and all(one.dim == 0 for one in placements if is_shard(one)):
             return dict(held.placements), held.part
     return per_rank(held.placements), ""
-

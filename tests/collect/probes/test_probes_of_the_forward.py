@@ -250,4 +250,3 @@ def test_rows_of_a_skipped_step_say_so(run: Path) -> None:
     for kind in KINDS:
         rows = told.of(0, kind)
         assert rows and all(row["flags"] & Flag.SKIPPED for row in rows)
-
