@@ -47,7 +47,8 @@ class Scores:
     @property
     def evidence(self) -> dict[str, np.ndarray]:
         """More, by name, shape [series]. `direction`: +1 above the baseline, -1 below, 0 neither.
-        `corroborated`: bool, this point is certain without others that agree."""
+        `corroborated`: bool, this point is certain without others that agree. `level`: what was judged, where it is no
+        single point."""
         return self._explanation()[1]
 
 

@@ -192,10 +192,11 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
         score = np.where(finite, np.maximum(up, down) / self.threshold, 0.0)
 
         def explain() -> Explanation:
+            has_level = state["count"] > FIRST_POINTS
             with np.errstate(over="ignore"):
-                baseline = np.where(state["count"] > FIRST_POINTS, state["unit"] * np.sinh(state["best"]), np.nan)
+                best, level = (np.where(has_level, state["unit"] * np.sinh(state[of]), np.nan) for of in ("best", "level"))
             direction = np.where(score > 0.0, np.where(up >= down, 1, -1), 0).astype(np.int8)
-            return baseline, {"direction": direction, "corroborated": score >= 1.0}
+            return best, {"direction": direction, "corroborated": score >= 1.0, "level": level}
 
         return Scores(score, explain)
 

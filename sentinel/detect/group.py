@@ -19,7 +19,6 @@ class StepPoints(Points):
     """What `score` made of them, for `learn`; None: nothing yet."""
 
 
-
 @runtime_checkable
 class GroupDetector(Protocol):
     """Judges one point of each group over its members, ranks or copies of a tensor: no clock, no I/O. Score first.

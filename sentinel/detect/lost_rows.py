@@ -37,4 +37,3 @@ class LostRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def is_grave(self, num_rows: int, num_finite: int, num_steps_gone: int) -> bool:
         """Whether a NaN may be among what was lost: not where all of it is known to have been finite."""
         return num_steps_gone > 0 or num_rows > num_finite
-

@@ -148,7 +148,18 @@ class _RowPoints(Points):
         else:
             text = f"{wording.subject(tensor.kind, tensor.name, watch.statistic)} is {value_text(value)} on rank {rank}"
         anomaly = tensor_anomaly(
-            view, watch.rule, tensor, watch.statistic, severity, rank, micro_step, call_id, value, baseline, score, text,
+            view,
+            watch.rule,
+            tensor,
+            watch.statistic,
+            severity,
+            rank,
+            micro_step,
+            call_id,
+            value,
+            baseline,
+            score,
+            text,
             tensor.key,
         )
         return anomaly, full or severity is watch.rule.severity

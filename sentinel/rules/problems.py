@@ -76,6 +76,10 @@ def type_of(value: object) -> str:
 
 def show(value: object) -> str:
     """Return a value of a document as it may be quoted."""
-    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else (
-        repr(value) if isinstance(value, int | float) else type_of(value)
+    return (
+        f'"{value}"'
+        if isinstance(value, str)
+        else str(value).lower()
+        if isinstance(value, bool)
+        else (repr(value) if isinstance(value, int | float) else type_of(value))
     )

@@ -126,9 +126,7 @@ class RowWatch(Watch):
             statistic = "nans" if num_nan else "infs"
             value = float(num_nan or num_inf)
             total = int(row["count"]) + num_nan + num_inf
-            text = wording.nonfinite(
-                tensor.kind, tensor.name, num_nan, num_inf, total, rank, micro_step, view.is_skipped
-            )
+            text = wording.nonfinite(tensor.kind, tensor.name, num_nan, num_inf, total, rank, micro_step, view.is_skipped)
             # Collectives carry the gradients; a forward that is bad says so itself.
             if (tensor.kind in GRADIENT_KINDS or tensor.kind == "comm") and is_loss_scaling(view):
                 severity = min(severity, Severity.WARNING, key=lambda s: s.level)

@@ -277,7 +277,9 @@ class _ScalarPoints(Points):
     def anomaly(self, i: int, full: bool, why: str) -> tuple[Anomaly, bool]:
         rule, view, name, at = self._watch.rule, self._view, self._names[i], int(self._at[i])
         value, score, baseline = float(self._values[i]), float(self._scores.score[at]), float(self._scores.baseline[at])
-        direction = self._scores.evidence.get("direction")
+        direction, level = self._scores.evidence.get("direction"), self._scores.evidence.get("level")
+        # One point of a slow climb may lie below where it began: what is judged is told.
+        told = float(level[at]) if level is not None and math.isfinite(value) else value
         by_rank = view.scalars[name].by_rank
         holders = tuple(sorted(by_rank))
         # A logged value is no tensor: alone it is shown, but unless it is the loss it pages nobody until it lasts.
@@ -287,7 +289,8 @@ class _ScalarPoints(Points):
             lasts = "; ".join(part for part in (phrase, why if "in a row" in why else "") if part)
             sign = int(direction[at]) if direction is not None else 0
             limit = self._watch.detector if getattr(self._watch.detector, "is_limit", False) else None
-            text = wording.excursion("scalar", name, "value", value, baseline, score, sign, lasts, limit)
+            named = name if level is None else f"the level of {name}"
+            text = wording.excursion("scalar", named, "value", told, baseline, score, sign, lasts, limit)
             doubt = self.doubt_of(i)
             if doubt and (self.traded[i] or not full):
                 text += f"; {doubt}"
@@ -305,8 +308,8 @@ class _ScalarPoints(Points):
             if sisters >= 1.0 and not self._scores.evidence["beside"][at]:
                 # All runs on this data did the same: the batch, and nobody's fault tonight.
                 severity, full = Severity.INFO, True
-        named = bad or holders
-        rank = named[0] if len(named) == 1 else None
+        at_ranks = bad or holders
+        rank = at_ranks[0] if len(at_ranks) == 1 else None
         place = view.places.get(rank) if rank is not None else None
         sizes = any_place(view)
         anomaly = Anomaly(
@@ -314,7 +317,7 @@ class _ScalarPoints(Points):
             run=view.run,
             attempt=view.attempt,
             rank=rank,
-            ranks=named,
+            ranks=at_ranks,
             step=view.step,
             micro_step=None,
             pp_stage=place.pp_rank if place is not None else 0,
@@ -326,8 +329,8 @@ class _ScalarPoints(Points):
             rule=rule.name,
             detector=rule.detector,
             severity=severity,
-            value=finite(value),
-            value_text=value_text(value),
+            value=finite(told),
+            value_text=value_text(told),
             baseline=finite(baseline),
             score=finite(score) if math.isfinite(value) else None,
             message=text,

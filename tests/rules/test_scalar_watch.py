@@ -37,3 +37,24 @@ def test_a_resume_and_a_restarted_rate_are_no_drift(tmp_path, rng):
     assert rows == rows_resumed == rows_restarted == 540
     assert len(control) == 1 and control[0] >= 420
     assert resumed == [] and restarted == []
+
+
+def test_of_a_slow_climb_the_level_is_told_and_not_a_point_of_it(tmp_path):
+    """Where a climb was held back and is told later, the row of that step may lie below the best level."""
+    told = 0
+    for seed in range(4):
+        noise = np.random.default_rng(seed).standard_normal(2400)
+        loss = (1.0 + np.clip(np.arange(2400) - 1400, 0, 600) / 2400) * np.exp(0.15 * noise)
+        path = tmp_path / f"{seed}.csv"
+        path.write_text("step,loss\n" + "".join(f"{step},{value}\n" for step, value in enumerate(loss)))
+        court = Judge(Pack(rules=(load_pack().rule("loss-drift"),)))
+        for view in log_views(read_log(path), run="own"):
+            for one in court.judge(None, view).anomalies:
+                if one.event != "onset":
+                    continue
+                told += 1
+                assert one.baseline < one.value < 1.6
+                assert one.value != loss[one.step]
+                assert one.message.startswith(f"the level of loss is {one.value:.4g}, ")
+
+    assert told >= 3
