@@ -57,6 +57,8 @@ class Found:
     loss: int = -1
     rules: tuple[str, ...] = ()
     num_onsets: int = 0
+    num_incidents: int = 0
+    """Incidents above info, without those that went into another: one fault is one."""
     grows: bool = False
 
     @property
@@ -172,6 +174,7 @@ def summarise(
         loss=loss,
         rules=tuple(sorted({one.rule for one in onsets})),
         num_onsets=len(onsets),
+        num_incidents=sum(one.severity is not Severity.INFO and one.state != "merged" for one in said.incidents.values()),
         grows=grows,
     )
 
@@ -189,8 +192,8 @@ def _key(one: Anomaly) -> tuple[str, str, str, str, int]:
 def table(found: Sequence[Found]) -> str:
     """Return a table in Markdown."""
     lines = [
-        "| fault | model | first anomaly, steps | by | warning | page | loss shows it | rules |",
-        "|---|---|---|---|---|---|---|---|",
+        "| fault | model | first anomaly, steps | by | warning | page | incidents | loss shows it | rules |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for one in found:
         by = ", ".join(one.first_rules[:3]) + (f" and {len(one.first_rules) - 3} more" if len(one.first_rules) > 3 else "")
@@ -198,7 +201,9 @@ def table(found: Sequence[Found]) -> str:
         if not one.is_in_time and one.fault != CONTROL:
             first += " (grows)" if one.grows else " **late**" if one.first > 0 else " **missed**"
         rules = f"{len(one.rules)}: {', '.join(one.rules)}"
-        lines.append(f"| {one.fault} | {one.recipe} | {first} | {by} | {warned} | {paged} | {loss} | {rules} |")
+        lines.append(
+            f"| {one.fault} | {one.recipe} | {first} | {by} | {warned} | {paged} | {one.num_incidents} | {loss} | {rules} |"
+        )
     return "\n".join(lines)
 
 
@@ -239,7 +244,8 @@ def main() -> int:
     events = [one for one in found if not one.grows]
     share = sum(one.is_in_time for one in events)
     paged, warned = sum(one.paged >= 0 for one in events), sum(one.warned >= 0 for one in events)
-    told = f"{share} of {len(events)} events had an anomaly within {WITHIN_STEPS} steps; {paged} paged, {warned} warned."
+    told = f"{share} of {len(events)} events had an anomaly within {WITHIN_STEPS} steps; {paged} paged, {warned} warned. "
+    told += f"{sum(one.num_incidents > 1 for one in found)} of {len(found)} faults had several incidents above info."
     text = "\n".join([*(f"- {note}" for note in notes), "", table(found), "", told])
     print(text)
     if options.write:

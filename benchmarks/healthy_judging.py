@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from sentinel.anomaly import Anomaly, Severity
+from sentinel.anomaly import Anomaly, Incident, Severity
 from sentinel.daemon.judge import Judge
 from sentinel.daemon.recorded import recorded_views
 from sentinel.ingest.merge import StepView
@@ -32,6 +32,9 @@ class Said:
     onsets: list[Anomaly] = dataclasses.field(default_factory=list)
     paged: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
     """Incident -> step at which a page was due, and its title."""
+
+    incidents: dict[str, Incident] = dataclasses.field(default_factory=dict)
+    """Incident -> how it was told last."""
 
     def by_rule(self) -> Counter[tuple[str, str]]:
         """Return (rule, severity) -> onsets."""
@@ -59,6 +62,7 @@ class Replay:
             said.num_tensor_steps += int(view.present.sum())
             said.onsets.extend(one for one in verdict.anomalies if one.event == "onset")
             for incident in verdict.incidents:
+                said.incidents[incident.id] = incident
                 if incident.paged and incident.id not in self._paged:
                     self._paged.add(incident.id)
                     said.paged[incident.id] = (view.step, incident.title)

@@ -1,4 +1,4 @@
-"""Memory of this process, read by the writer thread just behind each step: counters of the host, no device is asked."""
+"""Memory of this process, read by the writer thread behind a step: counters of the host, no device is asked."""
 
 from __future__ import annotations
 
