@@ -72,7 +72,7 @@ class DominantExpert(Formed, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     summary: ClassVar[str] = "a router that sends nearly every token to one expert, after steps in which it did not"
-    phrase: ClassVar[str] = "the router chooses no more: the others learn from what it leaves them (aux loss, z-loss)"
+    phrase: ClassVar[str] = "the router sends nearly every token to one expert: the others hardly learn (aux loss, z-loss)"
     statistics: ClassVar[tuple[str, ...]] = ("max",)
     is_limit: ClassVar[bool] = True
 
