@@ -95,6 +95,11 @@ class ChunkInfo(msgspec.Struct, frozen=True, kw_only=True):
     those are the same on every stage. None: said by a version that did not tell, so every module may be one."""
 
 
+START = "start"
+"""Entry of a descriptor's `environment`: the life of the rank 0 with which a rank agreed on its attempt through the store of
+the process group. It is the same on all ranks of one start, and on no others; missing where there was no store."""
+
+
 class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
     """The first frame of a life and of each of its files; when tensors, placements or chunks change, a `LayoutChange`."""
 
@@ -107,7 +112,7 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
     row_bytes: Annotated[int, Meta(ge=1, le=2**16)]
     environment: dict[Word, Name] = {}
     """host, torch, kernel, boundary, device: for people, never judged. pid, pid_start, pid_space, boot: by these a daemon on
-    the same host finds the process again, and no other that got its number."""
+    the same host finds the process again, and no other that got its number. start: see `START`."""
     first_step: Step = 0
     layer_offset: Shift | None = None
     name_map: dict[Name, Name] = {}

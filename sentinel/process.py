@@ -58,9 +58,9 @@ def own_process(proc: Path = PROC) -> ProcessId:
     return ProcessId(host=socket.gethostname(), pid=os.getpid(), start=start, space=space, boot=boot)
 
 
-START, RESIDENT, EXIT = 19, 21, 49
-"""Positions in `stat_fields` of the start in clock ticks, of the pages in memory, and of what `wait` would say of a process
-that has ended."""
+START, RESIDENT, IGNORED, EXIT = 19, 21, 30, 49
+"""Positions in `stat_fields` of the start in clock ticks, of the pages in memory, of the signals that are ignored (bit n - 1
+is signal n), and of what `wait` would say of a process that has ended."""
 
 
 def stat_fields(stat: bytes) -> list[int]:

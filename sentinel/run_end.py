@@ -60,6 +60,8 @@ class RankEnd(msgspec.Struct, frozen=True, kw_only=True):
     """The process lives on, and may train again: a notebook, whose cell raised."""
     is_between: bool = False
     """`step` was whole, and nothing of another had begun."""
+    ignored_sigterm: bool = False
+    """It ignored SIGTERM when it was seen last: whoever wants to end it has to send SIGKILL."""
 
 
 class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +87,8 @@ class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
     """The kernel's counters say that it was not killed for want of memory; False: it was, or they do not tell."""
     is_between: bool = False
     """`step` was whole, and nothing of another had begun."""
+    ignored_sigterm: bool = False
+    """It ignored SIGTERM when it was seen last: whoever wants to end it has to send SIGKILL."""
 
 
 def was_asked(ends: Iterable[RankEnd]) -> bool:

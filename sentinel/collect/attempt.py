@@ -37,6 +37,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """`<runs>/<run>`, made, private."""
     is_alone: bool = False
     """There was nothing by which this rank could agree with others on a run."""
+    start: str = ""
+    """The life of the rank 0 that decided, in hexadecimal digits; empty: there was no store to agree through."""
 
 
 def agree(config: MonitorConfig, environment: Environment, life: bytes, is_taken: Callable[[Path, str], bool]) -> Attempt:
@@ -76,16 +78,16 @@ def agree(config: MonitorConfig, environment: Environment, life: bytes, is_taken
         except (OSError, StoreError) as error:
             store.set(key, msgspec.json.encode(["", str(error)]).decode())
             raise
-        store.set(key, msgspec.json.encode([run, attempt]).decode())
-        return Attempt(run=run, attempt=attempt, directory=directory)
+        store.set(key, msgspec.json.encode([run, attempt, life.hex()]).decode())
+        return Attempt(run=run, attempt=attempt, directory=directory, start=life.hex())
     try:
         store.wait([key], datetime.timedelta(seconds=AGREE_TIMEOUT_S))
-        run, attempt = msgspec.json.decode(store.get(key))
+        run, attempt, *start = msgspec.json.decode(store.get(key))
     except (RuntimeError, dist.DistError):
-        run, attempt = folder_name(given or environment.job or "unplaced"), NO_ATTEMPT
+        run, attempt, start = folder_name(given or environment.job or "unplaced"), NO_ATTEMPT, []
     if not run:
         raise StoreError(f"rank 0 could not make the run directory: {attempt}")
-    return Attempt(run=run, attempt=attempt, directory=private_directory(base, run))
+    return Attempt(run=run, attempt=attempt, directory=private_directory(base, run), start="".join(start))
 
 
 def private_directory(base: Path, run: str) -> Path:

@@ -15,7 +15,7 @@ from sentinel.collect.plan import Plan
 from sentinel.collect.taps import Chunk
 from sentinel.collect.tensors import TensorTable
 from sentinel.collect.topology import Topology
-from sentinel.messages import ChunkInfo, Descriptor
+from sentinel.messages import START, ChunkInfo, Descriptor
 from sentinel.monitor_config import ConfigSource, as_told
 from sentinel.place import Place, depth
 from sentinel.process import own_process
@@ -35,7 +35,10 @@ class Introduction:
         topology: Topology,
         table: TensorTable,
         tell: Callable[[str, str], None],
+        start: str,
     ) -> None:
+        """start: by which the ranks of one start know one another, as in `Attempt`."""
+        self._start = start
         self.place = Place()
         self.resumed_step = -1
         """The step that a state of ours said comes next; -1: none was loaded."""
@@ -115,7 +118,7 @@ class Introduction:
         fields: Mapping[str, Any] = ROW_DTYPE.fields or {}
         environment = {
             **own_process().as_told(), "torch": str(torch.__version__), "python": sys.version.split()[0],
-            "kernel": kernel, "boundary": boundary,
+            "kernel": kernel, "boundary": boundary, **({START: self._start} if self._start else {}),
         }  # fmt: skip
         return Descriptor(
             version=VERSION,

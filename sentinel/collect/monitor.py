@@ -98,7 +98,7 @@ class Monitor:
             choose_kernel(device), self._table,
             max_rows=config.max_rows, zero_eps=config.zero_eps, checksum=config.checksum,
         )  # fmt: skip
-        self._introduction = Introduction(models, source, topology, self._table, self.recording.tell)
+        self._introduction = Introduction(models, source, topology, self._table, self.recording.tell, attempt.start)
         self.plan = Plan(config.measurement, source.text_hash, lambda: self.place.rank)
         self.sites = Sites(self._table, self.recording, self.plan, config.site_placements)
         self.parameters = Parameters(self._table, self.recording.tell, self.plan)

@@ -11,6 +11,7 @@ import msgspec
 from sentinel.ingest.decision import Decision, Tick
 from sentinel.ingest.follow import Life
 from sentinel.ingest.parts import OpenStep, Part
+from sentinel.messages import START
 from sentinel.place import world_size_of
 
 MAX_ATTEMPTS = 8
@@ -287,10 +288,16 @@ class Attempts:
         found = self.by_number.get(number)
         if found is None or not found.stints or life.descriptor is None:
             return False
-        if life.rank in found.stints or not found.has_room(life.rank) or found.is_over():
+        if life.rank in found.stints or found.is_over():
             return life.descriptor.place.world_size != found.state.world_size
-        # All would be new if they were started again: this one has its place among those that are there, and errs.
-        return False
+        if found.has_room(life.rank):
+            # All would be new if they were started again: this one has its place among those that are there, and errs.
+            return False
+        # For them there is no such rank: either all are started again, or they err of how many they are.
+        is_of_them = all(_began_together(life, stint.life) for stint in found.stints.values())
+        if is_of_them and self.returning().isdisjoint(found.stints):
+            return False
+        return life.descriptor.place.world_size != found.state.world_size
 
     def states(self) -> list[AttemptState]:
         """Return what is to be remembered of each attempt, in rising order."""
@@ -319,3 +326,20 @@ class Attempts:
                 self.by_number[number].stints[life.rank] = stint
                 if life.descriptor is not None:
                     self.by_number[number].take_world_size(life.rank, life.descriptor.place.world_size)
+
+
+def _began_together(life: Life, other: Life) -> bool:
+    """Return whether two lives are of one start, whatever they say of the number of ranks.
+
+    They agreed on their attempt with the same rank 0; or, on one machine, the other wrote on after this one had begun: a
+    launcher ends all ranks before it starts them again.
+    """
+    if life.descriptor is None or other.descriptor is None:
+        return False
+    mine, others = life.descriptor.environment, other.descriptor.environment
+    starts = mine.get(START, ""), others.get(START, "")
+    if all(starts):
+        return starts[0] == starts[1]
+    machines = [(one.get("host", ""), one.get("boot", "")) for one in (mine, others)]
+    is_one_clock = machines[0] == machines[1] and machines[0] != ("", "")
+    return is_one_clock and 0 < life.first_wall_ns < other.last_wall_ns

@@ -253,7 +253,10 @@ class Ends:
             return RankEnd(how=SIGNAL, detail=detail, time=found.time, step=one.step, cause=cause)
         end = _end_by_signal(name, found.time, one.step) if name else _end_by_code(code, "", found.time, one.step)
         if end.detail == "SIGKILL":
-            end = msgspec.structs.replace(end, has_memory=found.has_memory)
+            seen = self._seen.get(life.id)
+            end = msgspec.structs.replace(
+                end, has_memory=found.has_memory, ignored_sigterm=seen is not None and seen.ignores_sigterm
+            )
         return end if end.how == GOODBYE else _after_asking(end, asked)
 
     def _memory_words(self, life: Life, process: ProcessId, where: str) -> str:
@@ -353,6 +356,7 @@ def run_end(ranks: Sequence[RankFacts], wall: float, *, is_restarted: bool = Fal
         return RunEnd(
             how=end.how, rank=first, step=end.step, detail=end.detail, time=end.time, found_late_s=late_s,
             is_asked=end.is_asked, is_restarted=is_restarted, has_memory=end.has_memory, is_between=end.is_between,
+            ignored_sigterm=end.ignored_sigterm,
         )  # fmt: skip
     earliest = min(bad, key=lambda end: end.time)
     if was_asked(ends):
@@ -361,9 +365,11 @@ def run_end(ranks: Sequence[RankFacts], wall: float, *, is_restarted: bool = Fal
             is_restarted=is_restarted, is_between=earliest.is_between,
         )  # fmt: skip
     is_asked = any(end.is_asked for end in bad)
-    # Who saw others go, and followed without a word, was sent what they were sent.
+    # Who lost others says nothing of how those went; and who saw them go, and followed without a word, was sent what they
+    # were sent.
+    killed = [] if is_asked else [end for end in bad if end.cause != FOLLOWS]
     told = [end for end in bad if end.detail == "SIGTERM" or end.cause != FOLLOWS or end.how != SIGNAL]
-    bad = told or bad
+    bad = killed or told or bad
     hows = {(end.how, end.detail) for end in bad if end.is_asked or not is_asked}
     how, detail = earliest.how, earliest.detail
     if len(hows) == 1:
@@ -377,5 +383,5 @@ def run_end(ranks: Sequence[RankFacts], wall: float, *, is_restarted: bool = Fal
     return RunEnd(
         how=how, step=earliest.step, detail=detail, time=earliest.time, found_late_s=late_s,
         is_asked=is_asked or all(end.detail == "SIGTERM" for end in bad), is_restarted=is_restarted,
-        has_memory=all(end.has_memory for end in bad),
+        has_memory=all(end.has_memory for end in bad), ignored_sigterm=all(end.ignored_sigterm for end in bad),
     )  # fmt: skip

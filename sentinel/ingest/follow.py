@@ -64,6 +64,8 @@ class Life:
     gaps: set[int] = dataclasses.field(default_factory=set)
     last_step: int = -1
     """The newest step that it ended."""
+    first_wall_ns: int = 0
+    """When it wrote its first frame that was read, by its own clock; 0: not known, it was read before a restart of ours."""
     last_wall_ns: int = 0
     heartbeat: Heartbeat | None = None
     bye: Bye | None = None
@@ -331,7 +333,8 @@ class RunFollower:
             return self._refuse(folder, self.lives.get(self._last_life.get(folder, b"")), frame, begin, why)
         if life is None:
             attempt = None if header.attempt == NO_ATTEMPT else header.attempt
-            life = self.lives[header.life] = Life(header.life, header.rank, folder, attempt)
+            life = Life(header.life, header.rank, folder, attempt, first_wall_ns=header.wall_ns)
+            self.lives[header.life] = life
         self._last_life[folder] = header.life
         if header.seq <= life.max_seq and header.type in DESCRIPTIONS and header.layout_id not in life.layouts:
             # A thinned file is read from its beginning after a restart: its rows point into what it described before.

@@ -112,10 +112,13 @@ class LivenessTracker:
         last = max(newest.values(), key=lambda one: one.order, default=None)
         described = last.life.descriptor if last is not None else None
         world_size = described.place.world_size if described is not None else 2**31
+        # A rank has its place among those of an attempt whatever the last of them to come says of how many they are.
+        is_open = last is not None and attempt_of(last.life.id) is None
         return tuple(
             _facts(one)
             for rank, one in sorted(newest.items())
-            if rank < world_size and (not starting or one.heard_at >= min(starting))
+            if (rank < world_size or not (is_open or attempt_of(one.life.id) is None))
+            and (not starting or one.heard_at >= min(starting))
         )
 
     def groups(self, group_of: Callable[[Life], int]) -> dict[int, tuple[RankFacts, ...]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from sentinel.process import EXIT, PROC, RESIDENT, START, ProcessId, own_process, stat_fields, stat_state
+from sentinel.process import EXIT, IGNORED, PROC, RESIDENT, START, ProcessId, own_process, stat_fields, stat_state
 from sentinel.process_exits import ProcessExits
 
 LIVES, STOPPED, GONE, UNSEEN = "lives", "stopped", "gone", "unseen"
@@ -26,6 +26,8 @@ class Seen(msgspec.Struct, frozen=True):
     """The kernel's state of one that is there: R, S, D, T (stopped), t (stopped by who traces it)."""
     resident_bytes: int = 0
     """Memory that it holds just now."""
+    ignores_sigterm: bool = False
+    """SIGTERM does nothing to it."""
 
 
 class ProcessTable:
@@ -62,7 +64,10 @@ class ProcessTable:
         if self._exits is not None:
             self._exits.add(process)
         resident = fields[RESIDENT] * os.sysconf("SC_PAGESIZE") if len(fields) > RESIDENT else 0
-        return Seen(STOPPED if state in "Tt" else LIVES, letter=state, resident_bytes=resident)
+        return Seen(
+            STOPPED if state in "Tt" else LIVES, letter=state, resident_bytes=resident,
+            ignores_sigterm=len(fields) > IGNORED and bool(fields[IGNORED] >> (signal.SIGTERM - 1) & 1),
+        )  # fmt: skip
 
     def close(self) -> None:
         """Wait for no process any more."""

@@ -244,12 +244,17 @@ def ended(rank: int | None, end: RunEnd | RankEnd, all_ranks: Sequence[RankFacts
             text += f"; {ranks(here)} {'is' if len(here) == 1 else 'are'} still there"
     else:
         gone = [one.rank for one in others if one.end is not None]
+        so = [one.rank for one in others if one.end is not None and (one.end.how, one.end.detail) == (end.how, end.detail)]
+        after = [] if end.is_asked or not so else [one for one in gone if one not in so]
+        gone = [one for one in gone if one not in after]
         words = end_words(end)
         if len(gone) > 1:
             words = words.replace("was ", "were ", 1) if words.startswith("was ") else words.replace("is ", "are ", 1)
         text = f"{ranks(gone)}{at} {words}"
         if len(gone) > 1 and not end.is_asked and end.detail != "SIGTERM":
             text += "; nothing tells which of them went first"
+        if after:
+            text += f"; {ranks(after)} went with {'them' if len(gone) > 1 else 'it'}"
     if isinstance(end, RunEnd) and end.found_late_s >= 60.0:
         text += f"; found {seconds_words(end.found_late_s)} later"
     is_restarted = isinstance(end, RunEnd) and end.is_restarted
@@ -290,6 +295,11 @@ def _what_to_do(end: RunEnd | RankEnd) -> str:
             "either somebody ended all at once (SIGTERM or SIGKILL of a scheduler or a person, a machine that went down), "
             "or one was killed and its launcher ended the others at once: see the logs of both, and dmesg for the "
             "out-of-memory killer, then go on from the last checkpoint"
+        )
+    if end.has_memory and end.ignored_sigterm:
+        return (
+            "it was not for want of memory, the kernel counts no such kill; SIGTERM was ignored there, so that a launcher, "
+            "a scheduler or a person who asked in vain had to kill: see who did, then go on from the last checkpoint"
         )
     if end.has_memory:
         return (

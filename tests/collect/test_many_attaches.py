@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
 import logging
 import threading
@@ -18,6 +19,9 @@ from torch import nn
 
 import sentinel
 from sentinel.collect import waiting
+from sentinel.collect.attempt import agree
+from sentinel.collect.environment import read_environment
+from sentinel.monitor_config import MonitorConfig
 from sentinel.wire.frame import decode_message
 from sentinel.wire.spool_reader import SpoolReader
 
@@ -224,3 +228,24 @@ def test_ranks_of_one_launch_are_one_run_without_a_group(
 
     assert len(runs) == 1
     assert "attached before" not in caplog.text
+
+
+def test_ranks_of_one_process_group_say_that_they_began_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dist = pytest.importorskip("torch.distributed")
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+    starts, lives = [], []
+    try:
+        for rank in (0, 1):
+            monkeypatch.setattr(dist, "get_rank", lambda group=None, rank=rank: rank)
+            monkeypatch.setattr("sentinel.collect.attempt._attaches", itertools.count())
+            life = bytes([rank]) * 16
+            found = agree(MonitorConfig(directory=str(tmp_path)), read_environment(), life, lambda directory, run: False)
+            starts.append(found.start)
+            lives.append(life.hex())
+    finally:
+        dist.destroy_process_group()
+
+    assert starts == [lives[0], lives[0]]

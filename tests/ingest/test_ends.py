@@ -16,7 +16,7 @@ from sentinel.ingest.memory_kills import MemoryKills
 from sentinel.ingest.processes import GONE, LIVES, STOPPED, UNSEEN, ProcessTable, Seen, status_words
 from sentinel.ingest.witnesses import Witnesses
 from sentinel.messages import Descriptor
-from sentinel.process import ProcessId
+from sentinel.process import ProcessId, own_process
 from sentinel.run_end import (
     EXCEPTION,
     FOLLOWS,
@@ -110,6 +110,8 @@ def test_ranks_that_lose_one_whose_handler_of_sigterm_left_in_order_were_asked_t
         ([lost(10.5), handled(10.0)], (SIGNAL, None, "SIGTERM", True)),
         ([handled(10.1), handled(10.0)], (GOODBYE, None, "SIGTERM", False)),
         ([terminated(10.5), handled(10.0)], (SIGNAL, None, "SIGTERM", True)),
+        ([killed(10.0), killed(10.3), lost(10.2)], (SIGNAL, None, "SIGKILL", False)),
+        ([killed(10.0), killed(10.3), terminated(10.1)], (SIGNAL, None, "SIGKILL", False)),
         (
             [end(SIGNAL, 10.0, detail="a"), end(SIGNAL, 10.01, detail="b")],
             (SIGNAL, None, "without a word, all together, 2 ranks within 0.01 s of one another", False),
@@ -134,11 +136,11 @@ OWN_PROCESS = ProcessId(host="here", pid=1, start=1, space="pid:[1]", boot="b")
 RANK = ProcessId(host="here", pid=77, start=5000, space="pid:[1]", boot="b")
 
 
-def table(tmp_path: Path, *, state: str = "R", start: int = 5000, status: int = 0) -> ProcessTable:
+def table(tmp_path: Path, *, state: str = "R", start: int = 5000, status: int = 0, ignored: int = 0) -> ProcessTable:
     """Return a table that has one process, with a name that tries to be fields."""
     (tmp_path / "77").mkdir(parents=True)
     fields = ["0"] * 50
-    fields[19], fields[49] = str(start), str(status)
+    fields[19], fields[30], fields[49] = str(start), str(ignored), str(status)
     (tmp_path / "77" / "stat").write_text(f"77 (py) S 1 (x) {state} {' '.join(fields[1:])}\n")
     return ProcessTable(tmp_path, own=lambda proc: OWN_PROCESS)
 
@@ -156,6 +158,23 @@ def test_how_it_died_is_known_until_its_parent_asks(tmp_path: Path) -> None:
     assert seen.status is not None
     assert status_words(seen.status) == ("SIGKILL", 0)
     assert status_words(3 << 8) == ("", 3)
+
+
+@pytest.mark.parametrize(("ignored", "is_deaf"), [(0, False), (1 << 12, False), (1 << 14 | 1 << 12, True)])
+def test_whether_a_process_ignores_sigterm_is_read(tmp_path: Path, ignored: int, is_deaf: bool) -> None:
+    assert table(tmp_path, ignored=ignored).look(RANK).ignores_sigterm is is_deaf
+
+
+def test_what_this_process_ignores_is_seen_in_the_table_of_its_kernel() -> None:
+    former = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    watched = ProcessTable()
+    try:
+        is_deaf = watched.look(own_process()).ignores_sigterm
+    finally:
+        signal.signal(signal.SIGTERM, former)
+        watched.close()
+
+    assert is_deaf
 
 
 def test_another_process_with_its_number_is_not_it(tmp_path: Path) -> None:
@@ -267,6 +286,17 @@ def test_a_kill_while_the_kernel_counts_none_is_not_for_want_of_memory(tmp_path:
     assert end is not None and other is not None
     assert (end.how, end.detail, end.has_memory) == (SIGNAL, "SIGKILL", True)
     assert (other.detail, other.cause) == ("SIGTERM", FOLLOWS)
+    assert not end.ignored_sigterm
+
+
+def test_of_a_rank_that_was_killed_it_is_known_that_it_ignored_sigterm(tmp_path: Path) -> None:
+    lives = Lives(tmp_path, {0: Seen(LIVES, ignores_sigterm=True), 1: Seen(LIVES)}, {})
+    lives.states |= {0: KILL, 1: KILL}
+    lives._settle()
+    first, second = (one.end for one in lives.told())
+
+    assert first is not None and second is not None
+    assert (first.ignored_sigterm, second.ignored_sigterm) == (True, False)
 
 
 def test_what_ends_a_rank_that_was_asked_to_end_follows_from_that(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from sentinel.ingest.follow import Record, RunFollower
 from sentinel.ingest.liveness import LivenessTracker
 from sentinel.ingest.steps import StepAssembler
 from sentinel.ingest.trust import MAX_GAPS
-from sentinel.messages import IMPOSSIBLE, Bye, EndStep, Health, Heartbeat
+from sentinel.messages import IMPOSSIBLE, START, Bye, EndStep, Health, Heartbeat
 from sentinel.testing import Nan, SyntheticRun
 from sentinel.wire.frame import FRAME_TYPES, FrameType, Header, Message, encode_frame, encode_message, run_id_of
 
@@ -339,7 +339,10 @@ def of_world(run: SyntheticRun, rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("attempt", [0, None])
-@pytest.mark.parametrize(("dp", "liar", "world_size"), [(2, 1, 8), (2, 0, 8), (4, 2, 3), (4, 0, 10**5), (3, 0, 2)])
+@pytest.mark.parametrize(
+    ("dp", "liar", "world_size"),
+    [(2, 1, 8), (2, 0, 8), (4, 2, 3), (4, 0, 10**5), (3, 0, 2), (2, 0, 1), (3, 0, 1), (4, 1, 2)],
+)
 def test_a_rank_that_errs_about_the_number_of_ranks_opens_no_attempt_and_is_named(
     tmp_path: Path, dp: int, liar: int, world_size: int, attempt: int | None
 ) -> None:
@@ -360,7 +363,25 @@ def test_a_rank_that_errs_about_the_number_of_ranks_opens_no_attempt_and_is_name
     assert any(one.rule == "non-finite" and one.rank == 0 for one in found.anomalies)
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
+@pytest.mark.parametrize(("starts", "is_one"), [(("aa", "aa"), True), (("aa", "bb"), False), (("", ""), False)])
+def test_ranks_on_two_machines_are_of_one_attempt_where_they_agreed_with_one_rank_0(
+    tmp_path: Path, starts: tuple[str, str], is_one: bool
+) -> None:
+    run = SyntheticRun(tmp_path / "run", dp=2, layers=1, d_model=8, elements=8, micro_steps=1, attempt=0, ranks=())
+    of_world(run, 0, 1)
+    for rank, start in enumerate(starts):
+        table = run._ranks[rank].table
+        environment = {"host": f"node{rank}"} | ({START: start} if start else {})
+        table.descriptor = msgspec.structs.replace(table.descriptor, environment=environment)
+        run.start(rank)
+    run.write(STEPS)
+    run.end()
+    found = Judged(run)
+
+    assert bool([one for one in found.anomalies if one.rule == "impossible-frame"]) is is_one
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (2, 1), (1, 2), (1, 4)])
 def test_a_run_that_is_started_again_with_other_ranks_is_another_attempt_and_nobody_is_named(
     tmp_path: Path, before: int, after: int
 ) -> None:

@@ -175,6 +175,17 @@ def test_ranks_of_an_older_attempt_and_of_a_larger_world_do_not_count(tmp_path: 
     assert set(tracked.look()) == {0, 1}
 
 
+def test_a_rank_that_says_the_run_is_smaller_hides_no_other(tmp_path: Path) -> None:
+    run = SyntheticRun(tmp_path / "run", dp=2, layers=1, d_model=16, elements=8, ranks=())
+    table = run._ranks[0].table
+    place = msgspec.structs.replace(table.descriptor.place, world_size=1)
+    table.descriptor = msgspec.structs.replace(table.descriptor, place=place)
+    run.start(1), run.start(0)
+    run.write(2)
+
+    assert set(Tracked(run).pass_time(2)) == {0, 1}
+
+
 def test_why_a_rank_left_is_known_after_a_restart(tracked: Tracked) -> None:
     tracked.run.end(1, reason="exception")
     assert tracked.look()[1].left == "exception"

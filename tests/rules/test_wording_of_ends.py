@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sentinel.ingest.decision import RankFacts
 from sentinel.rules.wording import ended
-from sentinel.run_end import ALL_TOGETHER, SIGNAL, RankEnd, RunEnd
+from sentinel.run_end import ALL_TOGETHER, EXCEPTION, FOLLOWS, SIGNAL, RankEnd, RunEnd
 
 
 def test_ranks_gone_at_once_are_no_proof_that_somebody_ended_all() -> None:
@@ -15,3 +15,25 @@ def test_ranks_gone_at_once_are_no_proof_that_somebody_ended_all() -> None:
     assert told.startswith("ranks 0, 1, in step 11, are gone without a word, all together, 2 ranks within 0.036 s")
     assert "either somebody ended all at once (SIGTERM or SIGKILL" in told
     assert "or one was killed and its launcher ended the others at once" in told
+
+
+def test_of_a_rank_that_was_killed_because_it_ignored_sigterm_that_is_said() -> None:
+    ends = [RankEnd(how=SIGNAL, detail="SIGKILL", has_memory=True, ignored_sigterm=is_deaf) for is_deaf in (True, False)]
+
+    deaf, plain = (ended(0, end, []) for end in ends)
+
+    assert "SIGTERM was ignored there, so that a launcher, a scheduler or a person who asked in vain had to kill" in deaf
+    assert "the kernel counts no such kill" in deaf and "the kernel counts no such kill" in plain
+    assert "SIGTERM" not in plain
+
+
+def test_of_ranks_that_were_killed_together_those_that_lost_them_are_told_apart() -> None:
+    kill, lost = RankEnd(how=SIGNAL, detail="SIGKILL"), RankEnd(how=EXCEPTION, detail="RuntimeError: reset", cause=FOLLOWS)
+    ranks = [
+        RankFacts(rank=rank, life=bytes([rank]), heard_at=0.0, moved_at=0.0, end=one)
+        for rank, one in enumerate([kill, kill, lost])
+    ]
+    told = ended(None, RunEnd(how=SIGNAL, step=11, detail="SIGKILL"), ranks)
+
+    assert told.startswith("ranks 0, 1, in step 11, were killed: SIGKILL; nothing tells which of them went first; ")
+    assert "; rank 2 went with them; " in told
