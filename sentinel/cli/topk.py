@@ -64,7 +64,7 @@ def steps_of(ctx: click.Context, param: click.Parameter, value: str | None) -> f
 @click.option(
     "--order", type=click.Choice(list(ORDERS)), default="causal", show_default=True, help="msprobe: its own sort key."
 )
-@click.option("--all", "all_alike", is_flag=True, help="Mere notes and slow or silent ranks in their place too, not behind.")
+@click.option("--all", "all_alike", is_flag=True, help="Every record in its place: repeats, mere notes and ill timing too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def topk(
     directory: str | None,
@@ -79,8 +79,9 @@ def topk(
 ) -> int:
     """Name the anomalies that came first, whatever the order of files.
 
-    Members of incidents that stayed notes (`info`), or are about slow and silent ranks, come behind all others; --all
-    leaves them in their place.
+    Of one tensor or logged value, at one step on one rank, the first record stands for what further rules say of it, which
+    comes behind. Members of incidents that stayed notes (`info`), or are about slow and silent ranks, come behind all others.
+    --all leaves both in their place.
 
     Writes them to anomaly_analyse.json, under msProbe's keys. Exit 1 when there are any, 0 when there are none, 2 when none
     are found and some could not be read.

@@ -18,6 +18,7 @@ from sentinel.errors import MALFORMED
 from sentinel.explain.anomaly_files import Damage, FileRange, chunks, msprobe_chunks, packed_chunks, repaired
 from sentinel.order.causal import SortKey, sort_key
 from sentinel.order.msprobe import MsprobeRecord, from_msprobe, msprobe_sort_key
+from sentinel.order.position import ObservationKey, observation_key
 
 ORDERS: dict[str, Callable[[Anomaly], SortKey]] = {"causal": sort_key, "msprobe": msprobe_sort_key}
 
@@ -97,6 +98,8 @@ class Wanted(msgspec.Struct, frozen=True):
     min_level: int
     behind: frozenset[str] = frozenset()
     """Ids of anomalies that come behind all others: mere notes, and ill timing."""
+    is_by_place: bool = False
+    """Of one observation the earliest record stands for all; the others come behind the k earliest observations."""
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -106,6 +109,8 @@ class Candidate(msgspec.Struct, frozen=True):
     raw: bytes
     source: str
     is_msprobe: bool = False
+    place: ObservationKey | None = None
+    """The observation that it is about; None: it stands for itself alone."""
 
 
 class _Heap:
@@ -117,20 +122,43 @@ class _Heap:
         self.items: list[Candidate] = []
         self.limit: tuple[float, float] = (math.inf, math.inf)
         """(attempt, step) past which nothing can get in any more."""
+        self._of_place: dict[ObservationKey, Candidate] = {}
 
-    def offer(self, candidate: Candidate) -> None:
-        """Keep a candidate if it is among the k least. A second copy of one, from another file, is one."""
+    def offer(self, candidate: Candidate) -> Candidate | None:
+        """Keep a candidate if it is among the k least; return the later one of two that are about one observation.
+
+        A second copy of one, from another file, is one.
+        """
         at = bisect_left(self.keys, candidate.key)
         if at >= self.k or (at < len(self.keys) and self.keys[at] == candidate.key):
-            return
+            return None
+        later = None
+        if candidate.place is not None:
+            known = self._of_place.get(candidate.place)
+            if known is not None and known.key < candidate.key:
+                return candidate
+            if known is not None:
+                self._drop(bisect_left(self.keys, known.key))
+                later = known
+            self._of_place[candidate.place] = candidate
         self.keys.insert(at, candidate.key)
         self.items.insert(at, candidate)
         if len(self.keys) > self.k:
-            self.keys.pop()
-            self.items.pop()
+            self._drop(self.k)
         if len(self.keys) == self.k:
             attempt, step = self.keys[-1][:2]
             self.limit = (cast(int, attempt), cast(int, step))
+        return later
+
+    def _drop(self, at: int) -> None:
+        self.keys.pop(at)
+        place = self.items.pop(at).place
+        if place is not None:
+            del self._of_place[place]
+
+
+Packed = tuple[list[list[Candidate]], int, Damage]
+"""What one process found, as it is sent to another: the candidates of each heap, the count, and the damage."""
 
 
 class Findings:
@@ -139,6 +167,8 @@ class Findings:
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
         self.earliest = _Heap(wanted.k)
+        self.repeated = _Heap(wanted.k)
+        """Further records of observations that `earliest` holds; all of them, as long as there is room in it."""
         self.behind = _Heap(wanted.k)
         self.worst = _Heap(1)
         self.num_anomalies = 0
@@ -258,13 +288,19 @@ class Findings:
         if is_critical is None:
             is_critical = anomaly.severity is Severity.CRITICAL
         key = self._key(anomaly)
-        candidate = Candidate(key, raw, path, is_msprobe)
         if anomaly.id in self.wanted.behind:
-            self.behind.offer(candidate)
+            self.behind.offer(Candidate(key, raw, path, is_msprobe))
             return
-        self.earliest.offer(candidate)
+        place = observation_key(anomaly) if self.wanted.is_by_place else None
+        candidate = Candidate(key, raw, path, is_msprobe, place)
+        self._offer_earliest(candidate)
         if is_critical:
             self.worst.offer(candidate if self._is_causal else Candidate(sort_key(anomaly), raw, path, is_msprobe))
+
+    def _offer_earliest(self, candidate: Candidate) -> None:
+        later = self.earliest.offer(candidate)
+        if later is not None:
+            self.repeated.offer(msgspec.structs.replace(later, place=None))
 
     def _read_msprobe(self, path: str) -> None:
         wanted = self.wanted
@@ -288,17 +324,20 @@ class Findings:
                 self._offer_anomaly(path, msgspec.json.encode(record), anomaly, True)
 
     def in_order(self) -> list[Candidate]:
-        """Return the k that come first: those that stand behind all others only where there is room."""
-        return [*self.earliest.items, *self.behind.items][: self.wanted.k]
+        """Return the k that come first: what repeats them, and what stands behind all others, only where there is room."""
+        return [*self.earliest.items, *self.repeated.items, *self.behind.items][: self.wanted.k]
 
-    def packed(self) -> tuple[list[Candidate], list[Candidate], list[Candidate], int, Damage]:
+    def packed(self) -> Packed:
         """Return what another process needs to know."""
-        return self.earliest.items, self.behind.items, self.worst.items, self.num_anomalies, self.damage
+        heaps = (self.earliest, self.repeated, self.behind, self.worst)
+        return [heap.items for heap in heaps], self.num_anomalies, self.damage
 
-    def add(self, packed: tuple[list[Candidate], list[Candidate], list[Candidate], int, Damage]) -> None:
+    def add(self, packed: Packed) -> None:
         """Take in what another process found."""
-        earliest, behind, worst, num_anomalies, damage = packed
-        for heap, items in ((self.earliest, earliest), (self.behind, behind), (self.worst, worst)):
+        (earliest, repeated, behind, worst), num_anomalies, damage = packed
+        for candidate in earliest:
+            self._offer_earliest(candidate)
+        for heap, items in ((self.repeated, repeated), (self.behind, behind), (self.worst, worst)):
             for candidate in items:
                 heap.offer(candidate)
         self.num_anomalies += num_anomalies

@@ -43,7 +43,7 @@ class TopK(msgspec.Struct, frozen=True, kw_only=True):
     """What `topk` found."""
 
     entries: tuple[Entry, ...]
-    """The k earliest, in order."""
+    """The k earliest, in order; behind them, where there is room, what repeats them and what is no cause."""
     worst: Entry | None
     """The earliest of the critical ones: what most deserves to be looked at first; None when nothing is critical."""
     num_anomalies: int
@@ -87,7 +87,9 @@ def topk(
     """Return the k earliest anomalies that were recorded: by causal order, or msProbe's own.
 
     Members of incidents that are mere notes (`info`), or about late and silent ranks, come behind all others, unless
-    all_alike, an incident, or msProbe's order is asked for.
+    all_alike, an incident, or msProbe's order is asked for. Of one observation (a tensor or logged value, at one step and
+    micro-step, on one rank) the earliest record stands for all, what further rules and statistics say of it coming behind
+    the k earliest observations, unless all_alike or msProbe's order is asked for.
 
     directory: a run, a directory of `*.jsonl`, or msProbe's output, mixed too. incident: an id, a prefix of one, or
     `latest`. processes: by default as many as there are CPUs for this process, for inputs worth it. The result does not
@@ -109,7 +111,10 @@ def topk(
             num_members = newest_revisions(revisions)[found].num_members
     elif order == "causal" and not all_alike:
         behind = no_causes(incident_revisions(directory))
-    wanted = Wanted(k, order, None if steps is None else frozenset(steps), ids, min_severity.level, behind)
+    is_by_place = order == "causal" and not all_alike
+    wanted = Wanted(
+        k, order, None if steps is None else frozenset(steps), ids, min_severity.level, behind, is_by_place
+    )  # fmt: skip
     ranges, unreadable = _ranges(files)
     findings = _read_all(ranges, wanted, processes)
     findings.damage.add(unreadable)

@@ -112,3 +112,21 @@ def position(anomaly: Anomaly) -> Position:
         anomaly.place.get("tp"),
         anomaly.vpp_stage,
     )
+
+
+ObservationKey = tuple[object, ...]
+
+
+def observation_key(anomaly: Anomaly) -> ObservationKey:
+    """Return what tells the observation that an anomaly is about: a tensor or logged value, when, and on which rank.
+
+    Anomalies of one key are one place, whatever rule or statistic told it. Ranks of one tensor- or context-parallel group
+    that log the same finite number log one number.
+    """
+    whose: object = anomaly.rank
+    if anomaly.kind == "scalar" and anomaly.rank is not None and anomaly.value is not None and anomaly.place:
+        replica = tuple(sorted((axis, at) for axis, at in anomaly.place.items() if axis not in ("tp", "cp")))
+        whose = (replica, anomaly.value)
+    call = anomaly.call_id if anomaly.kind == "comm" else None
+    when = (anomaly.run, anomaly.attempt, anomaly.step, anomaly.micro_step, call)
+    return (*when, anomaly.kind, anomaly.tag_name, anomaly.pp_stage, anomaly.vpp_stage, whose)

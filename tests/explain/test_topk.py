@@ -20,6 +20,7 @@ from sentinel.order.causal import sort_key
 from sentinel.order.causes import leading_causes
 from sentinel.order.msprobe import MsprobeRecord, from_msprobe, module_of, msprobe_sort_key
 from sentinel.order.origin import origin
+from sentinel.order.position import observation_key
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -60,6 +61,15 @@ def ids(found):
     return [entry.anomaly.id for entry in found.entries]
 
 
+def in_places(anomalies, k):
+    """The first k of the total order: one of each observation, then, where there is room, what repeats those."""
+    first, repeated = {}, []
+    for one in sorted(anomalies, key=sort_key):
+        if first.setdefault(observation_key(one), one) is not one:
+            repeated.append(one)
+    return [one.id for one in [*first.values(), *repeated][:k]]
+
+
 def test_topk_independent_of_file_order(tmp_path):
     some = thousand()
     rng = random.Random(1)
@@ -72,7 +82,7 @@ def test_topk_independent_of_file_order(tmp_path):
             write(run / "anomalies" / f"{rng.randrange(10**6):06d}{index}.jsonl", mixed[index::num_files])
         results.append(topk(run, 20))
 
-    expected = [a.id for a in sorted(some, key=sort_key)[:20]]
+    expected = in_places(some, 20)
     assert all(ids(found) == expected for found in results)
     assert {found.num_anomalies for found in results} == {1000}
     assert len({found.worst.anomaly.id for found in results}) == 1
@@ -145,7 +155,7 @@ def test_topk_independent_of_how_the_work_is_shared(tmp_path, monkeypatch, proce
 
     found = topk(tmp_path, 50, processes=processes)
 
-    assert ids(found) == [a.id for a in sorted(some, key=sort_key)[:50]]
+    assert ids(found) == in_places(some, 50)
     assert found.num_anomalies == 1000
     critical = [a for a in some if a.severity is Severity.CRITICAL]
     assert found.worst.anomaly == min(critical, key=sort_key)
@@ -166,8 +176,8 @@ def test_steps_severity_and_incident_restrict(tmp_path):
     severe = topk(tmp_path, 1000, min_severity=Severity.WARNING)
     of_incident = topk(tmp_path, incident="ia")
 
-    assert ids(in_steps) == [a.id for a in sorted(some, key=sort_key) if a.step in (7, 8)]
-    assert ids(severe) == [a.id for a in sorted(some, key=sort_key) if a.severity is not Severity.INFO]
+    assert ids(in_steps) == in_places([a for a in some if a.step in (7, 8)], 1000)
+    assert ids(severe) == in_places([a for a in some if a.severity is not Severity.INFO], 1000)
     assert sorted(ids(of_incident)) == sorted(members)
     assert ids(topk(tmp_path / "anomalies", incident="ia")) == ids(of_incident)
     with pytest.raises(ConfigError, match=r'"ix": no incident has an id that begins so; known: iabc, idef'):
@@ -243,6 +253,40 @@ def test_several_rules_on_one_tensor_are_all_kept(tmp_path):
     assert len(analysis) == 6
     assert {record["id"] for record in analysis.values()} == {a.id for a in some}
     assert next(iter(analysis)) == "blocks.1_step_5_call_1"
+
+
+def logged(rank, rule, value, **fields):
+    """What a rule says of the loss of one rank, or of all."""
+    fields = {"severity": Severity.WARNING, "place": {} if rank is None else {"dp": rank // 2, "tp": rank % 2}} | fields
+    return anomaly(
+        1, 5, kind="scalar", tag_name="loss", statistic="value", rule=rule, rank=rank, value=value, micro_step=None,
+        call_id=None, dp_size=2, tp_size=2, **fields,
+    )  # fmt: skip
+
+
+def test_what_further_rules_say_of_a_loss_does_not_push_the_tensor_behind_it_out_of_the_first_lines(tmp_path):
+    """Five records of one loss, three of its mean and two of a rank and its tensor-parallel peer, are two places."""
+    mean = [logged(None, "spike", 9.0), *(logged(None, rule, 9.0, severity=Severity.INFO) for rule in ("jump", "drift"))]
+    of_ranks = [logged(rank, "skew", 14.0, severity=Severity.INFO) for rank in (2, 3)]
+    gradient = anomaly(2, 5, kind="dgrad", severity=Severity.WARNING, call_id=None)
+    write(tmp_path / "a.jsonl", [gradient, *of_ranks, *mean])
+
+    found, everything = topk(tmp_path, 3), topk(tmp_path, 3, all_alike=True)
+
+    assert ids(found) == [mean[0].id, of_ranks[0].id, gradient.id]
+    assert gradient.id not in ids(everything)
+    assert ids(topk(tmp_path, 8))[:3] == ids(found)
+    assert set(ids(topk(tmp_path, 8))) == {a.id for a in (gradient, *of_ranks, *mean)}
+
+
+def test_ranks_that_log_other_numbers_and_ranks_that_are_not_finite_keep_lines_of_their_own(tmp_path):
+    apart = [logged(rank, "skew", 10.0 + rank) for rank in (2, 3)]
+    bad = [logged(rank, "nan", None, value_text="nan", severity=Severity.CRITICAL) for rank in (0, 1)]
+    weight = [anomaly(rank, 5, kind="activation", rank=rank, tag_name="blocks.0", micro_step=0) for rank in (0, 1)]
+    write(tmp_path / "a.jsonl", [*apart, *bad, *weight])
+
+    assert set(ids(topk(tmp_path, 6))) == {a.id for a in (*apart, *bad, *weight)}
+    assert ids(topk(tmp_path, 6)) == [a.id for a in sorted([*apart, *bad, *weight], key=sort_key)]
 
 
 def test_strict_json_always(tmp_path):
