@@ -1,12 +1,15 @@
 """Stragglers of 1.5 to 30 times on data-, pipeline- and tensor-parallel ranks: is the right rank told, within 3 steps, once?
 
     python benchmarks/stragglers.py [--layouts dp2,pp2] [--sizes 1.5,4,30] [--seeds 1] [--young] [--keep DIR] [--write]
+    python benchmarks/stragglers.py --beginnings [--layouts dp2,pp2] [--seeds 1] [--keep DIR]
 
 Each rank of a small GPT (examples/gpt, gloo) works a fixed time a step, most of it sleep, so that a busy machine changes
 little. Older noise first, still open when the straggler comes: one step of another rank 1.8 times as long at step 16, one of
 a third rank (of the same, where there are two) at 22. From step 31 on one rank takes the given times as long, for
 ten steps. --young: the straggler comes at step 5 without noise, in steps of 30 ms. A case is right when warnings or pages
-name that rank alone, the first within 3 steps, and none is told twice.
+name that rank alone, the first within 3 steps, and none is told twice. --beginnings: no straggler, but what ordinary first
+steps cost one rank (compiling, caches that fill, files read for the first time, autotuning, a checkpoint): right is that
+no rank is told.
 """
 
 from __future__ import annotations
@@ -41,6 +44,16 @@ LAYOUTS = {
     "pp2tp2": (4, 2, 2),
 }
 WITHIN = 3
+BEGINNINGS: dict[str, dict[int, float]] = {
+    # name: step -> steps that one rank takes longer
+    "nothing": {},
+    "compile": {0: 30.0, 1: 25.0, 2: 6.0, 3: 2.0},
+    "recompile": {0: 30.0, 2: 12.0, 3: 5.0, 4: 9.0, 6: 14.0},
+    "cache": {0: 9.0, 1: 8.0, 2: 6.0, 3: 4.5, 4: 3.0, 5: 1.6, 6: 1.0, 7: 0.5},
+    "files": {1: 1.0, 3: 2.0, 4: 7.0, 5: 0.6, 6: 12.0},
+    "autotune": {0: 8.0, 1: 8.0, 2: 3.0, 3: 11.0, 4: 5.0},
+    "checkpoint": {5: 40.0, 6: 0.6, 7: 0.5, 8: 0.2},
+}
 
 
 def place_of(rank: int, layout: str) -> tuple[int, int, int]:
@@ -75,6 +88,12 @@ def case(layout: str, size: float, culprit: int, *, young: bool, work_s: float) 
         sleep(other, layout, range(16, 17), 0.8 * work_s), sleep(third, layout, range(22, 23), 0.8 * work_s),
     ]  # fmt: skip
     return usual + slow + noise, begin, num_steps
+
+
+def beginning(layout: str, name: str, rank: int, work_s: float) -> tuple[list[dict[str, Any]], int]:
+    """Return the faults of a run in which a rank begins so, and the number of steps."""
+    usual = [sleep(one, layout, range(16), work_s) for one in range(LAYOUTS[layout][0])]
+    return usual + [sleep(rank, layout, range(at, at + 1), work_s * more) for at, more in BEGINNINGS[name].items()], 16
 
 
 def train(folder: Path, layout: str, faults: list[dict[str, Any]], num_steps: int, seed: int) -> Path:
@@ -146,6 +165,29 @@ def judge(told: list[tuple[str, Incident]], culprit: int, begin: int) -> tuple[s
     return "right", lines
 
 
+def judge_beginnings(layouts: list[str], seeds: int, work_s: float, keep: Path) -> None:
+    """Train and judge ordinary first steps, and print who was told."""
+    num_right = num = 0
+    for layout in layouts:
+        for name in BEGINNINGS:
+            for seed in range(seeds):
+                faults, num_steps = beginning(layout, name, seed % LAYOUTS[layout][0], work_s)
+                told = messages(trained(keep / f"{layout}-{name}-{seed}", layout, faults, num_steps, seed))
+                slow = [(change, one) for change, one in told if "SlowRank" in one.detectors]
+                lines = [f"step {one.last_step}: {change} {one.title}" for change, one in slow]
+                num, num_right = num + 1, num_right + (not lines)
+                print(f"| {layout} | {name} | rank {seed % LAYOUTS[layout][0]} | {'<br>'.join(lines)} |", flush=True)
+    print(f"{num_right} of {num} right")
+
+
+def trained(folder: Path, layout: str, faults: list[dict[str, Any]], num_steps: int, seed: int) -> Path:
+    """Return the run in a folder, which is trained first where it is not there."""
+    if not folder.exists():
+        return train(folder, layout, faults, num_steps, seed)
+    (run,) = (one for one in (folder / "runs").iterdir() if one.is_dir())
+    return run
+
+
 def main() -> None:
     """Train and judge every case, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -154,6 +196,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--work-s", type=float, default=0.2, help="seconds that every rank works a step")
     parser.add_argument("--young", action="store_true")
+    parser.add_argument("--beginnings", action="store_true", help="ordinary first steps instead, in steps of 0.1 s")
     parser.add_argument("--keep", type=Path, help="keep the runs here; what is there is judged, not trained again")
     parser.add_argument("--write", action="store_true", help="write the table to results/")
     options = parser.parse_args()
@@ -161,17 +204,16 @@ def main() -> None:
     rows = ["| layout | size | culprit | outcome | told |", "|---|---|---|---|---|"]
     num_right = num = 0
     with tempfile.TemporaryDirectory() as scratch:
+        if options.beginnings:
+            judge_beginnings(options.layouts.split(","), options.seeds, 0.1, options.keep or Path(scratch))
+            return
         for layout in options.layouts.split(","):
             for size in map(float, options.sizes.split(",")):
                 for seed in range(options.seeds):
                     culprit = (seed + int(size)) % LAYOUTS[layout][0]
                     faults, begin, num_steps = case(layout, size, culprit, young=options.young, work_s=work_s)
                     name = f"{layout}-{size:g}-{seed}{'-young' if options.young else ''}"
-                    folder = (options.keep or Path(scratch)) / name
-                    if folder.exists():
-                        (run,) = (one for one in (folder / "runs").iterdir() if one.is_dir())
-                    else:
-                        run = train(folder, layout, faults, num_steps, seed)
+                    run = trained((options.keep or Path(scratch)) / name, layout, faults, num_steps, seed)
                     outcome, lines = judge(messages(run), culprit, begin)
                     num, num_right = num + 1, num_right + (outcome == "right")
                     rows.append(f"| {layout} | {size:g} | rank {culprit} | {outcome} | {'<br>'.join(lines)} |")

@@ -80,8 +80,8 @@ def topk(
     """Name the anomalies that came first, whatever the order of files.
 
     Of one tensor or logged value, at one step on one rank, the first record stands for what further rules say of it, which
-    comes behind. Members of incidents that stayed notes (`info`), or are about slow and silent ranks, come behind all others.
-    --all leaves both in their place.
+    comes behind. Members of incidents that stayed notes (`info`), or are about slow and silent ranks, come behind all
+    others. --all leaves both in their place.
 
     Writes them to anomaly_analyse.json, under msProbe's keys. Exit 1 when there are any, 0 when there are none, 2 when none
     are found and some could not be read.

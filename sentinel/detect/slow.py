@@ -21,6 +21,8 @@ _FADING = 0.995
 """What the longest single step so far keeps of itself a step."""
 _FIRST_STEPS = 2
 """Steps of a rank that tell nobody's usual time (chosen): they compile and allocate, on one rank longer than on another."""
+_STEADY = 0.5
+"""Share of the most by which a young rank was longer than its peers that the least must be (chosen): as slow each step."""
 _LATE_FADING = 0.98
 _LATE = 0.1
 """What a rank's lateness keeps of itself a step, and down to what (as log of the ratio) it counts as lately (chosen)."""
@@ -53,7 +55,8 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     warmup: int = 10
     """Steps of a rank seen before it is judged: the first ones compile and allocate."""
     young: float = 4.0
-    """Times the busy time of the others from which a rank is judged from its third step on."""
+    """Times the busy time of the others from which a rank is judged from its third step on, where it is as slow each step;
+    from `sudden` on where it kept pace for `lasting` steps before."""
     least_s: float = 0.1
     """Seconds that it must have cost in a row: a scheduler's time slice is as long as some steps of a few milliseconds."""
 
@@ -72,11 +75,14 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError(f"warmup must be at least 1, got {self.warmup}")
 
     def state(self, num_members: int) -> State:
-        """Return 72 bytes a rank."""
+        """Return 96 bytes a rank."""
         return {
             "num_steps": np.zeros(num_members, dtype=np.int64),
             "streak": np.zeros(num_members, dtype=np.int64),
             "cost": np.zeros(num_members),
+            "least": np.zeros(num_members),
+            "most": np.zeros(num_members),
+            "paced": np.zeros(num_members, dtype=np.int64),
             "late": np.zeros(num_members),
             "usual": np.zeros(num_members),
             "spread": np.zeros(num_members),
@@ -90,7 +96,7 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ratio, busy, peers_wait, peers_busy, _ = self._measured(points, group, state)
         raw, size = self._raw(ratio, state), _size(ratio)
         is_warm = state["num_steps"] >= self.warmup
-        is_judged = is_warm | ((state["num_steps"] >= _FIRST_STEPS) & (size >= math.log(self.young)))
+        is_judged = is_warm | self._is_changed(busy - peers_busy, size, state)
         cost = state["cost"] + np.nan_to_num(busy - peers_busy)
         is_early = ~is_judged | (state["streak"] + 1 < self._needed(size, group, state)) | (cost < self.least_s)
         score = np.where(is_early, np.minimum(raw, JUST_BELOW_ONE), raw)
@@ -109,7 +115,9 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         size = _size(ratio)
         is_high = known & (self._raw(ratio, state) >= 1.0)
         is_past_first = state["num_steps"] >= _FIRST_STEPS
+        state["least"], state["most"] = self._extremes(busy - peers_busy, state)
         state["streak"] = np.where(is_high & is_past_first, state["streak"] + 1, 0)
+        state["paced"] += known & is_past_first & ~is_high
         state["cost"] = np.where(state["streak"] > 0, state["cost"] + np.nan_to_num(busy - peers_busy), 0.0)
         is_lasting = state["streak"] >= self.lasting
         state["late"] = np.maximum(state["late"] * _LATE_FADING, np.where(is_lasting, size, 0.0))
@@ -129,6 +137,25 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             later = take & ~first & ~is_high & np.isfinite(now)
             state[name][later] += (rate * (now - state[name]))[later]
         state["num_steps"][known] += 1
+
+    def _is_changed(self, excess: np.ndarray, size: np.ndarray, state: State) -> np.ndarray:
+        """Return which young ranks are slow for another reason than that they begin.
+
+        What belongs to a beginning (compilers, caches that fill, autotuning) dwindles, or costs each step otherwise. A rank
+        that takes as much longer step after step is slow; the sooner it is believed if it kept pace before.
+        """
+        least, most = self._extremes(excess, state)
+        is_steady = least >= _STEADY * most
+        has_kept_pace = state["paced"] >= self.lasting
+        enough = np.where(has_kept_pace, math.log(self.sudden), math.log(self.young))
+        changed: np.ndarray = (state["num_steps"] >= _FIRST_STEPS) & is_steady & (size >= enough)
+        return changed
+
+    def _extremes(self, excess: np.ndarray, state: State) -> tuple[np.ndarray, np.ndarray]:
+        """Return the least and the most that a rank took longer than its peers, in the steps in a row up to this one."""
+        has_begun = state["streak"] > 0
+        least = np.where(has_begun, np.fmin(state["least"], excess), excess)
+        return least, np.where(has_begun, np.fmax(state["most"], excess), excess)
 
     def _needed(self, size: np.ndarray, group: np.ndarray, state: State) -> np.ndarray:
         """Return the steps in a row that each rank must be late: more where others were as late just now, by turns.

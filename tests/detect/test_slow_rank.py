@@ -118,6 +118,51 @@ def test_many_times_as_long_is_named_in_a_young_run_within_three_steps(stages: l
     assert not any(found[15:])
 
 
+@pytest.mark.parametrize("size", [2.5, 3.3, 6.0])
+@pytest.mark.parametrize("stages", [[0, 0], [0, 1], FOUR], ids=["replicas", "stages", "four replicas"])
+def test_a_young_rank_that_kept_pace_and_then_is_as_slow_step_after_step_is_named_within_three(
+    stages: list[int], size: float
+) -> None:
+    """Steps of 40 ms of which one rank takes some times as long from the sixth on."""
+    busy = [1.0] * len(stages)
+    busy[-1] = size
+
+    found = run(busy, stages, begin=5, until=15, num_steps=20, unit_s=0.04, jitter=0.05)
+
+    assert found[:7] == [[]] * 7
+    assert found[7:15] == [[len(stages) - 1]] * 8
+    assert not any(found[15:])
+
+
+BEGINNINGS = {
+    "compiled twice, and once more for a new shape": {1: 40.0, 2: 9.0, 3: 3.0},
+    "compiles new shapes at first": {2: 30.0, 3: 8.0, 4: 14.0, 6: 20.0},
+    "caches of a file system that fill": {2: 6.0, 3: 4.5, 4: 3.0, 5: 1.6, 6: 1.0, 7: 0.5},
+    "files that nobody has read": {3: 2.0, 4: 7.0, 5: 0.6, 6: 12.0},
+    "autotuning": {2: 3.0, 3: 11.0, 4: 5.0},
+    "one that trails from the start on": {2: 1.5, 3: 1.5, 4: 1.5, 5: 1.5},
+    "a checkpoint": {5: 60.0},
+    "a checkpoint that is written on while it trains": {5: 60.0, 6: 0.6, 7: 0.5, 8: 0.2},
+}
+
+
+@pytest.mark.parametrize("stages", [[0, 0], [0, 1], FOUR], ids=["replicas", "stages", "four replicas"])
+@pytest.mark.parametrize("name", BEGINNINGS)
+def test_what_belongs_to_a_beginning_blames_nobody(name: str, stages: list[int]) -> None:
+    """One rank takes so many times a step longer, in steps of 0.3 s."""
+    detector, rng, group = SlowRank(), np.random.default_rng(4), np.array(stages)
+    state, found = detector.state(len(stages)), []
+    for step in range(16):
+        work = 0.3 * np.exp(0.03 * rng.standard_normal(len(stages)))
+        work[0] += 0.3 * BEGINNINGS[name].get(step, 0.0)
+        points = {"step_s": np.full(len(work), work.max() + 0.1), "wait_s": work.max() + 0.1 - work, "stage": group}
+        scores = detector.score(points, np.zeros_like(group), state)
+        found += np.flatnonzero(scores.score >= 1).tolist()
+        detector.learn(points, np.zeros_like(group), state, scores.score >= 1)
+
+    assert not found
+
+
 @pytest.mark.parametrize("stages", [[0, 0], [0, 1]], ids=["replicas", "stages"])
 def test_a_first_step_that_compiles_longer_on_one_rank_hides_nothing_and_blames_nobody(stages: list[int]) -> None:
     detector, state = SlowRank(), SlowRank().state(2)
