@@ -1,5 +1,6 @@
 # make demo    a real run with planted faults, watched; under 3 minutes once set up
-# make test    the whole suite        make lint   ruff        make types   mypy --strict
+# make test    every promise in its short form             make quick   what needs no process of its own: the edit loop
+# make test-all   those, and the long forms beside them    make lint    ruff        make types   mypy --strict
 # make trainers   the tests on real trainers (Hugging Face, Lightning, DeepSpeed, Megatron, ...), installed first
 # PYTHON=... chooses the interpreter (3.11 or newer); PIP_FLAGS=... is handed to every pip install.
 
@@ -12,14 +13,25 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.sentinel-setup
 TRAINERS := $(VENV)/.sentinel-trainers
+SUITE := $(BIN)/python -m pytest --ignore tests/trainers -n 2 --dist worksteal
 
-.PHONY: demo test trainers lint types setup check clean
+.PHONY: demo test quick test-long test-all trainers lint types setup check clean
 
 demo: $(STAMP)
 	$(BIN)/sentinel demo $(DEMO_FLAGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --ignore tests/trainers -n 2 --dist worksteal $(PYTEST_FLAGS)
+	$(SUITE) -m "not long" $(PYTEST_FLAGS)
+
+quick: $(STAMP)
+	$(SUITE) -m "not long and not process" --ignore tests/end_to_end --ignore tests/layouts --ignore tests/collect \
+		--hypothesis-profile quick $(PYTEST_FLAGS)
+
+# What `make test` leaves out, and properties on more examples than it draws.
+test-long: $(STAMP)
+	$(SUITE) -m "long or property" --hypothesis-profile all $(PYTEST_FLAGS)
+
+test-all: test test-long
 
 trainers: $(TRAINERS)
 	$(BIN)/python -m pytest -m trainer -n 2 tests/trainers $(PYTEST_FLAGS)

@@ -9,7 +9,9 @@ from typing import Any
 import torch.multiprocessing as mp
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "sentinel.collect"])
+CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "sentinel.collect", "tests.support.frozen"]
+)
 
 
 def start(function: Callable[..., None], arguments: tuple[Any, ...], num_ranks: int, *, join: bool = True) -> Any:

@@ -22,6 +22,8 @@ from sentinel.record import ROW_DTYPE
 from sentinel.wire.frame import FrameType, decode_message
 from sentinel.wire.spool_reader import SpoolReader
 
+from ..support.warm import interpreter
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gpt"
 EVERYTHING = {"kinds": ["param", "wgrad", "activation", "activation_in", "dgrad", "dgrad_in"]}
@@ -52,7 +54,7 @@ def train(
     config: of the monitor; pack: YAML of rules, merged over the default pack. Fails on any exit code but 0.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    command = [sys.executable, str(EXAMPLE / "launch.py"), "-n", str(num_ranks), "--", str(EXAMPLE / "train.py"), *arguments]
+    command = [interpreter(), str(EXAMPLE / "launch.py"), "-n", str(num_ranks), "--", str(EXAMPLE / "train.py"), *arguments]
     if config is not None:
         (folder / "monitor.yaml").write_text(json.dumps(config))
         command += ["--sentinel-config", str(folder / "monitor.yaml")]

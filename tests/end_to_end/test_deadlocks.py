@@ -14,6 +14,7 @@ import pytest
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.cli.status import run_status
 
+from ..support.warm import interpreter
 from .ranks import EXAMPLE, ROOT, anomalies, incidents
 
 TRAINER = Path(__file__).parent / "deadlock_trainer.py"
@@ -43,7 +44,7 @@ def start(
         "--rules", str(folder / "pack.yaml"),
     ]  # fmt: skip
     trains = [
-        sys.executable, str(EXAMPLE / "launch.py"), "-n", str(num_ranks), "--", str(TRAINER), kind, str(at), "--pp", str(pp),
+        interpreter(), str(EXAMPLE / "launch.py"), "-n", str(num_ranks), "--", str(TRAINER), kind, str(at), "--pp", str(pp),
         "--steps", str(steps), *SMALL,
     ]  # fmt: skip
     with (folder / "log").open("wb") as log:

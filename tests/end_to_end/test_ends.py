@@ -1,4 +1,4 @@
-"""Real ranks under torchrun that are killed, raise, exit or run to their end: what is told, live and found later."""
+"""Real ranks under a launcher that are killed, raise, exit or run to their end: what is told, live and found later."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.cli.status import run_status
 
-from .ranks import ROOT, anomalies, incidents
+from ..support.warm import interpreter
+from .ranks import EXAMPLE, ROOT, anomalies, incidents
 
 TRAINER = Path(__file__).parent / "ending_trainer.py"
 CLEAN = {key: value for key, value in os.environ.items() if not key.startswith("SENTINEL_")}
@@ -28,17 +30,19 @@ def environment(folder: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def command(mode: str, *, num_ranks: int = 2, restarts: int = 0) -> list[str]:
+def command(mode: str, *, launcher: str = "forked", num_ranks: int = 2, restarts: int = 0) -> list[str]:
     trainer = [str(TRAINER), mode, "12", str(min(1, num_ranks - 1))]
     if num_ranks == 1:
-        return [sys.executable, *trainer]
+        return [interpreter(), *trainer]
+    if launcher == "forked":
+        return [interpreter(), str(EXAMPLE / "launch.py"), "-n", str(num_ranks), "--", *trainer]
     return [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks),
+        interpreter(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks),
         "--max-restarts", str(restarts), *trainer,
     ]  # fmt: skip
 
 
-def live(folder: Path, mode: str, *, fail_on: str = "", **options: int) -> subprocess.CompletedProcess[str]:
+def live(folder: Path, mode: str, *, fail_on: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a trainer with a daemon beside it, to its end."""
     folder.chmod(0o700)
     said = ["--fail-on", fail_on] if fail_on else []
@@ -46,7 +50,7 @@ def live(folder: Path, mode: str, *, fail_on: str = "", **options: int) -> subpr
     return subprocess.run(watched, env=environment(folder), capture_output=True, text=True, timeout=150, check=False)
 
 
-def later(folder: Path, mode: str, **options: int) -> None:
+def later(folder: Path, mode: str, **options: Any) -> None:
     """Run a trainer alone, and have a daemon look at what it left."""
     folder.chmod(0o700)
     subprocess.run(command(mode, **options), env=environment(folder), capture_output=True, timeout=150, check=False)
@@ -76,12 +80,20 @@ CASES = {
     "hard_exit": ("exception", "ended with exit code 7"),
     "crash": ("signal", ""),
 }
+CODES = {"kill": 128 + signal.SIGKILL, "crash": 128 + signal.SIGSEGV, "exit": 3, "hard_exit": 7}
+"""Of the example's launcher, which ends with its first rank's; torchrun ends with 1."""
 
 
-@pytest.mark.parametrize("mode", CASES)
-def test_the_first_rank_to_go_is_told_once_and_the_run_is_over(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "mode"),
+    [
+        *[("forked", mode) for mode in CASES],
+        *[pytest.param("torchrun", mode, marks=() if mode in ("kill", "raise") else pytest.mark.long) for mode in CASES],
+    ],
+)
+def test_the_first_rank_to_go_is_told_once_and_the_run_is_over(tmp_path: Path, launcher: str, mode: str) -> None:
     how, words = CASES[mode]
-    done = live(tmp_path, mode)
+    done = live(tmp_path, mode, launcher=launcher)
 
     (onset,) = ends(tmp_path)
     assert (onset.rank, onset.severity, onset.rule) == (1, Severity.CRITICAL, "run-ended")
@@ -90,7 +102,7 @@ def test_the_first_rank_to_go_is_told_once_and_the_run_is_over(tmp_path: Path, m
     assert (status["ended"]["how"], status["ended"]["rank"]) == (how, 1)
     assert (status["num_ranks"], status["num_steps"] >= 11) == (2, True)
     assert {one.state for one in incidents(tmp_path / "run")} == {"ended"}
-    assert done.returncode == 1, "the command's own"
+    assert done.returncode == (1 if launcher == "torchrun" else CODES.get(mode, 1)), "the command's own"
     assert "ended: rank 1" in done.stderr and "watched: " in done.stderr
 
 
@@ -127,7 +139,7 @@ def test_an_interrupt_by_hand_pages_nobody(tmp_path: Path) -> None:
 
 
 def test_the_end_of_an_attempt_that_the_launcher_restarts_is_told(tmp_path: Path) -> None:
-    done = live(tmp_path, "raise", restarts=1)
+    done = live(tmp_path, "raise", launcher="torchrun", restarts=1)
 
     (onset,) = ends(tmp_path)
     assert (onset.rank, onset.attempt) == (1, 0)

@@ -14,7 +14,15 @@ from kill9 import campaign
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("is_live", "num_kills"), [(False, 28), (True, 22)], ids=["recorded", "while a writer writes"])
+@pytest.mark.parametrize(
+    ("is_live", "num_kills"),
+    [
+        pytest.param(False, 8, id="recorded"),
+        pytest.param(True, 8, id="while a writer writes"),
+        pytest.param(False, 28, id="recorded, long", marks=pytest.mark.long),
+        pytest.param(True, 22, id="while a writer writes, long", marks=pytest.mark.long),
+    ],
+)
 def test_kill_9_loses_nothing(tmp_path: Path, is_live: bool, num_kills: int) -> None:
     outcome = campaign(tmp_path, num_kills, random.Random(7), is_live=is_live)
 

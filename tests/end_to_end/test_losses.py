@@ -20,6 +20,7 @@ from sentinel.store.journal import Journal
 from sentinel.store.lock import holder
 from sentinel.wire.spool_files import list_kept
 
+from ..support.warm import interpreter
 from .ranks import anomalies, incidents
 from .servers import get_json, wait_for
 
@@ -91,7 +92,7 @@ def the_nan(run_dir: Path) -> set[tuple[int, int | None, str]]:
 
 def test_a_daemon_that_comes_late_finds_the_nan_and_tells_what_was_lost(tmp_path: Path, script: Path) -> None:
     ended = subprocess.run(
-        [sys.executable, str(script), "600", "100", str(2**19)], env=environment(tmp_path / "runs"),
+        [interpreter(), str(script), "600", "100", str(2**19)], env=environment(tmp_path / "runs"),
         capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     sent, run_dir = int(ended.stdout), tmp_path / "runs" / "run"
@@ -129,7 +130,7 @@ def test_a_daemon_that_comes_late_finds_the_nan_and_tells_what_was_lost(tmp_path
 def test_a_daemon_that_stands_still_for_a_while(tmp_path: Path, script: Path, max_bytes: int, is_lossy: bool) -> None:
     run_dir, report_file = tmp_path / "runs" / "run", tmp_path / "report.json"
     with subprocess.Popen(
-        [*SENTINEL, "run", "--fail-on", "warning", "--drain-s", "60", "--report", str(report_file), "--", sys.executable,
+        [*SENTINEL, "run", "--fail-on", "warning", "--drain-s", "60", "--report", str(report_file), "--", interpreter(),
          str(script), "900", "150", str(max_bytes)],
         env=environment(tmp_path / "runs"), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as run:  # fmt: skip

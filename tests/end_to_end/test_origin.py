@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from ..support.warm import interpreter
 from .ranks import ROOT
 
 
 def sweep(layout: str, monitoring: str, every: int, *options: str) -> dict[str, Any]:
     done = subprocess.run(
         [
-            sys.executable, str(ROOT / "benchmarks" / "origin_sweep.py"), "--json",
+            interpreter(), str(ROOT / "benchmarks" / "origin_sweep.py"), "--json",
             "--layout", layout, "--monitoring", monitoring, "--every", str(every), *options,
         ],
         capture_output=True, text=True, timeout=200, check=False, stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHON_EXEC": interpreter()},
     )  # fmt: skip
     assert done.stdout, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout)[0]

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ..support.warm import interpreter
+
 SCRIPT = """
 import time
 import torch
@@ -40,7 +42,7 @@ def test_both_are_watched_and_the_ill_one_decides_the_exit_code(tmp_path: Path) 
 
     done = subprocess.run(
         [sys.executable, "-m", "sentinel.cli", "run", "--dir", str(tmp_path / "runs"), "--name", "two", "--fail-on",
-         "critical", "--report", str(report), "--", sys.executable, str(script)],
+         "critical", "--report", str(report), "--", interpreter(), str(script)],
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
 

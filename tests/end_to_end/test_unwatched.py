@@ -10,11 +10,14 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from sentinel.store.lock import RunLock
+
+from ..support.warm import interpreter
 
 TRAIN = """
 import torch, sentinel
@@ -42,11 +45,15 @@ def run(home: Path, *arguments: str, mask: int = 0o022, environment: dict[str, s
                 assert ctypes.CDLL(None).prctl(24, capability, 0, 0, 0) == 0
         os.umask(mask)
 
-    return subprocess.run(
-        [sys.executable, "-m", "sentinel.cli", "run", "--dir", str(home), "--name", "it", *arguments],
-        capture_output=True, text=True, timeout=120, preexec_fn=prepare, cwd=home.parent,
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(home.parent / "cache"), **(environment or {})}, check=False,
-    )  # fmt: skip
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(home.parent / "cache"), **(environment or {})}
+    with tempfile.NamedTemporaryFile("w+") as said:
+        done = subprocess.run(
+            [sys.executable, "-m", "sentinel.cli", "run", "--dir", str(home), "--name", "it", *arguments],
+            stdout=subprocess.PIPE, stderr=said, text=True, timeout=120, preexec_fn=prepare, cwd=home.parent,
+            env={**os.environ, "SAID": said.name, **own}, check=False,
+        )  # fmt: skip
+        done.stderr = Path(said.name).read_text()
+    return done
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o002, 0o027, 0o077])
@@ -54,7 +61,7 @@ def test_a_command_is_watched_whatever_the_umask(mask: int, tmp_path: Path) -> N
     home = tmp_path / "new" / "runs"
     home.parent.mkdir()
 
-    done = run(home, "--", sys.executable, "-c", TRAIN, mask=mask)
+    done = run(home, "--", interpreter(), "-c", TRAIN, mask=mask)
 
     assert done.returncode == 0, done.stderr
     assert "UNWATCHED" not in done.stderr
@@ -75,9 +82,7 @@ def test_a_command_is_watched_under_an_umask_that_hides_its_files_from_itself(tm
 
 def test_serve_takes_what_attach_made_under_a_loose_umask(tmp_path: Path) -> None:
     environment = {**os.environ, "SENTINEL_DIR": str(tmp_path / "deep" / "runs"), "SENTINEL_RUN": "it"}
-    subprocess.run(
-        [sys.executable, "-c", f"import os; os.umask(2)\n{TRAIN}"], check=True, timeout=120, env=environment
-    )
+    subprocess.run([interpreter(), "-c", f"import os; os.umask(2)\n{TRAIN}"], check=True, timeout=120, env=environment)
     for one in (tmp_path / "deep" / "runs", tmp_path / "deep" / "runs" / "it"):
         process = subprocess.Popen(
             [sys.executable, "-m", "sentinel.cli", "serve", str(one), "--no-http"], stderr=subprocess.PIPE, text=True
@@ -93,7 +98,7 @@ def test_a_run_directory_that_is_looser_is_tightened_and_watched(tmp_path: Path)
     (tmp_path / "runs" / "it" / "spool").mkdir(parents=True)
     (tmp_path / "runs" / "it").chmod(0o777)
 
-    done = run(tmp_path / "runs", "--", sys.executable, "-c", TRAIN)
+    done = run(tmp_path / "runs", "--", interpreter(), "-c", TRAIN)
 
     assert done.returncode == 0
     assert "runs/it: its mode was 0777" in done.stderr
@@ -111,8 +116,8 @@ def unwatched(done: subprocess.CompletedProcess[str], why: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-# Long enough for the daemon to be found dead before.
-COMMAND = ("--", "sh", "-c", "sleep 10; echo ran; exit 3")
+# Goes on until its being unwatched was said: nothing ends before the daemon is found dead.
+COMMAND = ("--", "sh", "-c", "until grep -q UNWATCHED $SAID; do sleep 0.05; done; echo ran; exit 3")
 
 
 def test_broken_rules_do_not_keep_the_command_from_running(tmp_path: Path) -> None:
@@ -171,7 +176,7 @@ def test_a_port_in_use_costs_the_port_alone(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
 
-        done = run(tmp_path / "runs", "--listen", f"127.0.0.1:{port}", "--", sys.executable, "-c", TRAIN)
+        done = run(tmp_path / "runs", "--listen", f"127.0.0.1:{port}", "--", interpreter(), "-c", TRAIN)
 
     assert done.returncode == 0
     assert "UNWATCHED" not in done.stderr
@@ -190,7 +195,7 @@ def test_a_broken_plug_in_is_named_and_harms_nobody_who_did_not_ask_for_it(body:
     environment = {"PYTHONPATH": str(packages)}
     (tmp_path / "rules.yaml").write_text("rules: [{name: a, detector: Plug, select: {kinds: [wgrad]}}]")
 
-    done = run(tmp_path / "runs", "--", sys.executable, "-c", TRAIN, environment=environment)
+    done = run(tmp_path / "runs", "--", interpreter(), "-c", TRAIN, environment=environment)
     asked = run(
         tmp_path / "asked", "--rules", str(tmp_path / "rules.yaml"), "--fail-on", "critical", "--", "true",
         environment=environment,

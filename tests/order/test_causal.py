@@ -90,7 +90,7 @@ def anomalies_of_a_layout(draw, min_size=0, max_size=8):
     return result
 
 
-@settings(max_examples=500, deadline=None)
+@pytest.mark.property
 @given(anomalies_of_a_layout(min_size=3, max_size=8))
 def test_order_is_a_partial_order(some):
     before = {(i, j): happens_before(a, b) for (i, a), (j, b) in itertools.product(enumerate(some), repeat=2)}
@@ -102,7 +102,7 @@ def test_order_is_a_partial_order(some):
             assert before[i, k], (some[i], some[j], some[k])
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.property
 @given(anomalies_of_a_layout(max_size=10))
 def test_total_order_extends_the_partial_order(some):
     for a, b in itertools.permutations(some, 2):
@@ -112,7 +112,7 @@ def test_total_order_extends_the_partial_order(some):
             assert sort_key(a) < sort_key(b)
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.property
 @given(anomalies_of_a_layout(max_size=12))
 def test_first_causes_are_the_minimal_elements(some):
     minimal = [i for i, b in enumerate(some) if not any(happens_before(a, b) for a in some)]
@@ -120,7 +120,7 @@ def test_first_causes_are_the_minimal_elements(some):
     assert first_causes(some) == sorted(minimal, key=lambda i: sort_key(some[i]))
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.property
 @given(anomalies_of_a_layout(min_size=1, max_size=12))
 def test_no_leading_cause_is_a_possible_effect_of_its_equals(some):
     worst = max((a.severity.level, bool(a.value_text)) for a in some)
@@ -139,7 +139,7 @@ def test_no_leading_cause_is_a_possible_effect_of_its_equals(some):
         assert found == sorted(expected, key=sort_key)
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.property
 @given(anomalies_of_a_layout(max_size=12))
 def test_blast_radius_holds_all_that_a_cause_possibly_precedes(some):
     causes = [some[i] for i in leading_causes(some)]
@@ -235,7 +235,8 @@ class Simulation:
         self.anomalies = {event: anomaly(**fields) for event, fields in self.events.items()}
 
 
-@settings(max_examples=25, deadline=None)
+@pytest.mark.property
+@settings(max_examples=max(5, settings.default.max_examples // 5))
 @given(st.data(), layouts())
 def test_order_agrees_with_simulated_schedules(data, layout):
     """Every true cause is before its effect, and nothing is said to be before what it was really after."""

@@ -1,0 +1,55 @@
+"""A stand-in for the Python interpreter whose programs begin with torch imported, which takes longer than most tests.
+
+`interpreter()` names an executable that takes a script, `-c CODE` or `-m MODULE`. It hands its arguments, environment,
+working directory and standard streams to a server, which forks the program off itself, in a session of its own. Signals
+sent to the stand-in reach the program's whole process group, it ends with the program's exit code or signal, and when it
+is killed the program is too. Two things differ from an interpreter: SIGSTOP stops the stand-in alone, and the program's
+parent is the server. Where a test is about either, it takes `sys.executable`. With $PYTHON_EXEC set to the stand-in, as
+torchrun reads it, what the program starts with its own `sys.executable` begins warm too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+STAND_IN = Path(__file__).with_name("warm_client.py")
+SERVER = Path(__file__).with_name("warm_server.py")
+START_S = 120.0
+"""Longest that the server's imports may take."""
+
+
+@functools.cache
+def interpreter() -> str:
+    """Return the path of the executable; the first call starts the server, which ends with this process."""
+    folder = Path(tempfile.mkdtemp(prefix="sentinel-warm-"))
+    address = folder / "socket"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SENTINEL_")}
+    server = subprocess.Popen(
+        [sys.executable, str(SERVER), str(address)], env={**environment, "OMP_NUM_THREADS": "1"}, stdin=subprocess.PIPE
+    )
+
+    def end() -> None:
+        assert server.stdin is not None
+        server.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(10)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(end)
+    until = time.monotonic() + START_S
+    while not address.exists():
+        assert server.poll() is None and time.monotonic() < until, "the server of warm interpreters did not come up"
+        time.sleep(0.02)
+    executable = folder / "python"
+    executable.write_text(f"#!{sys.executable} -ISE\nADDRESS = {str(address)!r}\n{STAND_IN.read_text()}")
+    executable.chmod(0o700)
+    return str(executable)

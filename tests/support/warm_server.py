@@ -1,0 +1,140 @@
+"""The server of `warm.py`: imports torch once, and forks a program off itself for every stand-in that connects."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import types
+from pathlib import Path
+
+PRELOADED = (
+    "numpy", "torch", "torch.distributed.pipelining", "torch.distributed.tensor.parallel", "torch.distributed.fsdp",
+    "torch.distributed.run", "sentinel.collect", "sentinel.daemon.app", "tests.support.frozen",
+)  # fmt: skip
+
+
+class Program:
+    """One program, and the stand-in that waits for it."""
+
+    def __init__(self, stand_in: socket.socket) -> None:
+        self.stand_in = stand_in
+        self.pid = self.pidfd = 0
+
+    def begin(self) -> list[str] | None:
+        """Fork; returns in the child its arguments, and None here."""
+        told, streams, _, _ = socket.recv_fds(self.stand_in, 2**20, 3)
+        arguments, environment, folder, mask, ignored = json.loads(told)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid:
+            self.pidfd = os.pidfd_open(self.pid)
+            self.stand_in.send(str(self.pid).encode())
+        else:
+            os.setsid()
+            for number, stream in enumerate(streams):
+                os.dup2(stream, number)
+        for stream in streams:
+            os.close(stream)
+        if self.pid:
+            return None
+        os.chdir(folder)
+        os.umask(mask)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.executable = environment.get("PYTHON_EXEC", sys.executable)
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        return list(arguments)
+
+    def end(self) -> None:
+        """Tell the stand-in how its program ended."""
+        _, status = os.waitpid(self.pid, 0)
+        with contextlib.suppress(OSError):
+            self.stand_in.send(str(os.waitstatus_to_exitcode(status)).encode())
+        self.close()
+
+    def close(self) -> None:
+        self.stand_in.close()
+        os.close(self.pidfd)
+
+
+def serve(listener: socket.socket) -> list[str]:
+    """Answer stand-ins until standard input ends; returns in each program, with its arguments."""
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    selector.register(0, selectors.EVENT_READ)
+    programs: set[Program] = set()
+    while True:
+        for key, _ in selector.select():
+            if key.fd == 0:
+                for program in programs:
+                    _kill(program)
+                os._exit(0)
+            elif key.data is None:
+                program = Program(listener.accept()[0])
+                arguments = program.begin()
+                if arguments is not None:
+                    selector.close()
+                    listener.close()
+                    program.stand_in.close()
+                    for other in programs:
+                        other.close()
+                    return arguments
+                programs.add(program)
+                selector.register(program.pidfd, selectors.EVENT_READ, program)
+                selector.register(program.stand_in, selectors.EVENT_READ, program)
+            elif key.data in programs:
+                program = key.data
+                if key.fd != program.pidfd:
+                    _kill(program)
+                programs.discard(program)
+                selector.unregister(program.pidfd)
+                selector.unregister(program.stand_in)
+                program.end()
+
+
+def _kill(program: Program) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGKILL)
+
+
+def run(arguments: list[str]) -> None:
+    """Be the interpreter of these arguments."""
+    if arguments[0] == "-u":
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        del arguments[0]
+    what, *rest = arguments
+    if what == "-m":
+        sys.path[0] = str(Path.cwd())
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif what == "-c":
+        sys.path[0] = ""
+        sys.argv = ["-c", *rest[1:]]
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    else:
+        sys.path[0] = str(Path(what).resolve().parent)
+        sys.argv = arguments
+        runpy.run_path(what, run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    for name in PRELOADED:
+        importlib.import_module(name)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as begins:
+        draft = Path(sys.argv[1]).with_suffix(".new")
+        begins.bind(str(draft))
+        begins.listen(64)
+        draft.rename(sys.argv[1])
+        run(serve(begins))
