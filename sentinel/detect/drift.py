@@ -280,6 +280,10 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Return [series] bool: whether the level was at its best within the last two memories."""
         return np.asarray((state["count"] > self.warmup) & (state["since"] <= 2 * self.memory))
 
+    def paid_by(self, state: State, total: int) -> np.ndarray:
+        """Return [series] bool: whether series `total` was at its best in the latter half of the time that each rose."""
+        return np.asarray((state["count"][total] > self.warmup) & (2 * state["since"][total] <= state["since"]))
+
     def _settle(self, state: State, flagged: np.ndarray) -> None:
         """Make a level that has come to rest the best, looking whenever it was flagged for twice as long."""
         run = state["run"]

@@ -121,13 +121,17 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         state["cost"] = np.where(state["streak"] > 0, state["cost"] + np.nan_to_num(busy - peers_busy), 0.0)
         is_lasting = state["streak"] >= self.lasting
         state["late"] = np.maximum(state["late"] * _LATE_FADING, np.where(is_lasting, size, 0.0))
-        # A young rank that takes many times as long is no measure of what is usual.
-        take = known & ~anomalous & ~(is_high & (size >= math.log(self.young)))
+        # Many times as long is no measure of what is usual, nor what a young rank is step after step, before it is judged.
+        is_steady = (state["streak"] > 1) & (state["least"] >= _STEADY * state["most"])
+        is_other = (size >= math.log(self.young)) | (is_steady & (state["num_steps"] < self.warmup))
+        take = known & ~anomalous & ~(is_high & is_other)
         most = math.log(self.factor)
         longest = np.maximum(state["longest"] * _FADING, np.where(is_high, size, 0.0))
         np.copyto(state["longest"], longest, where=known & (state["num_steps"] >= self.warmup))
         bounded = np.clip(size, -most, most)
         rate = np.maximum(1.0 / (1.0 + state["num_steps"]), _RATE)
+        # A mean of what there is, so that the first step taken in weighs no more than another.
+        rate_past_first = np.maximum(1.0 / np.maximum(1.0 + state["num_steps"] - _FIRST_STEPS, 1.0), _RATE)
         change = bounded - state["usual"]
         state["usual"][take] += (rate * change)[take]
         state["spread"][take] += (rate * (np.abs(change) - state["spread"]))[take]
@@ -135,7 +139,7 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             first = take & is_past_first & np.isnan(state[name]) & np.isfinite(now)
             state[name][first] = now[first]
             later = take & ~first & ~is_high & np.isfinite(now)
-            state[name][later] += (rate * (now - state[name]))[later]
+            state[name][later] += (rate_past_first * (now - state[name]))[later]
         state["num_steps"][known] += 1
 
     def _is_changed(self, excess: np.ndarray, size: np.ndarray, state: State) -> np.ndarray:

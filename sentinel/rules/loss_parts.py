@@ -21,16 +21,25 @@ def parts(names: Sequence[str]) -> list[bool]:
     The total is the one name of fewest parts that says no more than that it is the loss (`loss`, `train/loss` beside
     `train/kl_loss`); where several do (`G/loss`, `D/loss`), none is. What an evaluation logs is no part.
     """
-    own = [i for i, name in enumerate(names) if not is_of_evaluation(name)]
-    totals = _totals(names, own)
-    total = totals[0] if len(totals) == 1 else -1
+    own = _of_training(names)
+    total = total_of(names)
     return [len(own) > 1 and i in own and i != total for i in range(len(names))]
+
+
+def total_of(names: Sequence[str]) -> int | None:
+    """Return the place of the total among logged losses; None where none is, or several are."""
+    totals = _totals(names, _of_training(names))
+    return totals[0] if len(totals) == 1 else None
 
 
 def sides(names: Sequence[str]) -> list[bool]:
     """Return for each logged loss whether it is the loss of one of several players: `G/loss`, `D/loss`."""
-    totals = _totals(names, [i for i, name in enumerate(names) if not is_of_evaluation(name)])
+    totals = _totals(names, _of_training(names))
     return [len(totals) > 1 and i in totals for i in range(len(names))]
+
+
+def _of_training(names: Sequence[str]) -> list[int]:
+    return [i for i, name in enumerate(names) if not is_of_evaluation(name)]
 
 
 def _totals(names: Sequence[str], own: Sequence[int]) -> list[int]:

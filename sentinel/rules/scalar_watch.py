@@ -13,11 +13,12 @@ import numpy as np
 
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.detect import Scores, SeriesDetector
+from sentinel.detect.drift import Drift
 from sentinel.detect.windowed import LossSpike, RollingMedian
 from sentinel.reference import Reference
 from sentinel.rules import gradients, wording
 from sentinel.rules.facts import any_place, finite, is_loss_scaling, moved_ranks, skip_note, value_text
-from sentinel.rules.loss_parts import is_of_evaluation, parts, sides
+from sentinel.rules.loss_parts import is_of_evaluation, parts, sides, total_of
 from sentinel.rules.recurring import OFTEN, Recurring
 from sentinel.rules.schema import Rule
 from sentinel.rules.sisters import Found, Sisters
@@ -175,17 +176,21 @@ class ScalarWatch(SeriesWatch):
 
     def _traded(self, names: Sequence[str], slots: np.ndarray, values: np.ndarray, scores: Scores) -> np.ndarray:
         """Return which losses rise while another of the run does not, as terms of a sum and sides of a game may."""
-        improved = getattr(self.detector, "improved", None)
-        if improved is None and not isinstance(self.detector, LossSpike):
+        if not isinstance(self.detector, Drift | LossSpike):
             return np.zeros(len(names), dtype=bool)
         # Sides of a game sway about each other, no further than this; when all of them rise, nobody gains.
         side = np.array(sides(names), dtype=bool)
         is_near = values - scores.baseline < FAR_SIDE * np.abs(scores.baseline)
         traded: np.ndarray = side & is_near & bool((side & (scores.score < 1.0)).any())
-        if improved is not None:
+        if isinstance(self.detector, Drift):
             trains = np.array([not is_of_evaluation(name) for name in names], dtype=bool)
-            gains = (improved(self.state)[slots] & trains).astype(np.int64)
-            traded |= np.array(parts(names), dtype=bool) & (gains.sum() > gains)
+            gains = (self.detector.improved(self.state)[slots] & trains).astype(np.int64)
+            gained = gains.sum() > gains
+            whole = total_of(names)
+            if whole is not None:
+                # What a total gains by a term it does not gain in every stretch of the term's rise.
+                gained |= self.detector.paid_by(self.state, int(slots[whole]))[slots]
+            traded |= np.array(parts(names), dtype=bool) & gained
         return traded
 
     def _certain(self, scores: Scores, at: np.ndarray, names: Sequence[str]) -> np.ndarray:

@@ -134,6 +134,28 @@ def test_a_young_rank_that_kept_pace_and_then_is_as_slow_step_after_step_is_name
     assert not any(found[15:])
 
 
+def test_one_odd_step_of_a_young_run_does_not_become_what_is_usual_between_stages() -> None:
+    """Stages alone: the third step takes one of them 2.2 times as long, by chance; from the sixth on it is slow."""
+    detector, state, group, found = SlowRank(), SlowRank().state(2), np.array([0, 1]), []
+    for step, ratio in enumerate([1.0, 1.0, 2.2, 0.9, 1.35, *([3.1] * 8)]):
+        work = np.array([0.05, 0.05 * ratio])
+        points = {"step_s": np.full(2, work.max() + 0.02), "wait_s": work.max() + 0.02 - work, "stage": group}
+        scores = detector.score(points, np.zeros(2, int), state)
+        found += [(step, one) for one in np.flatnonzero(scores.score >= 1).tolist()]
+        detector.learn(points, np.zeros(2, int), state, scores.score >= 1)
+
+    assert found[0] == (7, 1)
+
+
+@pytest.mark.parametrize("stages", [[0, 0], [0, 1]], ids=["replicas", "stages"])
+def test_what_a_young_rank_is_step_after_step_does_not_become_its_usual_time_before_it_is_judged(stages: list[int]) -> None:
+    """1.7 times as long from the sixth step on: too little to be told of a young rank, told when it is none."""
+    found = run([1, 1.7], stages, begin=5, until=30, num_steps=30, jitter=0.05)
+
+    assert found[:10] == [[]] * 10
+    assert [1] in found[10:13]
+
+
 BEGINNINGS = {
     "compiled twice, and once more for a new shape": {1: 40.0, 2: 9.0, 3: 3.0},
     "compiles new shapes at first": {2: 30.0, 3: 8.0, 4: 14.0, 6: 20.0},

@@ -77,3 +77,25 @@ def test_a_part_that_rises_while_another_loss_improves_is_a_note(paper_run, rng,
 
     assert {a.tag_name for a in found} == {rises}
     assert max(a.severity.level for a in found) == severity.level
+
+
+@pytest.mark.parametrize(
+    ("stalls", "diverges", "severity"),
+    [(True, False, Severity.INFO), (False, True, Severity.WARNING)],
+    ids=["the total stalls for a while", "the total never fell beside it"],
+)
+def test_a_term_that_is_brought_in_is_a_note_while_the_total_has_gained_by_it(paper_run, rng, stalls, diverges, severity):
+    """A divergence whose weight is raised from nothing, beside a total that falls with pauses longer than two memories."""
+    run = paper_run([("layers.0", "param")])
+    engine, found = Engine(Pack(rules=(load_pack().rule("loss-drift"),))), []
+    for step in range(900):
+        paused = min(step, 450) if stalls else 0
+        noise = np.exp(0.04 * rng.standard_normal(2))
+        scalars = {
+            "loss": (100.0 if diverges else 100.0 - 0.1 * paused) * noise[0],
+            "kl/loss": (1.0 + 10.0 * min(step / 500, 1.0) ** 0.5) * noise[1],
+        }
+        found += [a for a in engine.judge(run.view(step, scalars=scalars)) if a.event == "onset"]
+
+    assert {a.tag_name for a in found} == {"kl/loss"}
+    assert max(a.severity.level for a in found) == severity.level
