@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 from hypothesis import settings
 
 # The same examples each time: what fails here fails again. The first profile stands unless --hypothesis-profile names one.
@@ -14,6 +12,5 @@ if settings.get_current_profile_name() not in ("quick", "all"):
 
 
 def pytest_collection_finish() -> None:
-    """Freeze what was imported: some tests collect garbage many times, and torch alone is half a million objects."""
-    gc.collect()
-    gc.freeze()
+    """Freeze what was imported: some tests collect garbage many times."""
+    from .support import frozen  # noqa: F401  (what it does when it is imported, and not before)

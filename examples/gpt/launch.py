@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import importlib
 import os
 import random
@@ -90,10 +89,6 @@ def start_ranks(command: list[str], num_ranks: int) -> list[Rank]:
     )
     for name in PRELOADED:
         importlib.import_module(name)
-    # What the ranks share their garbage collectors leave alone: looking through it would copy every page of it, a second
-    # a rank at its end.
-    gc.collect()
-    gc.freeze()
     return [Rank(command, {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(num_ranks)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import json
@@ -11,6 +12,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -128,6 +130,37 @@ def run(arguments: list[str]) -> None:
         runpy.run_path(what, run_name="__main__")
 
 
+def code_of(arguments: list[str]) -> int:
+    """Run a program, and return its exit code, below 0 the signal that ends it: what an interpreter makes of its end.
+
+    A process that the program forks off itself, and that ends as an interpreter does, comes by here too.
+    """
+    try:
+        run(arguments)
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return (ended.code or 0) & 0xFF
+        print(ended.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def end(code: int) -> None:
+    """End this process as an interpreter does, but for taking torch apart, which takes a second."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
     for name in PRELOADED:
@@ -137,4 +170,5 @@ if __name__ == "__main__":
         begins.bind(str(draft))
         begins.listen(64)
         draft.rename(sys.argv[1])
-        run(serve(begins))
+        arguments = serve(begins)
+    end(code_of(arguments))
