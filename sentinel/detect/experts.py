@@ -117,7 +117,8 @@ class DeadExpert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     share: float = 0.25
     """Rise of the share of experts without tokens that is anomalous at once; chosen."""
     after: int = 20
-    """Points seen before any is judged; half of the experts at once are after `EARLY` already."""
+    """Points seen before any is judged; half of the experts at once are after 8 already, the first time that
+    they are."""
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
@@ -130,9 +131,9 @@ class DeadExpert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Return the state of new series, 22 bytes each."""
         names = ("usual", "spread", "peak")
         counts = ("streak", "longest", "life", "count")
-        return {name: np.zeros(num_series, dtype=np.float32) for name in names} | {
-            name: np.zeros(num_series, dtype=np.int16) for name in counts
-        }
+        state: State = {name: np.zeros(num_series, dtype=np.float32) for name in names}
+        state |= {name: np.zeros(num_series, dtype=np.int16) for name in counts}
+        return state | {name: np.zeros(num_series, dtype=bool) for name in ("went", "came_back")}
 
     def score(self, values: np.ndarray, state: State) -> Scores:
         """Score the larger of both: steps in a row / those needed, rise / what is normal."""
@@ -144,6 +145,8 @@ class DeadExpert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         rise = np.where(usable, values - usual, 0.0)
         many = np.where(state["count"] >= self.after, np.maximum(rise, 0.0) / self._normal(state), 0.0)
         is_young = usable & (state["count"] >= EARLY) & (state["count"] < self.after) & (usual <= 0.5 * MOST)
+        # What a young router came back from once tells of no collapse when it does so again.
+        is_young &= ~state["came_back"]
         many = np.where(is_young & (values >= MOST), values / MOST, many)
 
         def explain() -> Explanation:
@@ -162,6 +165,8 @@ class DeadExpert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         state["streak"][idle] = np.minimum(state["streak"][idle] + 1, MAX_COUNT)
         state["life"][busy & (state["life"] < self.after)] += 1
         take = usable & ~anomalous
+        state["came_back"] |= state["went"] & usable & (values < MOST)
+        state["went"] |= usable & (values >= MOST) & (state["count"] >= EARLY)
         rate = np.maximum(1.0 / (state["count"] + 1.0), 0.05)
         change = values - state["usual"].astype(np.float64)
         # The first points say where the share lives; later ones move it, one outlier hardly.

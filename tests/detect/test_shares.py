@@ -214,6 +214,27 @@ def test_many_experts_at_once_are_told_at_once(rng, follow):
     assert (scores[:250] < 1.0).all() and (scores[:, [0, 2]] < 1.0).all()
 
 
+def test_what_a_young_router_did_and_came_back_from_is_no_news_soon_after_and_a_collapse_is(follow):
+    """Eight experts: four are idle in steps 9 and 10, five in 17, four again from 22 on; from 300 on six are, for good."""
+    num_idle = [0, 0, 0, 0, 1, 3, 3, 3, 3, 4, 4, 3, 3, 2, 2, 3, 2, 5, 5, 2, 3, 3, 4, 4, 4, 4, 2, 3, 4, 3, 3, 4, 4, 2]
+    young = np.array(num_idle) / 8
+    inactive = np.full((NUM_STEPS, 2), 0.125)
+    inactive[: len(young)] = young[:, None]
+    inactive[300:, 1] = 0.75
+
+    scores = follow(DeadExpert(), inactive)
+
+    assert np.flatnonzero(scores[:, 0] >= 1.0).tolist() == [9, 10]
+    assert scores[300, 1] >= 1.0 and (scores[11:300, 1] < 1.0).all()
+
+
+def test_a_young_router_that_began_with_idle_experts_is_still_told_when_it_collapses(follow):
+    inactive = np.zeros((NUM_STEPS, 1))
+    inactive[:3], inactive[12:] = 0.5, 0.75
+
+    assert (follow(DeadExpert(), inactive)[12:16] >= 1.0).all()
+
+
 @pytest.mark.parametrize("begin", [8, 9, 40])
 def test_one_expert_that_gets_every_token_for_two_hundred_steps_is_told_in_a_young_run_too(rng, follow, begin):
     load = np.clip(0.5 + 0.1 * rng.standard_normal((NUM_STEPS, 3)), 0.2, 0.9)
