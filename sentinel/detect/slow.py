@@ -200,7 +200,8 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         self, points: Points, group: np.ndarray, state: State
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return, [members] each: ratio to the peers (1.0: nobody waits for it), busy seconds, the peers' wait, their busy
-        seconds (other stages': as it usually compares), and how a rank alone on its stage compares with other stages."""
+        seconds (other stages': as it usually compares, and no less than its own usual), and how a rank alone on its stage
+        compares with other stages."""
         step, wait, stage = points["step_s"], points["wait_s"], points["stage"]
         busy = np.where(np.isfinite(wait) & np.isfinite(step), np.maximum(step - wait, 0.0), np.nan)
         ratio, against = np.ones(len(step)), np.full(len(step), np.nan)
@@ -215,7 +216,8 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 others = known[stage[known] != stage[of_stage[0]]]
                 if len(others) and (middle := float(np.median(busy[others]))) > 0:
                     against[of_stage] = busy[of_stage] / middle
-                    peers_busy[of_stage] = state["against"][of_stage] * middle
+                    # How stages compare may have been learned while another one began; what it took itself bounds that.
+                    peers_busy[of_stage] = np.fmax(state["against"][of_stage] * middle, state["own"][of_stage])
                     peers_wait[of_stage] = np.median(wait[others])
         excess = busy - peers_busy
         matters = (excess > _LEAST_SHARE * step) & (peers_wait >= 0.5 * excess) & (peers_busy > 0)
