@@ -10,7 +10,8 @@ import torch.multiprocessing as mp
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "sentinel.collect", "tests.support.frozen"]
+    ["torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "sentinel.collect", "tests.layouts.builds"]
+    + ["tests.support.frozen"]
 )
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from sentinel.record import ROW_DTYPE
 from sentinel.wire.frame import FrameType, decode_message
 from sentinel.wire.spool_reader import SpoolReader
 
-from ..support.warm import interpreter
+from ..support.warm import cli, interpreter
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gpt"
@@ -62,7 +61,7 @@ def train(
         (folder / "faults.json").write_text(json.dumps(list(faults)))
         command += ["--faults", str(folder / "faults.json")]
     if is_judged:
-        watched = [sys.executable, "-m", "sentinel.cli", "run", "--dir", str(folder), "--name", "run", "--drain-s", "60"]
+        watched = [*cli(), "run", "--dir", str(folder), "--name", "run", "--drain-s", "60"]
         if pack:
             (folder / "pack.yaml").write_text(pack)
             watched += ["--rules", str(folder / "pack.yaml")]
@@ -75,13 +74,16 @@ def run_command(folder: Path, command: Sequence[str], environment: dict[str, str
     clean = {key: value for key, value in os.environ.items() if not key.startswith("SENTINEL_")}
     process = subprocess.Popen(
         command,
-        env={**clean, "PYTHONPATH": str(ROOT), "SENTINEL_DIR": str(folder), "SENTINEL_RUN": "run", **(environment or {})},
+        env={
+            **clean, "PYTHONPATH": str(ROOT), "SENTINEL_DIR": str(folder), "SENTINEL_RUN": "run",
+            "PYTHON_EXEC": interpreter(), **(environment or {}),
+        },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    )
+    )  # fmt: skip
     try:
         stdout, stderr = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import sentinel
 
 from .. import forked
 from ..ports import free_port
+from ..support.warm import cli
 from .ranks import ROOT, Spoken
 
 NUM_RANKS = 2
@@ -54,7 +54,7 @@ def wait_for(what: Any, timeout_s: float = 60.0) -> None:
 
 def order(folder: Path, *arguments: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "sentinel.cli", *arguments, "-d", str(folder / "run"), "--json"],
+        [*cli(), *arguments, "-d", str(folder / "run"), "--json"],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     answer: dict[str, Any] = msgspec.json.decode(done.stdout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -21,7 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from recording import Recording, record
 
-SENTINEL = [sys.executable, "-m", "sentinel.cli"]
+from sentinel.store.lock import holder
+
+from ..support.warm import cli, interpreter
 
 
 def wait_for(what: str, is_so: Callable[[], Any], timeout_s: float = 30.0) -> Any:
@@ -40,7 +43,7 @@ class Served:
     def __init__(self, directory: Path, *options: str, state: Path | None = None) -> None:
         self.state = state or directory / ".daemon"
         self.process = subprocess.Popen(
-            [*SENTINEL, "serve", str(directory), "--listen", "127.0.0.1:0", *options],
+            [*cli(), "serve", str(directory), "--listen", "127.0.0.1:0", *options],
             stderr=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -199,10 +202,10 @@ def test_a_second_daemon_is_refused(tmp_path: Path, serve: Callable[..., Served]
     daemon = serve(tmp_path / "run")
     wait_for("the run", lambda: daemon.judged("run") == 4)
 
-    second = subprocess.run([*SENTINEL, "serve", str(tmp_path / "run"), "--no-http"], capture_output=True, text=True)
+    second = subprocess.run([*cli(), "serve", str(tmp_path / "run"), "--no-http"], capture_output=True, text=True)
 
     assert second.returncode == 1
-    assert f"process {daemon.process.pid} on" in second.stderr
+    assert f"process {str(holder(daemon.state)).split()[0]} on" in second.stderr
     assert daemon.stop()[0] == 0
 
 
@@ -265,12 +268,13 @@ def trainer(tmp_path: Path, *, nan: int = -1, code: int = 0, end: str = "live.by
     script = tmp_path / "train.py"
     benchmarks = str(Path(__file__).parents[2] / "benchmarks")
     script.write_text(TRAINER.format(benchmarks=benchmarks, nan=nan, code=code, end=end))
-    return [sys.executable, str(script)]
+    return [interpreter(), str(script)]
 
 
 def run_it(tmp_path: Path, *options: str, command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*SENTINEL, "run", "--dir", str(tmp_path / "runs"), "--name", "r", *options, "--", *command],
+        [*cli(), "run", "--dir", str(tmp_path / "runs"), "--name", "r", *options, "--", *command],
+        env={**os.environ, "PYTHON_EXEC": interpreter()},
         capture_output=True,
         text=True,
         timeout=60,
@@ -290,7 +294,7 @@ def test_run_keeps_stdout_clean_and_reports(tmp_path: Path) -> None:
     assert written["incidents"][0]["opened_step"] == 12
     assert (
         "step 29 judged"
-        in subprocess.run([*SENTINEL, "status", str(tmp_path / "runs" / "r")], capture_output=True, text=True).stdout
+        in subprocess.run([*cli(), "status", str(tmp_path / "runs" / "r")], capture_output=True, text=True).stdout
     )
 
 
@@ -334,7 +338,7 @@ def test_a_daemon_that_is_killed_is_started_again(tmp_path: Path) -> None:
         "print(len(seen))\n"
     )
 
-    result = run_it(tmp_path, command=[sys.executable, "-c", script])
+    result = run_it(tmp_path, command=[interpreter(), "-c", script])
 
     assert (result.returncode, result.stdout) == (0, "3\n"), result.stderr
     assert "0 anomalies" in result.stderr
@@ -343,7 +347,7 @@ def test_a_daemon_that_is_killed_is_started_again(tmp_path: Path) -> None:
 def test_signals_pass_through_to_the_command(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     script = f"trap 'exit 9' USR1; touch {ready}; while :; do sleep 0.05; done"
-    process = subprocess.Popen([*SENTINEL, "run", "--dir", str(tmp_path / "runs"), "--", "sh", "-c", script])
+    process = subprocess.Popen([*cli(), "run", "--dir", str(tmp_path / "runs"), "--", "sh", "-c", script])
     wait_for("the command", ready.exists)
 
     process.send_signal(signal.SIGUSR1)

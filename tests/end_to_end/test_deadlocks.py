@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.cli.status import run_status
 
-from ..support.warm import interpreter
+from ..support.warm import cli, interpreter
 from .ranks import EXAMPLE, ROOT, anomalies, incidents
 
 TRAINER = Path(__file__).parent / "deadlock_trainer.py"
@@ -36,11 +35,11 @@ def start(
     (folder / "pack.yaml").write_text(PACK.format(**limits))
     clean = {key: value for key, value in os.environ.items() if not key.startswith("SENTINEL_")}
     environment = {
-        **clean, "PYTHONPATH": str(ROOT), "SENTINEL_DIR": str(folder), "SENTINEL_RUN": "run", "OMP_NUM_THREADS": "1",
+        **clean, "PYTHONPATH": str(ROOT), "SENTINEL_DIR": str(folder), "SENTINEL_RUN": "run", "PYTHON_EXEC": interpreter(),
         "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder), "WAITING_S": str(waiting_s),
     }  # fmt: skip
     watched = [
-        sys.executable, "-m", "sentinel.cli", "run", "--dir", str(folder), "--name", "run",
+        *cli(), "run", "--dir", str(folder), "--name", "run",
         "--rules", str(folder / "pack.yaml"),
     ]  # fmt: skip
     trains = [

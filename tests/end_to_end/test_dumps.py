@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from sentinel.cli.main import run_cli
 
 from .. import forked
 from ..ports import free_port
+from ..support.warm import cli
 from .ranks import ROOT, Spoken, train
 from .test_commands import NUM_RANKS, order, wait_for
 
@@ -90,7 +90,7 @@ def test_a_person_dumps_and_looks_while_the_ranks_train(tmp_path: Path) -> None:
 
 def run_struct(folder: Path) -> list[dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, "-m", "sentinel.cli", "struct", str(folder / "run"), "--ask", "--json"],
+        [*cli(), "struct", str(folder / "run"), "--ask", "--json"],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=90, check=True,
     )  # fmt: skip
     return [msgspec.json.decode(line) for line in done.stdout.splitlines()]

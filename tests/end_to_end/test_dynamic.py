@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,11 +27,11 @@ from sentinel.wire.spool_reader import SpoolReader
 
 from .. import forked
 from ..ports import free_port
+from ..support.warm import cli
 from .ranks import ROOT, Spoken
 
 NUM_RANKS = 2
 STEP_S = 0.02
-SENTINEL = [sys.executable, "-m", "sentinel.cli"]
 
 
 def num_hooks(module: nn.Module) -> int:
@@ -136,11 +135,11 @@ def trainer(folder: Path, config: Path, first_step: int = 0) -> Iterator[Trainer
 def daemon(folder: Path) -> Iterator[Callable[[], dict[str, Any]]]:
     """Serve the runs of a folder; yields what `sentinel status` says of the run."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([*SENTINEL, "serve", str(folder), "--listen", "127.0.0.1:0"], env=environment)
+    process = subprocess.Popen([*cli(), "serve", str(folder), "--listen", "127.0.0.1:0"], env=environment)
 
     def status() -> dict[str, Any]:
         done = subprocess.run(
-            [*SENTINEL, "status", str(folder), "--json"], env=environment, capture_output=True, text=True, timeout=60
+            [*cli(), "status", str(folder), "--json"], env=environment, capture_output=True, text=True, timeout=60
         )
         found: dict[str, Any] = json.loads(done.stdout)
         return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ import pytest
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.cli.status import run_status
 
-from ..support.warm import interpreter
+from ..support.warm import cli, interpreter
 from .ranks import EXAMPLE, ROOT, anomalies, incidents
 
 TRAINER = Path(__file__).parent / "ending_trainer.py"
 CLEAN = {key: value for key, value in os.environ.items() if not key.startswith("SENTINEL_")}
-CLI = [sys.executable, "-m", "sentinel.cli"]
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -46,7 +44,7 @@ def live(folder: Path, mode: str, *, fail_on: str = "", **options: Any) -> subpr
     """Run a trainer with a daemon beside it, to its end."""
     folder.chmod(0o700)
     said = ["--fail-on", fail_on] if fail_on else []
-    watched = [*CLI, "run", "--dir", str(folder), "--name", "run", *said, "--", *command(mode, **options)]
+    watched = [*cli(), "run", "--dir", str(folder), "--name", "run", *said, "--", *command(mode, **options)]
     return subprocess.run(watched, env=environment(folder), capture_output=True, text=True, timeout=150, check=False)
 
 
@@ -54,7 +52,7 @@ def later(folder: Path, mode: str, **options: Any) -> None:
     """Run a trainer alone, and have a daemon look at what it left."""
     folder.chmod(0o700)
     subprocess.run(command(mode, **options), env=environment(folder), capture_output=True, timeout=150, check=False)
-    serve = [*CLI, "serve", str(folder / "run"), "--no-http"]
+    serve = [*cli(), "serve", str(folder / "run"), "--no-http"]
     with (folder / "daemon.log").open("wb") as log:
         daemon = subprocess.Popen(serve, env=environment(folder), stdout=log, stderr=log)
         try:
@@ -149,7 +147,7 @@ def test_the_end_of_an_attempt_that_the_launcher_restarts_is_told(tmp_path: Path
 
 def test_a_run_that_is_ended_from_outside_is_a_warning_at_most(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    watched = [*CLI, "run", "--dir", str(tmp_path), "--name", "run", "--", *command("none")]
+    watched = [*cli(), "run", "--dir", str(tmp_path), "--name", "run", "--", *command("none")]
     quiet = subprocess.DEVNULL
     with subprocess.Popen(watched, env=environment(tmp_path), stderr=quiet, stdout=quiet) as process:
         until = time.monotonic() + 60
@@ -168,7 +166,7 @@ def test_a_run_that_is_ended_from_outside_is_a_warning_at_most(tmp_path: Path) -
 def test_a_command_that_never_attached_is_said_so_and_is_not_clean(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     for fail_on, code in (([], 0), (["--fail-on", "critical"], 1)):
-        run = [*CLI, "run", "--dir", str(tmp_path), "--name", f"run{code}", *fail_on, "--", "true"]
+        run = [*cli(), "run", "--dir", str(tmp_path), "--name", f"run{code}", *fail_on, "--", "true"]
         done = subprocess.run(run, env=environment(tmp_path), capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == code
         assert "nothing was watched: the command never attached; call sentinel.attach" in done.stderr

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ..support.warm import cli
 from .ranks import ROOT, anomalies, train
 
 NUM_STEPS = 6
@@ -32,7 +32,7 @@ rules:
 
 
 def export(run_dir: Path, *arguments: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "sentinel.cli", "export", str(run_dir), "--json", *arguments]
+    command = [*cli(), "export", str(run_dir), "--json", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

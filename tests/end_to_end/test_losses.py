@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,10 @@ from sentinel.store.journal import Journal
 from sentinel.store.lock import holder
 from sentinel.wire.spool_files import list_kept
 
-from ..support.warm import interpreter
+from ..support.warm import cli, interpreter
 from .ranks import anomalies, incidents
 from .servers import get_json, wait_for
 
-SENTINEL = [sys.executable, "-m", "sentinel.cli"]
 TRAINER = """
 import sys, time, torch, sentinel
 steps, bad, max_bytes = map(int, sys.argv[1:])
@@ -65,7 +63,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def environment(home: Path) -> dict[str, str]:
-    return {**os.environ, "SENTINEL_DIR": str(home), "SENTINEL_RUN": "run"}
+    return {**os.environ, "PYTHON_EXEC": interpreter(), "SENTINEL_DIR": str(home), "SENTINEL_RUN": "run"}
 
 
 def num_judged(run_dir: Path) -> int:
@@ -98,10 +96,10 @@ def test_a_daemon_that_comes_late_finds_the_nan_and_tells_what_was_lost(tmp_path
     sent, run_dir = int(ended.stdout), tmp_path / "runs" / "run"
     assert "sentinel serve" in ended.stderr and "finite rows" in ended.stderr, "the trainer's own log says it"
 
-    before = subprocess.run([*SENTINEL, "status", str(run_dir)], capture_output=True, text=True).stdout
+    before = subprocess.run([*cli(), "status", str(run_dir)], capture_output=True, text=True).stdout
     assert "spool.max_bytes is used up" in before and "sentinel serve" in before
     with subprocess.Popen(
-        [*SENTINEL, "serve", str(run_dir), "--listen", "127.0.0.1:0"], stderr=subprocess.PIPE, stdout=subprocess.PIPE
+        [*cli(), "serve", str(run_dir), "--listen", "127.0.0.1:0"], stderr=subprocess.PIPE, stdout=subprocess.PIPE
     ) as daemon:
         try:
             url = wait_for(lambda: _url(run_dir), timeout_s=60)
@@ -122,7 +120,7 @@ def test_a_daemon_that_comes_late_finds_the_nan_and_tells_what_was_lost(tmp_path
     assert health["status"] == "degraded" and any(f"{lost:,} rows" in one for one in health["problems"])
     state = run_status(run_dir)
     assert state["is_complete"] is False and state["num_rows_lost"] == lost
-    ended = subprocess.run([*SENTINEL, "status", str(run_dir)], capture_output=True, text=True)
+    ended = subprocess.run([*cli(), "status", str(run_dir)], capture_output=True, text=True)
     assert f"lost: {lost:,} rows" in ended.stdout and ended.returncode == 1
 
 
@@ -130,7 +128,7 @@ def test_a_daemon_that_comes_late_finds_the_nan_and_tells_what_was_lost(tmp_path
 def test_a_daemon_that_stands_still_for_a_while(tmp_path: Path, script: Path, max_bytes: int, is_lossy: bool) -> None:
     run_dir, report_file = tmp_path / "runs" / "run", tmp_path / "report.json"
     with subprocess.Popen(
-        [*SENTINEL, "run", "--fail-on", "warning", "--drain-s", "60", "--report", str(report_file), "--", interpreter(),
+        [*cli(), "run", "--fail-on", "warning", "--drain-s", "60", "--report", str(report_file), "--", interpreter(),
          str(script), "900", "150", str(max_bytes)],
         env=environment(tmp_path / "runs"), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as run:  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,6 +17,7 @@ from sentinel.order.causes import leading_causes
 from sentinel.order.origin import origin
 from sentinel.store.journal import Journal
 
+from ..support.warm import cli
 from .ranks import EVERYTHING, ROOT, Spoken, anomalies, incidents, train
 
 NUM_PARAMETERS = 2 + 4 * 12 + 2 + 1
@@ -84,7 +84,7 @@ def test_rows_that_come_late_never_reopen_a_step(tmp_path: Path) -> None:
     shutil.copytree(recorded / "spool", run_dir / "spool", ignore=shutil.ignore_patterns("r00002-*"))
 
     daemon = subprocess.Popen(
-        [sys.executable, "-m", "sentinel.cli", "serve", str(run_dir), "--late-after-s", "1", "--listen", "127.0.0.1:0"],
+        [*cli(), "serve", str(run_dir), "--late-after-s", "1", "--listen", "127.0.0.1:0"],
         cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
-from ..support.warm import interpreter
+from ..support.warm import cli, interpreter
 
 SCRIPT = """
 import time
@@ -41,7 +40,7 @@ def test_both_are_watched_and_the_ill_one_decides_the_exit_code(tmp_path: Path) 
     script.write_text(SCRIPT)
 
     done = subprocess.run(
-        [sys.executable, "-m", "sentinel.cli", "run", "--dir", str(tmp_path / "runs"), "--name", "two", "--fail-on",
+        [*cli(), "run", "--dir", str(tmp_path / "runs"), "--name", "two", "--fail-on",
          "critical", "--report", str(report), "--", interpreter(), str(script)],
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip

@@ -53,3 +53,8 @@ def interpreter() -> str:
     executable.write_text(f"#!{sys.executable} -ISE\nADDRESS = {str(address)!r}\n{STAND_IN.read_text()}")
     executable.chmod(0o700)
     return str(executable)
+
+
+def cli() -> list[str]:
+    """Return the first words of a command of Sentinel, begun warm."""
+    return [interpreter(), "-m", "sentinel.cli"]
