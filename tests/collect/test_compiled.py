@@ -366,6 +366,7 @@ def test_blocks_that_are_compiled_one_by_one_share_their_graph(tmp_path: Path) -
 # -- inductor ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @needs_compiler
 def test_fp32_is_bit_identical_in_inductor_with_every_site_in_one_graph(tmp_path: Path) -> None:
     def make() -> nn.Module:
@@ -394,6 +395,7 @@ def test_blocks_in_inductor_are_bit_identical_through_both_graphs(tmp_path: Path
     assert watched.graphs == [1, 2, 2, 2]
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("config", [BLACK_BOX, FULL], ids=["black box", "every site"])
 def test_bf16_stays_within_the_rounding_of_its_losses(tmp_path: Path, config: dict[str, Any]) -> None:

@@ -31,13 +31,13 @@ def sweep(layout: str, monitoring: str, every: int, *options: str) -> dict[str, 
     ("layout", "monitoring", "every", "options"),
     [
         ("pp2dp2", "on", 11, ()),
-        ("pp2dp2", "on", 13, ("--sudden",)),
+        pytest.param("pp2dp2", "on", 13, ("--sudden",), marks=pytest.mark.long),
         ("pp2dp2", "late", 11, ()),
-        ("pp2dp2", "off", 11, ()),
+        pytest.param("pp2dp2", "off", 11, (), marks=pytest.mark.long),
         ("interleaved", "on", 23, ()),
         ("gpipe", "off", 23, ()),
         ("pp2tp2", "on", 13, ()),
-        ("pp2tp2", "off", 13, ()),
+        pytest.param("pp2tp2", "off", 13, (), marks=pytest.mark.long),
     ],
 )
 def test_planted_origin_comes_first(layout: str, monitoring: str, every: int, options: tuple[str, ...]) -> None:

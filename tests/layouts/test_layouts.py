@@ -46,7 +46,13 @@ def alone(build: Build) -> list[StepView]:
         return heard(Path(folder))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+VARIANTS = ("ddp_tied", "fsdp1_grad_op", "fsdp1_no_shard", "fsdp2_4", "tp_x_dp", "cp_x_dp", "ep_x_dp")
+"""Layouts of whose parts others consist too: each alone, or with another partner."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in VARIANTS else name for name in LAYOUTS]
+)
 def test_statistics_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     build, world = LAYOUTS[name]
     expected = alone(REFERENCES.get(name, one))
