@@ -9,10 +9,8 @@ from typing import Any
 import torch.multiprocessing as mp
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "sentinel.collect", "tests.layouts.builds"]
-    + ["tests.support.frozen"]
-)
+PRELOADED = ("torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "sentinel.collect", "tests.layouts.builds")
+CONTEXT.set_forkserver_preload([*PRELOADED, "tests.support.frozen"])
 
 
 def start(function: Callable[..., None], arguments: tuple[Any, ...], num_ranks: int, *, join: bool = True) -> Any:
