@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -252,13 +253,28 @@ def ended(rank: int | None, end: RunEnd | RankEnd, all_ranks: Sequence[RankFacts
             words = words.replace("was ", "were ", 1) if words.startswith("was ") else words.replace("is ", "are ", 1)
         text = f"{ranks(gone)}{at} {words}"
         if len(gone) > 1 and not end.is_asked and end.detail != "SIGTERM":
-            text += "; nothing tells which of them went first"
+            text += f"; nothing tells which of them went first; last signs of life: {_last_signs(others, gone)}"
         if after:
             text += f"; {ranks(after)} went with {'them' if len(gone) > 1 else 'it'}"
     if isinstance(end, RunEnd) and end.found_late_s >= 60.0:
         text += f"; found {seconds_words(end.found_late_s)} later"
     is_restarted = isinstance(end, RunEnd) and end.is_restarted
     return f"{text}; a newer attempt has begun since" if is_restarted else f"{text}; {_what_to_do(end)}"
+
+
+_MOST_SIGNS = 8
+
+
+def _last_signs(facts: Sequence[RankFacts], gone: Sequence[int]) -> str:
+    """Return when and in which step each of these ranks was there last, by the clock of its machine, oldest first."""
+    ends = sorted((one.end.time, one.rank, one.end.step) for one in facts if one.end is not None and one.rank in gone)
+    signs = []
+    for time, rank, step in ends[:_MOST_SIGNS]:
+        clock = datetime.datetime.fromtimestamp(time, datetime.UTC).strftime("%H:%M:%S.%f")[:-3]
+        at = clock if time > 0 else "an unknown time"
+        signs.append(f"rank {rank} at {at}" + (f" in step {step}" if step >= 0 else ""))
+    more = f" and {len(ends) - _MOST_SIGNS} more" if len(ends) > _MOST_SIGNS else ""
+    return ", ".join(signs) + more + " (UTC)"
 
 
 def run_ended_briefly(end: RunEnd | RankEnd) -> str:
