@@ -26,6 +26,9 @@ _STEADY = 0.5
 _LATE_FADING = 0.98
 _LATE = 0.1
 """What a rank's lateness keeps of itself a step, and down to what (as log of the ratio) it counts as lately (chosen)."""
+_MILD = 2.5
+"""Times `least_s` that a rank must have cost which is less late than `sudden` (chosen: one of three steps of 0.1 s on a busy
+machine had cost 0.105 s, one 1.5 times as slow in steps of 0.2 s costs 0.29 s)."""
 _GREW = 1.15
 """Times its own usual busy time from which a rank that is alone on its stage may be late (chosen): when the others became
 faster, or a slow one among them is well again, it is not the one that changed."""
@@ -58,7 +61,8 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Times the busy time of the others from which a rank is judged from its third step on, where it is as slow each step;
     from `sudden` on where it kept pace for `lasting` steps before."""
     least_s: float = 0.1
-    """Seconds that it must have cost in a row: a scheduler's time slice is as long as some steps of a few milliseconds."""
+    """Seconds that it must have cost in a row, 2.5 times as many where it is less late than `sudden`: a scheduler's time
+    slice, and a burst of another program, are as long as some short steps."""
 
     def __post_init__(self) -> None:
         if not self.factor > 1.0:
@@ -98,7 +102,8 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         is_warm = state["num_steps"] >= self.warmup
         is_judged = is_warm | self._is_changed(busy - peers_busy, size, state)
         cost = state["cost"] + np.nan_to_num(busy - peers_busy)
-        is_early = ~is_judged | (state["streak"] + 1 < self._needed(size, group, state)) | (cost < self.least_s)
+        enough_s = np.where(size < math.log(self.sudden), _MILD * self.least_s, self.least_s)
+        is_early = ~is_judged | (state["streak"] + 1 < self._needed(size, group, state)) | (cost < enough_s)
         score = np.where(is_early, np.minimum(raw, JUST_BELOW_ONE), raw)
         is_out = is_judged & (raw >= 1.0)
         is_sudden = is_warm & is_out & (size >= math.log(self.sudden)) & (size > state["longest"])
@@ -162,11 +167,13 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return least, np.where(has_begun, np.fmax(state["most"], excess), excess)
 
     def _needed(self, size: np.ndarray, group: np.ndarray, state: State) -> np.ndarray:
-        """Return the steps in a row that each rank must be late: more where others were as late just now, by turns.
+        """Return the steps in a row that each rank must be late: more where others were as late just now, by turns, and
+        twice as many while its usual spread is known from a few steps alone, unless it is as late as `sudden`.
 
         Then no rank is slow, but the host or the network that they share; what lasts, or is twice as bad, is told still.
         """
         needed = np.full(len(size), self.lasting)
+        needed[(state["num_steps"] < 2 * self.warmup) & (size < math.log(self.sudden))] *= 2
         is_late = state["late"] > _LATE
         if not is_late.any():
             return needed
@@ -175,7 +182,7 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             for at in members.tolist():
                 others = late[late != at]
                 if len(others) and size[at] < state["late"][others].max() + math.log(2.0):
-                    needed[at] = self.lasting * (1 + len(others))
+                    needed[at] = max(int(needed[at]), self.lasting * (1 + len(others)))
         return needed
 
     def _undisturbed(self, against: np.ndarray, is_high: np.ndarray, points: Points, group: np.ndarray) -> np.ndarray:

@@ -169,6 +169,10 @@ class Engine:
         """Return the anomalies of one moment: onsets and ends of what depends on time."""
         accused = self._accused
         found = [one for watch in self._watches if isinstance(watch, LivenessWatch) for one in watch.judge(tick)]
+        if self.stale_ranks:
+            for watch in self._watches:
+                if isinstance(watch, RankWatch):
+                    watch.stand_still(max(one.step for one in tick.ranks))
         return found + [one for watch in self._watches if isinstance(watch, EndWatch) for one in watch.judge(tick, accused)]
 
     @property

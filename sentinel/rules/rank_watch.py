@@ -23,28 +23,42 @@ TRAIN = "train"
 class RankWatch(RankEpisodes):
     """The ranks of each step, by how long they worked and how long they waited. One episode a rank.
 
-    A step in which any rank evaluated or saved tells nothing: it is neither judged nor learned.
+    A step in which any rank evaluated or saved tells nothing, nor does one in which ranks stood still, by turns or for each
+    other: it is neither judged nor learned.
     """
 
     def __init__(self, rule: Rule, detector: GroupDetector) -> None:
         super().__init__(rule, detector, "busy_s", "ranks")
         self._slot_of: dict[tuple[int, int], int] = {}
         """(rank, size of the world): when the world changes, ranks do other work."""
+        self._stood_until = -1
+        """The newest step of the attempt in which ranks stood still, as another rule has told; -1: none."""
 
     def series_keys(self) -> object:
-        """Return the ranks in order of slots."""
-        return [list(key) for key in self._slot_of]
+        """Return the ranks in order of slots, and until which step ranks stood still."""
+        return {"slots": [list(key) for key in self._slot_of], "stood_until": self._stood_until}
 
     def take_series_keys(self, keys: Any) -> None:
         """Take the ranks back."""
-        self._slot_of = {(rank, size): slot for slot, (rank, size) in enumerate(keys)}
+        # An older version told the slots alone.
+        slots, self._stood_until = (keys, -1) if isinstance(keys, list) else (keys["slots"], keys["stood_until"])
+        self._slot_of = {(rank, size): slot for slot, (rank, size) in enumerate(slots)}
+
+    def stand_still(self, step: int) -> None:
+        """Ranks were told as stale in a step: how long anybody worked or waited there, or before it, follows from that."""
+        self._stood_until = max(self._stood_until, step)
+
+    def stop(self, view: StepView) -> list[Anomaly]:
+        """Return the end records of the open episodes: a new attempt began."""
+        self._stood_until = -1
+        return super().stop(view)
 
     def judge(self, view: StepView) -> list[Anomaly]:
         """Return the records of one step."""
         parts = [part for part in view.parts if part.rank in view.ended]
-        if not parts or any(set(part.end_step.activities) - {TRAIN} for part in parts if part.end_step is not None):
-            return self.quiet(view) if len(self.episodes) else []
         ends = [part.end_step for part in parts if part.end_step is not None]
+        if not parts or view.step <= self._stood_until or any(set(end.activities) - {TRAIN} for end in ends):
+            return self.quiet(view) if len(self.episodes) else []
         # Plain logs, and trainers that tell no times: of every step there would be nothing to compare.
         if not any(end.step_time_s > 0 or end.wait_s >= 0 for end in ends):
             return self.quiet(view) if len(self.episodes) else []

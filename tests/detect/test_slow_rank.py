@@ -58,6 +58,8 @@ def test_short_steps_must_have_cost_something(unit_s: float, first: int) -> None
         pytest.param([1.5, 1.5, 1.5, 1.5], {}, id="all slow alike"),
         pytest.param([1, 1, 3, 1], {"until": 22}, id="two steps"),
         pytest.param([1, 1, 3, 1], {"known": False}, id="waits not known"),
+        pytest.param([1, 1, 1.6, 1], {"begin": 8, "until": 13}, id="a busy host while the run is young"),
+        pytest.param([1, 1, 1.6, 1], {"unit_s": 0.065, "until": 26}, id="a burst of another program in short steps"),
         pytest.param([1, 1, 3, 1], {"begin": 0, "until": 8}, id="the first steps"),
         pytest.param([1, 1, 1.5, 1], {"jitter": 0.3}, id="work that varies as much anyway"),
         pytest.param([1, 1, 1.5, 1], {"step_s": 100.0}, id="too little of the step to matter"),
