@@ -93,6 +93,8 @@ class ModuleTap:
         """Paths of inputs that a gradient goes through, as reentrant checkpointing shows when it runs a forward again."""
         self._taken_over: set[tuple[bool, str]] = set()
         """(is input, path) of the borders that went on, in a compiled graph, where another site had met their tensor."""
+        self._met: dict[tuple[bool, str], Entry] = {}
+        """(is input, path) -> as what a border's tensor was measured at another site, before it was measured here."""
         self.has_gradient = False
         """It gave out a tensor that a gradient goes through."""
         self._former: list[Any] = []
@@ -298,7 +300,7 @@ class ModuleTap:
         chunk, sites = self.chunk, self.chunk.recorder.sites
         takes, grad_kind = (self.takes_in, Kind.DGRAD_IN) if kind is Kind.ACTIVATION_IN else (self.takes_out, Kind.DGRAD)
         chunk.order.place(entry)
-        entry.generation = chunk.generation
+        chunk.note_take(entry)
         sighting = Sighting(entry, is_border=was_first and (kind is Kind.ACTIVATION_IN) in self.borders)
         chunk.remember(tensor, sighting)
         if former is not None:
@@ -316,7 +318,7 @@ class ModuleTap:
             origin = chunk.origin(tensor) if kind is Kind.ACTIVATION_IN else None
             grad = self._own_gradient(entry, tensor if origin is None else local_of(tensor), grad_kind, path)
             if torch.is_grad_enabled():
-                chunk.without_graph.discard(entry.id)
+                chunk.note_with_graph(entry, grad)
             else:
                 chunk.note_without_graph(entry, tensor, kind)
             is_made_without_graph = entry.id in chunk.without_graph and kind is Kind.ACTIVATION
@@ -379,6 +381,7 @@ class ModuleTap:
             return self._ticket(known, chunk.micro_step, is_wanted)
         entry = self._own(path, tensor, is_input, was_first)
         chunk.order.place(entry)
+        chunk.note_take(entry)
         sighting = Sighting(entry, is_border=was_first and is_input in self.borders)
         if not in_graph:
             chunk.remember(tensor, sighting)
@@ -435,7 +438,10 @@ class ModuleTap:
         entries, kind = (self._inputs, Kind.ACTIVATION_IN) if is_input else (self._outputs, Kind.ACTIVATION)
         entry = entries.get(path)
         if entry is None:
-            entry = entries[path] = self.chunk.recorder.sites.entry(self.chunk.vpp_stage, self.name + path, kind, tensor)
+            met = self._met.get((is_input, path)) if was_first else None
+            if met is None or met.id in self.chunk.repeated:
+                met = self.chunk.recorder.sites.entry(self.chunk.vpp_stage, self.name + path, kind, tensor)
+            entry = entries[path] = met
         border = self.borders.get(is_input)
         if was_first and border is not None and not entry.border:
             entry.border, entry.border_index = border.label, border.index
@@ -455,8 +461,13 @@ class ModuleTap:
         return grad
 
     def _goes_on(self, known: Sighting, path: str, is_input: bool) -> bool:
-        """Whether what another site has met is a border that was measured under its own name before: so it goes on."""
+        """Whether what another site has met is a border that was measured under its own name before: so it goes on.
+
+        So is what a module gives out that was called before in this forward: its name stands for another tensor.
+        """
         own = (self._inputs if is_input else self._outputs).get(path)
+        if own is None and (is_input, path) not in self._met:
+            return known.entry.id in self.chunk.repeated and is_input in self.borders and not known.is_border
         is_own_border = own is not None and bool(own.border) and is_input in self.borders
         return is_own_border and known.entry is not own and not known.is_border
 
@@ -479,6 +490,8 @@ class ModuleTap:
             grad = entry.grad
             was_measured, was_looked_at = sites.is_measured(entry), grad is not None and sites.is_looked_at(grad)
             self._widen_border(entry, is_input)
+            if entry.chunk == self.chunk.vpp_stage:
+                self._met[is_input, path] = entry
             if not was_measured and sites.is_measured(entry) and not is_async(tensor):
                 sites.catch_up(entry, local_of(tensor), self.chunk.micro_step)
             return grad is not None and not was_looked_at and sites.is_looked_at(grad)

@@ -2,7 +2,9 @@
 
 The black box measures the borders of stem, blocks and head at every step, under their own names. Where modules are switched
 on later, the module that makes a border's tensor sees it first: its row then becomes the border's, so that no series breaks
-and no tensor stands twice. Where modules are measured from the first step on, its row has the module's name.
+and no tensor stands twice. Where modules are measured from the first step on, its row has the module's name, and keeps it
+when they are switched off: the border then measures it under that name. A module that is called more than once in a forward
+lends none, for its name stands for other tensors too.
 """
 
 from __future__ import annotations

@@ -86,6 +86,8 @@ class Chunk:
         self.had_backward = False
         self.backward_micro_step = 0
         self.generation = 0
+        self.repeated: set[int] = set()
+        """Ids of the entries that stand for several tensors of one forward: of modules that are called more than once."""
         self.order = SiteOrder()
         self._is_known = False
         """A whole forward has passed since the taps were changed: every usual site was met."""
@@ -403,6 +405,12 @@ class Chunk:
 
     # -- tensors -----------------------------------------------------------------------------------------------------
 
+    def note_take(self, entry: Entry) -> None:
+        """A site takes a tensor as an entry; in the first forward of a plan nothing is taken without this."""
+        if entry.generation == self.generation and not self._is_known:
+            self.repeated.add(entry.id)
+        entry.generation = self.generation
+
     def known(self, tensor: torch.Tensor, *, in_graph: bool = False) -> Sighting | None:
         """Return as what this very tensor, unchanged since, has passed a site of this forward."""
         found = self._seen.get(id(tensor))
@@ -476,6 +484,11 @@ class Chunk:
             self.without_graph.add(entry.id)
             if tensor.requires_grad and entry.grad is not None:
                 self._asked_twice[entry.grad.id, self.micro_step] = False
+
+    def note_with_graph(self, entry: Entry, grad: Entry) -> None:
+        """A forward that keeps its graph: what it gives out is not made again, and its gradient comes once."""
+        self.without_graph.discard(entry.id)
+        self._asked_twice.pop((grad.id, self.micro_step), None)
 
     def is_answered(self, entry: Entry, micro_step: int) -> bool:
         """Whether another hook has measured this gradient; from now on it is."""
