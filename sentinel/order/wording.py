@@ -80,7 +80,8 @@ def place_words(anomaly: Anomaly) -> str:
 def root_words(root: Anomaly, born: Origin) -> str:
     """`blocks.2.mlp.fc1 (activation) rank 3 micro_step 1`; `rank 3` of what is about the rank itself."""
     if is_liveness(root) and (root.rank is not None or root.ranks):
-        return f"rank {root.rank}" if root.rank is not None else "ranks " + ", ".join(map(str, root.ranks[:8]))
+        ranks = (root.rank,) if root.rank is not None else root.ranks[:8]
+        return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
     words = [born.name, f"({root.kind})"]
     if born.rank is not None:
         words.append("rank " + " or ".join(map(str, born.ranks or (born.rank,))))

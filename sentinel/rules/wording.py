@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from sentinel.ingest.replicas import Differing
 
 _MUCH = 1000.0
+_KILLED_WORKER = re.compile(r"DataLoader worker \(pid\D*\d+[^)]*\) (is killed by signal: (Killed|Bus)|exited unexpectedly)")
+"""What torch raises in a rank whose loader lost a process."""
 
 
 def number(value: float | None) -> str:
@@ -298,10 +301,17 @@ def _what_to_do(end: RunEnd | RankEnd) -> str:
         return "give the host more memory, or hold less in it (loader workers, pinned buffers, copies of checkpoints)"
     if end.how == OUT_OF_MEMORY:
         return "lower the micro-batch or the sequence length, recompute or shard more, then go on from the last checkpoint"
+    if end.how == EXCEPTION and _KILLED_WORKER.search(end.detail):
+        return (
+            "one of its loader's workers was killed, often for want of memory: see dmesg, the size of /dev/shm and how much "
+            "the workers hold, then go on from the last checkpoint"
+        )
     if end.how == EXCEPTION:
         return "read its traceback in the trainer's log, then go on from the last checkpoint"
     if end.how == SILENCE:
         return "look whether its host is up and writes to the run's directory"
+    if end.detail.startswith("SIGHUP"):
+        return "its terminal was closed: start it in tmux, with nohup or by a scheduler, and go on from the last checkpoint"
     if end.is_asked or end.detail == "SIGTERM":
         return "see who sent it (scheduler, launcher, a person), then go on from the last checkpoint"
     if end.detail in CRASHES:

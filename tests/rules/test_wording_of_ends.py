@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from sentinel.ingest.decision import RankFacts
 from sentinel.rules.wording import ended
 from sentinel.run_end import ALL_TOGETHER, EXCEPTION, FOLLOWS, SIGNAL, RankEnd, RunEnd
@@ -64,3 +66,21 @@ def test_of_many_ranks_the_eight_oldest_signs_of_life_are_told() -> None:
     told = ended(None, RunEnd(how=SIGNAL, step=3, detail="without a word, 20 ranks within 19 s of one another"), ranks)
 
     assert "rank 7 at 00:16:47.000 in step 3 and 12 more (UTC)" in told
+
+
+def raised(text: str) -> RankEnd:
+    return RankEnd(how=EXCEPTION, detail=f"RuntimeError: {text}")
+
+
+@pytest.mark.parametrize(
+    ("end", "advice"),
+    [
+        (raised("DataLoader worker (pid 9) is killed by signal: Killed. "), "loader's workers"),
+        (raised("DataLoader worker (pid(s) 9, 8) exited unexpectedly"), "loader's workers"),
+        (raised("Caught KeyError in DataLoader worker process 0"), "read its traceback"),
+        (RankEnd(how=SIGNAL, detail="SIGHUP", is_asked=True), "its terminal was closed"),
+        (RankEnd(how=SIGNAL, detail="SIGTERM", is_asked=True), "see who sent it"),
+    ],
+)
+def test_what_to_do_fits_what_ended_it(end: RankEnd, advice: str) -> None:
+    assert advice in ended(0, end, [])
