@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
 
 # The same examples each time: what fails here fails again. The first profile stands unless --hypothesis-profile names one.
@@ -9,6 +13,33 @@ for name, max_examples in (("default", 100), ("quick", 10), ("all", 500)):
     settings.register_profile(name, max_examples=max_examples, derandomize=True, database=None, deadline=None)
 if settings.get_current_profile_name() not in ("quick", "all"):
     settings.load_profile("default")
+
+
+class NoProcess:
+    """Where slow tests are left out, let none of the others start a process."""
+
+    STARTS = ("subprocess.Popen", "os.fork", "os.posix_spawn")
+
+    def __init__(self) -> None:
+        self._is_in_test = False
+        sys.addaudithook(self._refuse)
+
+    def _refuse(self, event: str, _: object) -> None:
+        if self._is_in_test and event in self.STARTS:
+            raise RuntimeError("the test starts a process: mark it slow, `make quick` has none")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Iterator[None]:
+        self._is_in_test = True
+        try:
+            return (yield)
+        finally:
+            self._is_in_test = False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "not slow" in config.option.markexpr:
+        config.pluginmanager.register(NoProcess())
 
 
 def pytest_collection_finish() -> None:

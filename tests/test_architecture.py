@@ -146,6 +146,7 @@ def test_no_drawers() -> None:
     assert not [path for path in FILES if path.stem in drawers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["sentinel", "sentinel.daemon.app", "sentinel.cli.main", "sentinel.cli.serve"])
 def test_daemon_needs_no_torch(module: str) -> None:
     # An import hook that refuses torch stands for a machine without it.

@@ -15,7 +15,10 @@ import pytest
 from sentinel.process import PROC, START, ProcessId, stat_fields
 from sentinel.process_exits import ProcessExits
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no descriptors of processes here")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no descriptors of processes here"),
+]
 
 
 class Heard:

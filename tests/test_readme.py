@@ -20,6 +20,8 @@ from sentinel.rules.loader import load_pack
 
 from .layouts.builds import LAYOUTS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 

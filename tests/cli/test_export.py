@@ -417,6 +417,7 @@ def test_megatron_stats_name_what_modules_take_and_give(tmp_path: Path) -> None:
         assert [list(line["values"]) for line in found[stat]] == [stream] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", ["1", "3"])
 @pytest.mark.parametrize("form", ["csv", "jsonl", "parquet", "tensorboard", "msprobe-csv", "megatron-stats"])
 def test_steps_without_any_tensor_row_are_exported_as_such(form: str, jobs: str, tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ from sentinel.report.msprobe_csv import spots_of
 from sentinel.report.msprobe_format import squashed, tag_of
 from sentinel.testing import Nan, SyntheticRun
 
+pytestmark = pytest.mark.slow
+
 
 def synthetic(directory: Path, **options: Any) -> SyntheticRun:
     return SyntheticRun(directory, **{"pp": 2, "dp": 2, "layers": 4, "d_model": 16, "elements": 8, **options})

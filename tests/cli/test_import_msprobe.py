@@ -331,6 +331,7 @@ def test_an_existing_run_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFix
     assert "expected no such run yet" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_same_input_makes_the_same_bytes(tmp_path: Path) -> None:
     for rank in (0, 1):
         folder = tmp_path / "out" / FOLDER.format(rank)

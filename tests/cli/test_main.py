@@ -75,6 +75,7 @@ def test_the_nearest_verb_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert 'did you mean "serve"?' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_help_loads_neither_daemon_nor_torch() -> None:
     script = (
         "import sys\nfrom sentinel.cli.main import run_cli\nrun_cli(['--help'])\n"

@@ -25,6 +25,8 @@ from sentinel.rules.loader import load_pack
 from sentinel.store.whereabouts import RunPaths
 from sentinel.testing import BlowUp, LossSpike, Nan, SyntheticRun
 
+pytestmark = pytest.mark.slow
+
 SPIKE, NUM_ROWS = 150, 200
 NOW = 1_800_000_000.0
 

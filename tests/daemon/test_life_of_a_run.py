@@ -19,6 +19,8 @@ from sentinel.wire.clock import Clock
 
 from .test_serving import NOW, catch_up, decisions, judge_all, served, written
 
+pytestmark = pytest.mark.slow
+
 
 def run_of(directory: Path, **options: Any) -> SyntheticRun:
     return SyntheticRun(directory, **{"layers": 2, "d_model": 16, "elements": 16, **options})

@@ -273,6 +273,7 @@ def test_a_slow_spool_neither_holds_up_judging_nor_other_answers(
     assert len(judged.steps()) == 3
 
 
+@pytest.mark.slow
 def test_memory_of_recent_steps_is_bounded_and_is_what_it_says(source: SyntheticRun, run: ServedRun) -> None:
     source.write(2)
     catch_up(run)

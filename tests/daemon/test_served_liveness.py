@@ -22,6 +22,8 @@ from sentinel.testing import FakeClock, SyntheticRun
 
 from .test_serving import EVERY_STEP, Killed, abandon, kill_at, served, written
 
+pytestmark = pytest.mark.slow
+
 LOOK_S = 0.5
 
 

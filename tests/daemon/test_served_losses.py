@@ -15,6 +15,8 @@ from sentinel.daemon.serving import ServedRun
 from sentinel.store.whereabouts import RunPaths
 from sentinel.testing import Nan, SyntheticRun
 
+pytestmark = pytest.mark.slow
+
 
 def serve(run: SyntheticRun) -> ServedRun:
     packs = RulePacks([])

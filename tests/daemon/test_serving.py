@@ -29,6 +29,8 @@ from sentinel.store.whereabouts import RunPaths
 from sentinel.testing import LossSpike, Nan, SyntheticRun
 from sentinel.wire.spool import read_ack
 
+pytestmark = pytest.mark.slow
+
 NOW = 1_800_000_000.0
 EVERY_STEP = DaemonConfig(judging=JudgingConfig(snapshot_interval_s=0.0))
 

@@ -13,6 +13,8 @@ import sentinel
 from sentinel.anomaly import Incident, Severity
 from sentinel.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 
 def incident(number: int, revision: int, **fields: object) -> Incident:
     known: dict[str, object] = {

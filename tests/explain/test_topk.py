@@ -145,6 +145,7 @@ def test_a_packed_file_that_is_cut_short_gives_what_is_whole(tmp_path):
     assert set(ids(cut)) <= set(ids(whole))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_topk_independent_of_how_the_work_is_shared(tmp_path, monkeypatch, processes):
     monkeypatch.setattr(files_module, "_RANGE_BYTES", 20_000)

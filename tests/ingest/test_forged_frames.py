@@ -23,6 +23,8 @@ from sentinel.messages import IMPOSSIBLE, START, Bye, EndStep, Health, Heartbeat
 from sentinel.testing import Nan, SyntheticRun
 from sentinel.wire.frame import FRAME_TYPES, FrameType, Header, Message, encode_frame, encode_message, run_id_of
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 STEPS = 8
 

@@ -16,6 +16,8 @@ from sentinel.native.library import ISAS, Library, find_library
 from sentinel.record import STATISTICS, STATS_DTYPE
 from sentinel.rules.programme import describe
 
+pytestmark = pytest.mark.slow
+
 PATH = find_library()
 needs_library = pytest.mark.skipif(PATH is None, reason="the C library was not built")
 

@@ -18,6 +18,8 @@ from sentinel.store.journal import Journal
 from sentinel.store.lock import RunLock
 from sentinel.store.trouble import journal_trouble
 
+pytestmark = pytest.mark.slow
+
 REAL = sqlite3.OperationalError
 
 

@@ -354,6 +354,7 @@ def test_a_stalled_disk_stalls_nobody_else(tmp_path: Path, monkeypatch: pytest.M
     assert not handover._thread.is_alive()
 
 
+@pytest.mark.slow
 def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
     handover = Handover(tmp_path, life=LIFE, run="run", rank=0)
     handover.post(Health(code="before", message=""))

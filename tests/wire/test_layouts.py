@@ -241,6 +241,7 @@ def _trainer(run_dir: Path, seed: int, *, num_steps: int) -> dict[int, Descripto
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_a_trainer_that_is_killed_leaves_what_it_wrote(seed: int, tmp_path: Path) -> None:
     """SIGKILL wherever it strikes, and a torn end: each whole step is read as it was meant, beside a reader that follows."""

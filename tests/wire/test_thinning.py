@@ -18,6 +18,8 @@ from sentinel.wire.worth import is_nonfinite
 
 from ..ingest.daemon import Ears
 
+pytestmark = pytest.mark.slow
+
 BAD = "layers.1"
 
 

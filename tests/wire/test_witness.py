@@ -12,6 +12,8 @@ import pytest
 
 from sentinel.wire.witness import Witnessed, read_witness
 
+pytestmark = pytest.mark.slow
+
 LAUNCHER = """
 import subprocess, sys, time
 ranks = [subprocess.Popen([sys.executable, "-c", code]) for code in sys.argv[1:]]
