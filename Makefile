@@ -24,7 +24,7 @@ test: $(STAMP)
 	$(SUITE) -m "not long" $(PYTEST_FLAGS)
 
 quick: $(STAMP)
-	$(SUITE) -m "not long and not slow" --ignore tests/end_to_end --ignore tests/layouts --ignore tests/collect \
+	$(SUITE) -m "not long and not slow" --ignore tests/end_to_end --ignore tests/layouts --ignore tests/collect --ignore tests/native \
 		--hypothesis-profile quick $(PYTEST_FLAGS)
 
 # What `make test` leaves out, and properties on more examples than it draws.

@@ -17,6 +17,8 @@ from sentinel.incidents.revisions import incident_revisions, newest_revisions
 from sentinel.store.whereabouts import RunPaths
 from tests.daemon.test_serving import NOW, catch_up, queued, served, synthetic, written
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:

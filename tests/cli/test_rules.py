@@ -5,6 +5,8 @@ import pytest
 from sentinel.cli.main import run_cli
 from sentinel.testing import SyntheticRun
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("text", "code"),
