@@ -47,6 +47,10 @@ class Program:
             os.close(stream)
         if self.pid:
             return None
+        # What the server's own streams were made for, a file say, is not what these are.
+        sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+        sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = sys.__stderr__ = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
         os.chdir(folder)
         os.umask(mask)
         os.environ.clear()
