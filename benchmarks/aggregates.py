@@ -18,13 +18,14 @@ from collections.abc import Callable
 import numpy as np
 
 from sentinel.aggregate import Aggregate
-from sentinel.daemon.series import Picker, RecentSteps, SeriesQuery
-from sentinel.ingest.merge import Layout, RankStep, StepView
+from sentinel.exports.series import Picker, RecentSteps, SeriesQuery
+from sentinel.ingest.merge import ClosedStep, ModelLayout
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
 from sentinel.place import Place
 from sentinel.record import NONE_ID, ROW_DTYPE, Kind
 from sentinel.rules.engine import Engine
-from sentinel.rules.schema import Match, Pack, Rule
+from sentinel.rules.language.schema import Match, Pack, Rule
+from sentinel.step_view import RankStep
 from sentinel.version import VERSION
 
 GROUPS = {
@@ -35,7 +36,7 @@ GROUPS = {
 }
 
 
-def make_layout(num_tensors: int) -> Layout:
+def make_layout(num_tensors: int) -> ModelLayout:
     """Return one rank that holds 20 weight gradients a layer, of ten experts."""
     tensors = tuple(
         TensorInfo(id=at, name=f"layers.{at // 20}.experts.{at % 20 // 2}.w{at % 2}", kind="wgrad", shape=(1000,))
@@ -45,10 +46,10 @@ def make_layout(num_tensors: int) -> Layout:
     descriptor = Descriptor(
         version=VERSION, place=Place(), chunks=chunks, tensors=tensors, row_fields=(), row_bytes=ROW_DTYPE.itemsize
     )
-    return Layout({0: descriptor})
+    return ModelLayout({0: descriptor})
 
 
-def make_view(layout: Layout, step: int, rng: np.random.Generator) -> StepView:
+def make_view(layout: ModelLayout, step: int, rng: np.random.Generator) -> ClosedStep:
     """Return a healthy step, merged."""
     n = len(layout.tensors)
     rows = np.zeros(n, ROW_DTYPE)
@@ -58,7 +59,7 @@ def make_view(layout: Layout, step: int, rng: np.random.Generator) -> StepView:
     rows["m2"], rows["m4"], rows["min"], rows["max"] = norm**2, 3.0 * norm**4 / 1000, -norm, norm
     end = EndStep(step=step, num_rows=n, num_calls=n)
     part = RankStep(rank=0, descriptor=layout.descriptors[0], rows=rows, end_step=end, time=float(step))
-    view = StepView(run="benchmark", attempt=0, step=step, layout=layout, parts=[part])
+    view = ClosedStep(run="benchmark", attempt=0, step=step, layout=layout, parts=[part])
     _ = view.stats, view.present, view.moments, view.bad_rows
     return view
 
@@ -73,7 +74,7 @@ def median_us(calls: list[Callable[[], object]]) -> float:
     return statistics.median(times) * 1e6
 
 
-def judged(views: list[StepView], aggregates: tuple[str, ...]) -> tuple[float, float, int]:
+def judged(views: list[ClosedStep], aggregates: tuple[str, ...]) -> tuple[float, float, int]:
     """Return ms of the first step, us of a later one, and the series judged."""
     match = Match(kind=("wgrad",), statistic=("norm",), aggregate=tuple(map(Aggregate.parse, aggregates)))
     engine = Engine(Pack(rules=(Rule(name="groups", detector="AnomalyTurbulence", match=match),)))
@@ -84,7 +85,7 @@ def judged(views: list[StepView], aggregates: tuple[str, ...]) -> tuple[float, f
     return first * 1e3, later, engine.num_points_judged["groups"] // len(views)
 
 
-def keeping(views: list[StepView]) -> tuple[float, float, float]:
+def keeping(views: list[ClosedStep]) -> tuple[float, float, float]:
     """Return us to keep a step for `/api/v1/series`, KB that it takes, and us to form a series a layer of it."""
     recent = RecentSteps(max_bytes=2**30)
     picker = Picker(SeriesQuery(aggregates=(Aggregate.parse("layers.{}.*"),), kinds=("wgrad",), statistics=("norm",)))

@@ -29,13 +29,14 @@ from attribution_held_out import HELD_OUT
 from attribution_programs import PROGRAMS
 
 from sentinel.anomaly import Incident, Severity
-from sentinel.daemon.judge import Judge
-from sentinel.ingest.decision import RankFacts, Tick
-from sentinel.ingest.merge import Layout, RankStep, StepView
+from sentinel.decision import RankFacts, Tick
+from sentinel.ingest.merge import ClosedStep, ModelLayout
+from sentinel.judge.judge import Judge
 from sentinel.messages import Descriptor, TensorInfo
 from sentinel.record import NONE_ID, ROW_DTYPE, Kind
 from sentinel.report.alert import RouteConfig, change_of
-from sentinel.rules.loader import load_pack
+from sentinel.rules.language.loader import load_pack
+from sentinel.step_view import RankStep
 from sentinel.testing import SyntheticRun
 
 LAYOUTS = (
@@ -70,7 +71,7 @@ class Rig:
             self._positions.append(np.concatenate([of, at]))
             self._probes.append(rows)
             self._names.append({tensor.id: tensor.name for tensor in probes})
-        self._layout = Layout(self._descriptors)
+        self._layout = ModelLayout(self._descriptors)
         self._seed = seed
         self.healthy = healthy
         self._pack = load_pack()
@@ -83,7 +84,7 @@ class Rig:
         """An incident of the healthy past is still open: it would take the fault's anomalies."""
         self._snapshot = judge.snapshot()
 
-    def view(self, step: int, plant: Plant | None) -> StepView:
+    def view(self, step: int, plant: Plant | None) -> ClosedStep:
         """Return one step of all ranks, a fault in it."""
         parts = []
         for rank in range(self.run.num_ranks):
@@ -103,7 +104,7 @@ class Rig:
                 rows, end = said.rows, said.end
             parts.append(RankStep(rank=rank, descriptor=self._descriptors[rank], rows=rows, end_step=end, time=float(step)))
         self.num_rows = sum(len(part.rows) for part in parts)
-        return StepView(run=self.run.run, attempt=0, step=step, layout=self._layout, parts=parts)
+        return ClosedStep(run=self.run.run, attempt=0, step=step, layout=self._layout, parts=parts)
 
     def _noisy(self, probes: np.ndarray, step: int) -> np.ndarray:
         """Return the rows of probes, each off by some percent."""

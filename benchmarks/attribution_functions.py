@@ -30,10 +30,10 @@ from torch import nn
 
 import sentinel
 from sentinel.anomaly import Severity
-from sentinel.daemon.judge import Judge
-from sentinel.daemon.recorded import recorded_views
-from sentinel.rules.loader import load_pack
-from sentinel.store.whereabouts import RunPaths
+from sentinel.judge.judge import Judge
+from sentinel.judge.recorded import recorded_views
+from sentinel.rules.language.loader import load_pack
+from sentinel.store.run_paths import RunPaths
 
 ROOT = Path(__file__).parents[1]
 AT, EVERY, STEPS, WIDTH, SIZE = 40, 10, 64, 32, 8

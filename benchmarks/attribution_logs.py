@@ -15,10 +15,10 @@ from collections import Counter
 from pathlib import Path
 
 from sentinel.anomaly import Incident, Severity
-from sentinel.daemon.judge import Judge
-from sentinel.ingest.log_views import log_views
-from sentinel.ingest.logs import read_log
-from sentinel.rules.loader import load_pack
+from sentinel.judge.judge import Judge
+from sentinel.logs.reading import read_log
+from sentinel.logs.views import log_views
+from sentinel.rules.language.loader import load_pack
 
 ROOT = Path(__file__).parents[1]
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from attribution import gravest
 
 from sentinel.anomaly import Incident
-from sentinel.daemon.judge import Judge
-from sentinel.daemon.recorded import recorded_views
-from sentinel.rules.loader import load_pack
-from sentinel.store.whereabouts import RunPaths
+from sentinel.judge.judge import Judge
+from sentinel.judge.recorded import recorded_views
+from sentinel.rules.language.loader import load_pack
+from sentinel.store.run_paths import RunPaths
 
 ROOT = Path(__file__).parents[1]
 AT, STEPS = 110, 126

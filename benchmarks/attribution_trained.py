@@ -22,10 +22,10 @@ from healthy_faults import LIBRARY
 from healthy_training import RECIPES, Training
 
 from sentinel.anomaly import Incident
-from sentinel.daemon.judge import Judge
-from sentinel.daemon.recorded import recorded_views
-from sentinel.rules.loader import load_pack
-from sentinel.store.whereabouts import RunPaths
+from sentinel.judge.judge import Judge
+from sentinel.judge.recorded import recorded_views
+from sentinel.rules.language.loader import load_pack
+from sentinel.store.run_paths import RunPaths
 
 ROOT = Path(__file__).parents[1]
 ONE = {"hardware", "unknown"}

@@ -77,7 +77,7 @@ def contend(pipe: Connection, settings: dict[str, Any] | None, options: argparse
 
 def op_cost_us(threads: int) -> float:
     """Return the time of one op whose site does not listen: dispatch, the Python call, the ticket."""
-    from sentinel.collect.compiled_ops import IN_GRAPH, observe
+    from sentinel.collect.compiled.ops import IN_GRAPH, observe
 
     torch.set_num_threads(threads)
     tensor, site = torch.zeros(8), torch.tensor(-1)

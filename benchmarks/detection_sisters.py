@@ -14,7 +14,7 @@ import numpy as np
 from sentinel.detect import LossSpike
 from sentinel.detect.reference import Beside
 from sentinel.reference import combine
-from sentinel.rules.sisters import Lookup
+from sentinel.rules.watches.reference_runs import Lookup
 
 PROJECT = "KellerJordan/modded-nanogpt"
 """36 runs; trainlogs/README.md says that they share their data order."""

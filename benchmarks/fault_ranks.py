@@ -34,9 +34,9 @@ from healthy_judging import Replay, Said
 from healthy_models import Batch
 from healthy_training import RECIPES, Fault, Training
 
-from sentinel.daemon.recorded import recorded_views
-from sentinel.ingest.merge import StepView
-from sentinel.store.whereabouts import RunPaths
+from sentinel.ingest.merge import ClosedStep
+from sentinel.judge.recorded import recorded_views
+from sentinel.store.run_paths import RunPaths
 
 ROOT = Path(__file__).parents[1]
 STEPS, AFTER = 80, 16
@@ -188,7 +188,7 @@ def _anomalies(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith(b"}")]
 
 
-def _views(run_dir: Path) -> list[StepView]:
+def _views(run_dir: Path) -> list[ClosedStep]:
     return [view for view, _ in recorded_views(RunPaths.of(run_dir), None, recompute=True)]
 
 

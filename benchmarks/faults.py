@@ -31,11 +31,11 @@ from healthy_judging import Replay, Said
 from healthy_training import RECIPES, Recipe, Training
 
 from sentinel.anomaly import Anomaly, Severity
-from sentinel.daemon.recorded import recorded_views
-from sentinel.ingest.merge import StepView
-from sentinel.rules.loader import load_pack
-from sentinel.rules.schema import Pack
-from sentinel.store.whereabouts import RunPaths
+from sentinel.ingest.merge import ClosedStep
+from sentinel.judge.recorded import recorded_views
+from sentinel.rules.language.loader import load_pack
+from sentinel.rules.language.schema import Pack
+from sentinel.store.run_paths import RunPaths
 
 ROOT = Path(__file__).parents[1]
 CONTROL = "none (control)"
@@ -148,7 +148,7 @@ class Bench:
         # The horizon of the schedule: faults strike in the middle of it.
         return Training(self.recipe, 3 * self.steps, self.seed)
 
-    def _views(self, fault: str) -> list[StepView]:
+    def _views(self, fault: str) -> list[ClosedStep]:
         paths = RunPaths.of(self.folder / _slug(fault))
         return [view for view, _ in recorded_views(paths, None, recompute=True)]
 

@@ -30,24 +30,24 @@ import yaml
 
 from sentinel.daemon.config import DaemonConfig, load_config
 from sentinel.daemon.console import ServedConsole
-from sentinel.daemon.http import Gate, HttpConfig, make_app
-from sentinel.daemon.judge import Judge
+from sentinel.daemon.http import HttpConfig, RequestGate, make_app
 from sentinel.daemon.outboxes import Outboxes
-from sentinel.daemon.packs import RulePacks
 from sentinel.daemon.serving import ServedRun
 from sentinel.daemon.tokens import Tokens
+from sentinel.decision import Tick
 from sentinel.errors import SentinelError
 from sentinel.explain.story import story_of, tell
 from sentinel.explain.topk import topk
-from sentinel.ingest.decision import Tick
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.liveness import LivenessTracker
 from sentinel.ingest.steps import StepAssembler
+from sentinel.judge.judge import Judge
+from sentinel.judge.packs import RulePacks
 from sentinel.messages import Ack, Bye, EndStep, Health, Heartbeat, LayoutChange, Vector, Vectors
 from sentinel.monitor_config import MonitorConfig, parse_config
 from sentinel.report.pipeline import Notifier, RetryPolicy
-from sentinel.rules.loader import PACKS, load_pack
-from sentinel.store.whereabouts import RunPaths
+from sentinel.rules.language.loader import PACKS, load_pack
+from sentinel.store.run_paths import RunPaths
 from sentinel.testing import Nan, SyntheticRun
 from sentinel.testing.forging import Forger, samples
 from sentinel.wire.control import ControlFolder
@@ -204,7 +204,7 @@ def http(seed: int, home: Path) -> int:
         console = ServedConsole(_PACKS, _notifier(), lambda: None)
         console.publish([run], {}, is_caught_up=True)
         tokens = Tokens(read="r" * 20, control="c" * 20)
-        client = TestClient(make_app(console, Gate(HttpConfig(), tokens)), base_url="http://127.0.0.1")
+        client = TestClient(make_app(console, RequestGate(HttpConfig(), tokens)), base_url="http://127.0.0.1")
         headers = {"Authorization": "Bearer " + tokens.control}
         for _ in range(50):
             path = rng.choice(("runs", "anomalies", "incidents", "series", "control"))

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 import sentinel
-from sentinel.collect.buffer import StepRows
 from sentinel.collect.kernels import choose_kernel
+from sentinel.collect.rows.buffer import StepRows
 from sentinel.record import Kind
 
 GROUPS = {"kinds": ["param", "wgrad", "activation", "dgrad"], "targets": ["embedding", "blocks", "norm"], "black_box": False}
@@ -200,7 +200,7 @@ def graph(options: argparse.Namespace, training: Training) -> dict[str, float]:
     """Time replays of a captured forward and backward: plain, and with gated launches behind every block."""
     if options.device != "cuda":
         return {}
-    from sentinel.collect.kernels.triton_kernel import Gate, TritonKernel
+    from sentinel.collect.kernels.triton_kernel import CaptureSwitch, TritonKernel
 
     kernel = choose_kernel("cuda")
     assert isinstance(kernel, TritonKernel), kernel.name
@@ -210,7 +210,7 @@ def graph(options: argparse.Namespace, training: Training) -> dict[str, float]:
     rows = StepRows(len(blocks))
     for row in range(len(blocks)):
         rows.add(row, Kind.ACTIVATION, 0, 0, row, row)
-    gate = Gate(torch.device("cuda", torch.cuda.current_device()))
+    gate = CaptureSwitch(torch.device("cuda", torch.cuda.current_device()))
 
     def capture(is_gated: bool) -> Callable[[], object]:
         handles = [

@@ -29,8 +29,8 @@ from healthy_judging import Said, judge_recording
 from healthy_training import RECIPES, record
 
 from sentinel.anomaly import Severity
-from sentinel.daemon.packs import RulePacks
-from sentinel.rules.schema import Pack
+from sentinel.judge.packs import RulePacks
+from sentinel.rules.language.schema import Pack
 
 ROOT = Path(__file__).parents[1]
 SHORT = ("lstm", "tiny")

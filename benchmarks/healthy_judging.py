@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from sentinel.anomaly import Anomaly, Incident, Severity
-from sentinel.daemon.judge import Judge
-from sentinel.daemon.recorded import recorded_views
-from sentinel.ingest.merge import StepView
-from sentinel.rules.loader import load_pack
-from sentinel.rules.schema import Pack
-from sentinel.store.whereabouts import RunPaths
+from sentinel.ingest.merge import ClosedStep
+from sentinel.judge.judge import Judge
+from sentinel.judge.recorded import recorded_views
+from sentinel.rules.language.loader import load_pack
+from sentinel.rules.language.schema import Pack
+from sentinel.store.run_paths import RunPaths
 
 
 @dataclasses.dataclass
@@ -52,7 +52,7 @@ class Replay:
         self.judge = Judge(pack or load_pack())
         self._paged: set[str] = set()
 
-    def take(self, views: Iterable[StepView], said: Said) -> Said:
+    def take(self, views: Iterable[ClosedStep], said: Said) -> Said:
         """Judge these steps into `said`. AssertionError when a row that was sent was not judged."""
         rows, points = self.judge.num_rows_judged, sum(self.judge.num_points_judged.values())
         for view in views:

@@ -23,9 +23,9 @@ from pathlib import Path
 from healthy_judging import Replay, Said
 
 from sentinel.anomaly import Severity
-from sentinel.daemon.recorded import recorded_views
-from sentinel.rules.loader import load_pack
-from sentinel.store.whereabouts import RunPaths
+from sentinel.judge.recorded import recorded_views
+from sentinel.rules.language.loader import load_pack
+from sentinel.store.run_paths import RunPaths
 
 PACK = load_pack()
 STARTS = (0.03, 0.08, 0.15, 0.25, 0.37, 0.5, 0.61, 0.75, 0.88)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from sentinel.ingest.decision import Decision
+from sentinel.decision import Decision
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.steps import StepAssembler
 from sentinel.testing import SyntheticRun

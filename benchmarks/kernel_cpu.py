@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 from sentinel import native
-from sentinel.collect.buffer import StepRows
 from sentinel.collect.kernels import Kernel, NativeKernel, TorchKernel
 from sentinel.collect.kernels.native import CODES
+from sentinel.collect.rows.buffer import StepRows
 from sentinel.native.library import ISAS, Library, find_library
 from sentinel.record import ROW_DTYPE, Kind
 

@@ -20,8 +20,8 @@ import gpu_results
 import numpy as np
 import torch
 
-from sentinel.collect.buffer import StepRows
 from sentinel.collect.kernels import Kernel, TorchKernel, choose_kernel
+from sentinel.collect.rows.buffer import StepRows
 from sentinel.moments import Moments
 from sentinel.record import Kind
 
@@ -106,14 +106,12 @@ def launches(
     """Return what measures each tensor once: replayed from a graph where there is one."""
     if device != "cuda" or isinstance(kernel, TorchKernel):
         return lambda: [kernel.measure((x,), rows, row, checksum=checksum) for row, x in enumerate(sources)]
-    from sentinel.collect.kernels.triton_kernel import Gate, TritonKernel
+    from sentinel.collect.kernels.triton_kernel import CaptureSwitch, TritonKernel
 
     assert isinstance(kernel, TritonKernel)
-    gate = Gate(torch.device("cuda", torch.cuda.current_device()))
+    gate = CaptureSwitch(torch.device("cuda", torch.cuda.current_device()))
     gate.open(rows.on(sources[0].device), range(len(sources)))
-    return captured(
-        lambda: [kernel.capture(x, gate, row, checksum=checksum) for row, x in enumerate(sources)], device
-    )
+    return captured(lambda: [kernel.capture(x, gate, row, checksum=checksum) for row, x in enumerate(sources)], device)
 
 
 def many(options: argparse.Namespace, kernel: Kernel) -> list[dict[str, Any]]:

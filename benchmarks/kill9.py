@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from recording import Recording, lines_of, record
 
 from sentinel.store.journal import Journal
-from sentinel.store.whereabouts import RunPaths
+from sentinel.store.run_paths import RunPaths
 
 NUM_STEPS = {True: 300, False: 1500}
 """Steps of a campaign, live or recorded: a daemon that catches up judges some hundred steps between two commits."""

@@ -73,9 +73,7 @@ class Receiver:
         return next((at for at, body in list(self.arrived.get(path, ())) if at >= since and text in body), None)
 
 
-def measure(
-    where: Path, *, num_alerts: int, num_ranks: int, num_tensors: int, pause_s: float
-) -> dict[str, list[float]]:
+def measure(where: Path, *, num_alerts: int, num_ranks: int, num_tensors: int, pause_s: float) -> dict[str, list[float]]:
     """Return sink -> seconds from spool to request, one for each alert."""
     receiver = Receiver()
     secret = where / "slack.url"

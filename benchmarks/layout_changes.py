@@ -211,10 +211,10 @@ def count(folder: Path) -> dict[str, float]:
 
 def read(folder: Path) -> dict[str, float]:
     """Read and judge the recording; return processor milliseconds a step, and layouts."""
-    from sentinel.daemon.judge import Judge
-    from sentinel.daemon.recorded import recorded_views
-    from sentinel.rules.loader import load_pack
-    from sentinel.store.whereabouts import RunPaths
+    from sentinel.judge.judge import Judge
+    from sentinel.judge.recorded import recorded_views
+    from sentinel.rules.language.loader import load_pack
+    from sentinel.store.run_paths import RunPaths
 
     judge, layouts, took, sent = Judge(load_pack()), [], [], 0
     before = time.process_time_ns()

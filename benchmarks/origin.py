@@ -36,16 +36,16 @@ from pathlib import Path
 
 import msgspec
 
-from sentinel.daemon.judge import Judge
+from sentinel.decision import Tick
 from sentinel.explain.topk import topk
-from sentinel.ingest.decision import Tick
-from sentinel.ingest.follow import Record, RunFollower
-from sentinel.ingest.merge import StepView
+from sentinel.ingest.follow import RunFollower, SpoolRecord
+from sentinel.ingest.merge import ClosedStep
 from sentinel.ingest.steps import StepAssembler
+from sentinel.judge.judge import Judge
 from sentinel.order.causes import leading_causes
 from sentinel.order.origin import Origin, origin
 from sentinel.report.files import AppendLog, anomaly_line, json_line
-from sentinel.rules.loader import load_pack
+from sentinel.rules.language.loader import load_pack
 from sentinel.testing import BlowUp, Nan, SyntheticRun
 
 ROOT = Path(__file__).parents[1]
@@ -199,12 +199,12 @@ class World:
             self.run.write(1)
             self._take(self._follower.poll())
 
-    def _take(self, records: list[Record]) -> None:
+    def _take(self, records: list[SpoolRecord]) -> None:
         now = self.run.clock.monotonic()
         self._assembler.take(records, now)
         self._judge_all(self._assembler.close(now, self._follower.behind))
 
-    def _judge_all(self, views: Iterator[StepView | Tick]) -> None:
+    def _judge_all(self, views: Iterator[ClosedStep | Tick]) -> None:
         for view in views:
             if isinstance(view, Tick):
                 continue

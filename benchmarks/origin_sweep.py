@@ -32,7 +32,7 @@ import torch
 from sentinel.anomaly import Anomaly
 from sentinel.order.causes import leading_causes
 from sentinel.order.origin import origin
-from sentinel.rules.loader import load_pack
+from sentinel.rules.language.loader import load_pack
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "gpt"
@@ -226,9 +226,7 @@ def sweep(
         folder = keep or Path(temporary)
         folder.mkdir(exist_ok=True)
         is_monitored, is_late = monitoring != "off", monitoring == "late"
-        run = train(
-            layout, planted, folder, is_monitored=is_monitored, is_sudden=is_sudden, extra=extra, is_late=is_late
-        )
+        run = train(layout, planted, folder, is_monitored=is_monitored, is_sudden=is_sudden, extra=extra, is_late=is_late)
         by_step = read(run)
     wrong, by_call_id_wrong, kinds = [], 0, Counter()
     for cell in planted:

@@ -26,17 +26,18 @@ import numpy as np
 
 from sentinel import native
 from sentinel.anomaly import Anomaly
-from sentinel.daemon.judge import Judge
-from sentinel.ingest.decision import Decision, Tick
+from sentinel.decision import Decision, Tick
 from sentinel.ingest.follow import RunFollower
-from sentinel.ingest.merge import Layout, RankStep, StepView
+from sentinel.ingest.merge import ClosedStep, ModelLayout
 from sentinel.ingest.steps import StepAssembler
+from sentinel.judge.judge import Judge
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
 from sentinel.place import Place
 from sentinel.record import NONE_ID, ROW_DTYPE, Kind
 from sentinel.rules.engine import Engine
-from sentinel.rules.loader import load_pack
-from sentinel.rules.scalar_step import ScalarStep
+from sentinel.rules.language.loader import load_pack
+from sentinel.rules.watches.scalar_step import ScalarStep
+from sentinel.step_view import RankStep
 from sentinel.version import VERSION
 from sentinel.wire.frame import FRAME_TYPES, FrameType, Header, encode_frame, encode_message, row_fields, run_id_of
 from sentinel.wire.spool import life_folder
@@ -196,7 +197,7 @@ class Timed:
             rank.reader.put(rank.introduce())
         self.assembler.take(self.follower.poll(), 0.0)
 
-    def _judge_scalars(self, step: ScalarStep, view: StepView) -> list[Anomaly]:
+    def _judge_scalars(self, step: ScalarStep, view: ClosedStep) -> list[Anomaly]:
         begun = time.thread_time()
         found = JUDGE_SCALARS(step, view)
         self._scalars_s += time.thread_time() - begun
@@ -218,7 +219,7 @@ class Timed:
         views = list(self.assembler.close(float(step), self.follower.behind))
         t2 = clock()
         (view,) = views
-        assert isinstance(view, StepView)
+        assert isinstance(view, ClosedStep)
         _ = view.stats, view.present, view.is_bad
         t3 = clock()
         self._scalars_s = 0.0
@@ -278,13 +279,13 @@ def rss_bytes() -> int:
 
 def memory(num_series: int) -> str:
     """Return what an engine of so many logical tensors holds, and what snapshots of it cost."""
-    layout = Layout({0: make_descriptor(0, 1, num_series)})
+    layout = ModelLayout({0: make_descriptor(0, 1, num_series)})
     healthy, views = Healthy(num_series), []
     for step in range(3):
         rows = next(healthy.rows(step)).copy()
         end = EndStep(step=step, num_rows=num_series, num_calls=num_series)
         part = RankStep(rank=0, descriptor=layout.descriptors[0], rows=rows, end_step=end, time=float(step))
-        views.append(StepView(run="benchmark", attempt=0, step=step, layout=layout, parts=[part]))
+        views.append(ClosedStep(run="benchmark", attempt=0, step=step, layout=layout, parts=[part]))
         _ = views[-1].stats, views[-1].present, views[-1].is_bad
     gc.collect()
     before = rss_bytes()

@@ -207,8 +207,8 @@ class Steps:
     """The recorded steps as each side takes them, formed before anybody's clock starts."""
 
     def __init__(self, home: Path) -> None:
-        from sentinel.daemon.recorded import RecordedRun
-        from sentinel.store.whereabouts import RunPaths
+        from sentinel.judge.recorded import RecordedRun
+        from sentinel.store.run_paths import RunPaths
 
         self.views = []
         with RecordedRun(RunPaths.of(home / "recording")) as recorded:
@@ -218,8 +218,8 @@ class Steps:
 
     def metrics(self, at: int) -> tuple[list[tuple[tuple[str, str], float]], dict[str, int]]:
         """Return msProbe's view of a step: ((tag, op), value) and the call id of each tag."""
-        from sentinel.report.msprobe_format import tag_of
-        from sentinel.rules.row_watch import raw_statistic
+        from sentinel.exports.msprobe_format import tag_of
+        from sentinel.moments import raw_statistic
 
         view = self.views[at]
         tags, calls = [], {}
@@ -277,10 +277,10 @@ def _said(step: int, tag: str, message: str) -> list[Any]:
 
 def judge_as_sentinel(options: argparse.Namespace, out: IO[str], which: str, threshold: float) -> None:
     from sentinel.anomaly import Severity
-    from sentinel.daemon.judge import Judge
+    from sentinel.exports.msprobe_format import tag_of
+    from sentinel.judge.judge import Judge
     from sentinel.report.files import anomaly_line
-    from sentinel.report.msprobe_format import tag_of
-    from sentinel.rules.loader import load_pack
+    from sentinel.rules.language.loader import load_pack
 
     folder = options.home / which.replace(" ", "-")
     (folder / "anomalies").mkdir(parents=True)

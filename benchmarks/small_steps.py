@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sentinel
-from sentinel.collect import pacing
+from sentinel.collect.schedule import pacing
 from sentinel.monitor_config import MEASURED_LABELS
 
 ROOT = Path(__file__).parents[1]

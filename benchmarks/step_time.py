@@ -83,9 +83,7 @@ def main() -> None:
     report(times, options, sum(p.numel() for p in model.parameters()))
 
 
-def train_step(
-    model: GPT, optimizer: torch.optim.Optimizer, batch: torch.Tensor, monitor: Any
-) -> tuple[float, float]:
+def train_step(model: GPT, optimizer: torch.optim.Optimizer, batch: torch.Tensor, monitor: Any) -> tuple[float, float]:
     """Do one step of training; return its seconds, by the wall and of the processor."""
     began, began_cpu = time.perf_counter(), time.process_time()
     loss = next_token_loss(model(batch[:, :-1]), batch[:, 1:])

@@ -26,10 +26,10 @@ from typing import Any
 import msgspec
 
 from sentinel.anomaly import Incident
-from sentinel.daemon.replay import replay
+from sentinel.judge.replay import replay
 from sentinel.report.alert import RouteConfig, change_of
-from sentinel.rules.loader import load_pack
-from sentinel.store.whereabouts import RunPaths
+from sentinel.rules.language.loader import load_pack
+from sentinel.store.run_paths import RunPaths
 
 ROOT = Path(__file__).parents[1]
 GPT = ROOT / "examples" / "gpt"

@@ -87,7 +87,7 @@ def write_records(home: Path, num: int) -> None:
 
     No two have the same call id, so that msProbe's order, which has ties, is one order.
     """
-    from sentinel.order.msprobe import MsprobeRecord, from_msprobe
+    from sentinel.explain.msprobe_records import MsprobeRecord, from_msprobe
     from sentinel.report.files import anomaly_line
 
     rng = random.Random(7)

@@ -1,7 +1,7 @@
 """An Accelerate loop with Sentinel: one line in the place of `attach`, a tiny random GPT-2, synthetic text.
 
-    sentinel run -- python examples/accelerate_loop.py
-    sentinel run -- accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py
+sentinel run -- python examples/accelerate_loop.py
+sentinel run -- accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py
 """
 
 from __future__ import annotations

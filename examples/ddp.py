@@ -1,6 +1,6 @@
 """DistributedDataParallel with gradient accumulation: the same two lines on every rank.
 
-    torchrun --nproc-per-node 2 examples/ddp.py
+torchrun --nproc-per-node 2 examples/ddp.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Hugging Face Trainer with Sentinel: one line, a tiny random Llama, synthetic text.
 
-    sentinel run -- python examples/hf_trainer.py
+sentinel run -- python examples/hf_trainer.py
 """
 
 from __future__ import annotations

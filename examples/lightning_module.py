@@ -1,7 +1,7 @@
 """Lightning: one more callback, and nothing else changes. Clipping and accumulated gradients are respected.
 
-    pip install lightning
-    sentinel run -- python examples/lightning_module.py
+pip install lightning
+sentinel run -- python examples/lightning_module.py
 """
 
 from __future__ import annotations

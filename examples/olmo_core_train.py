@@ -1,8 +1,8 @@
 """OLMo-core: one more callback in the trainer's config, and nothing else changes.
 
-    pip install ai2-olmo-core
-    sentinel run -- python examples/olmo_core_train.py                    # one process
-    sentinel run -- torchrun --nproc-per-node 2 examples/olmo_core_train.py    # FSDP
+pip install ai2-olmo-core
+sentinel run -- python examples/olmo_core_train.py                    # one process
+sentinel run -- torchrun --nproc-per-node 2 examples/olmo_core_train.py    # FSDP
 """
 
 from __future__ import annotations

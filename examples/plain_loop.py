@@ -1,6 +1,6 @@
 """The smallest real use: a plain PyTorch loop, one process, the two lines.
 
-    python examples/plain_loop.py && sentinel serve sentinel_runs    # or: sentinel run -- python examples/plain_loop.py
+python examples/plain_loop.py && sentinel serve sentinel_runs    # or: sentinel run -- python examples/plain_loop.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """torchtitan's own Trainer on a tiny random Llama 3: the two lines, right after the Trainer is built.
 
-    sentinel run -- python examples/torchtitan_train.py
-    sentinel run -- torchrun --nproc-per-node 2 examples/torchtitan_train.py --tp 2
+sentinel run -- python examples/torchtitan_train.py
+sentinel run -- torchrun --nproc-per-node 2 examples/torchtitan_train.py --tp 2
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from sentinel.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from sentinel.collect import attach
-    from sentinel.collect.moe_tracker import MoETracker
+    from sentinel.collect.adapters.moe_tracker import MoETracker
+    from sentinel.collect.attach import attach
     from sentinel.collect.monitor import Monitor
     from sentinel.explain.skip_list import skip_list
 
@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
         module = importlib.import_module(f"sentinel.collect.adapters.{ADAPTERS[name]}")
         return getattr(module, name)
     if name == "attach":
-        from sentinel.collect import attach
+        from sentinel.collect.attach import attach
 
         return attach
     if name == "skip_list":
@@ -44,7 +44,7 @@ def __getattr__(name: str) -> Any:
 
         return Monitor
     if name == "MoETracker":
-        from sentinel.collect.moe_tracker import MoETracker
+        from sentinel.collect.adapters.moe_tracker import MoETracker
 
         return MoETracker
     raise AttributeError(f"module 'sentinel' has no attribute {name!r}")

@@ -19,7 +19,7 @@ from sentinel.native import merge_rows
 from sentinel.record import is_of_kind
 
 if TYPE_CHECKING:
-    from sentinel.ingest.merge import LogicalTensor
+    from sentinel.step_view import LogicalTensor
 
 CAPTURE = "{}"
 """In a glob: one part of a name, up to the next `.` or `:`; each value it takes makes a group of its own."""
@@ -248,5 +248,3 @@ def _split(glob: str) -> list[str]:
             parts[-1] += one[one.index("(?s:") + 4 : one.rindex(")")]
         at = end
     return parts
-
-

@@ -14,7 +14,7 @@ STABLE_S = 0.4
 """A text that stayed the same for so long is whole: editors and copies write in pieces (chosen)."""
 
 
-class Reading(msgspec.Struct, frozen=True, kw_only=True):
+class ConfigText(msgspec.Struct, frozen=True, kw_only=True):
     """A text that stood still, and what it says."""
 
     text: bytes
@@ -32,11 +32,11 @@ class ConfigFile:
         self.path = path
         self.problem = ""
         """Why the file cannot be read now; empty when it can."""
-        self._reading: Reading | None = None
+        self._reading: ConfigText | None = None
         self._candidate: tuple[str, int, int] | None = None
         self._since = 0.0
 
-    def look(self, mono: float) -> Reading | None:
+    def look(self, mono: float) -> ConfigText | None:
         """Return the file's text if it stands still; None while it is being written, or away.
 
         mono: seconds, a clock that never jumps.
@@ -63,14 +63,14 @@ class ConfigFile:
         self._reading = self._understand(text, text_hash)
         return self._reading
 
-    def _understand(self, text: bytes, text_hash: str) -> Reading:
+    def _understand(self, text: bytes, text_hash: str) -> ConfigText:
         try:
             config = parse_config(text, self.path)
             if is_blank(text):
                 raise ConfigError(f"{self.path}: the file is empty; for the defaults of every key write {{}}")
         except ConfigError as error:
-            return Reading(text=text, text_hash=text_hash, problem=str(error))
-        return Reading(text=text, text_hash=text_hash, config=config)
+            return ConfigText(text=text, text_hash=text_hash, problem=str(error))
+        return ConfigText(text=text, text_hash=text_hash, config=config)
 
     def _read(self) -> tuple[bytes, tuple[int, int]]:
         # Never wait for the other end of a pipe.

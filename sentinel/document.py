@@ -55,7 +55,7 @@ def parse(text: str) -> Located | None:
         loader = yaml.SafeLoader(text)
         try:
             node = loader.get_single_node()
-            return None if node is None else _Reader(loader).read(node, 0, 0)
+            return None if node is None else _NodeReader(loader).read(node, 0, 0)
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
@@ -69,7 +69,7 @@ def parse(text: str) -> Located | None:
         raise BrokenDocument(1, "nested too deeply") from error
 
 
-class _Reader:
+class _NodeReader:
     """Turns nodes into Located values, refusing duplicate keys, keys that are no text, and bombs."""
 
     def __init__(self, loader: yaml.SafeLoader) -> None:

@@ -67,7 +67,8 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Activations: functions not defined everywhere that made it from what was measured before, as its autograd graph tells,
     nearest first: `log`, `div`, `log:blocks.1.up` (of that very tensor), `sqrt'` (its derivative alone). None: not known."""
     parts: tuple[TensorId, ...] = ()
-    """Of a value that is formed of sums over all shards (`ingest/formed.py`): this rank's tensors that hold its summands."""
+    """Of a value that is formed of sums over all shards (`ingest/whole_tensor_values.py`): this rank's tensors that hold its
+    summands."""
     is_part: bool = False
     """It is such a summand, and nothing by itself."""
 

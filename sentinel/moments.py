@@ -328,3 +328,20 @@ _BY_NAME: dict[str, Callable[[Moments], np.ndarray]] = {
     "zeros": Moments.zeros,
 }
 """Every statistic of record.STATISTICS, by public name."""
+
+
+def raw_statistic(rows: np.ndarray, statistic: str) -> np.ndarray:
+    """Return the statistic of each row as torch would give it: NaN where it holds a NaN, +-inf for infinities."""
+    values = np.array(Moments.from_rows(rows).statistic(statistic), dtype=np.float64)
+    if statistic in ("nans", "infs", "zeros"):
+        return values
+    up, down = rows["num_pos_inf"] > 0, rows["num_neg_inf"] > 0
+    signed = statistic in ("mean", "min", "max", "skew")
+    if statistic != "min":
+        values[up] = np.inf
+    if statistic != "max":
+        values[down] = -np.inf if signed else np.inf
+    if statistic in ("mean", "skew", "std", "var", "kurtosis"):
+        values[up & down] = np.nan
+    values[rows["num_nan"] > 0] = np.nan
+    return values

@@ -106,7 +106,7 @@ def strip_wrappers(name: str) -> str:
         changed = False
         for prefix in ("module.", "_forward_module."):
             if name.startswith(prefix):
-                name, changed = name[len(prefix):], True
+                name, changed = name[len(prefix) :], True
     inner = re.sub(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?:\.|$)", "", name)
     return inner.rstrip(".") if inner != name else name
 
@@ -156,7 +156,7 @@ def canonical(name: str, offsets: Mapping[str, int], whole: str, name_map: Mappi
     if name_map:
         for prefix, other in name_map.items():
             if name == prefix or name.startswith(prefix + "."):
-                name = other + name[len(prefix):]
+                name = other + name[len(prefix) :]
                 break
     return whole + name if name == "" or name.startswith(":") else name
 

@@ -9,7 +9,13 @@ from typing import Any
 import torch.multiprocessing as mp
 
 CONTEXT = multiprocessing.get_context("forkserver")
-PRELOADED = ("torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "sentinel.collect", "tests.layouts.builds")
+PRELOADED = (
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "sentinel.collect.attach",
+    "tests.layouts.builds",
+)
 CONTEXT.set_forkserver_preload([*PRELOADED, "tests.support.frozen"])
 
 

@@ -14,11 +14,12 @@ import pytest
 
 from sentinel.aggregate import MAX_TABLES, Aggregate, Groups, matches, nearest_names
 from sentinel.errors import ConfigError
-from sentinel.ingest.merge import Layout, RankStep, StepView
+from sentinel.ingest.merge import ClosedStep, ModelLayout
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
 from sentinel.moments import Moments
 from sentinel.place import Place
 from sentinel.record import NONE_ID, ROW_DTYPE, STATS_DTYPE, Kind
+from sentinel.step_view import RankStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ def step_of(
     *,
     missing: Sequence[int] = (),
     name_maps: Mapping[int, dict[str, str]] | None = None,
-) -> StepView:
+) -> ClosedStep:
     """Return one closed step in which each rank tells the moments of what it holds; those missing are known, and silent."""
     descriptors = {}
     parts = []
@@ -64,10 +65,10 @@ def step_of(
         end = EndStep(step=3, num_rows=len(rows), num_calls=len(rows))
         parts.append(RankStep(rank=place.rank, descriptor=descriptor, rows=rows, end_step=end, time=5.0))
     here = [part for part in parts if part.rank not in missing]
-    return StepView(run="r", attempt=0, step=3, layout=Layout(descriptors), parts=here)
+    return ClosedStep(run="r", attempt=0, step=3, layout=ModelLayout(descriptors), parts=here)
 
 
-def merged(view: StepView, *texts: str, kinds: Sequence[str] | None = None) -> dict[tuple[str, str], Moments]:
+def merged(view: ClosedStep, *texts: str, kinds: Sequence[str] | None = None) -> dict[tuple[str, str], Moments]:
     groups = Groups(view.tensors, [Aggregate.parse(text) for text in texts], kinds=kinds)
     stats = groups.merge(view.stats)
     return {(group.name, group.kind): Moments(stats[at]) for at, group in enumerate(groups.groups)}

@@ -14,10 +14,11 @@ NOUNS = {
     "record", "moments", "messages", "place", "anomaly", "command", "errors", "version", "aggregate",
     "config_file", "document", "monitor_config", "target", "dump", "tensor_file", "structure_file", "reference",
     "bounds", "csv_text", "private_files", "process", "process_exits", "regular_expression", "run_end", "run_name",
+    "decision", "step_view", "known_words", "msprobe_tag",
 }  # fmt: skip
 STAGES = {
-    "native", "collect", "wire", "ingest", "detect", "rules", "order", "incidents", "explain", "report", "control",
-    "store", "daemon", "web", "cli",
+    "native", "collect", "wire", "ingest", "logs", "detect", "rules", "order", "incidents", "judge", "explain", "report",
+    "exports", "control", "store", "daemon", "web", "cli",
 }  # fmt: skip
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -26,21 +27,24 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wire": {"native"},  # the writer thread folds micro-steps
     "collect": {"wire", "native"},
     "ingest": {"wire", "native"},
+    "logs": {"ingest"},
     "detect": {"native"},
     "rules": {"detect", "native"},
     "order": set(),
     "incidents": {"order"},
     "explain": {"order", "incidents"},
     "report": set(),
+    "exports": {"ingest", "store", "wire"},
     "control": {"wire"},
     "store": set(),
+    "judge": {"ingest", "logs", "detect", "rules", "order", "incidents", "control", "report", "store", "wire"},
     "web": set(),
-    "daemon": STAGES - {"collect", "cli"},
-    "cli": STAGES,
+    "daemon": STAGES - {"collect", "cli", "daemon"},
+    "cli": STAGES - {"cli"},
     "testing": STAGES - {"collect", "cli", "daemon"},
     "root": STAGES,
 }
-"""Stage -> stages that it may import, beside the nouns and itself."""
+"""Stage -> stages that it may import, for type checkers alone too, beside the nouns and itself."""
 
 
 def stage_of(module: str) -> str:
@@ -57,8 +61,8 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of(path: Path, *, with_types: bool = False) -> list[tuple[int, str, bool]]:
-    """Return (line, module, is_lazy) of each import in a file; those for type checkers alone only when asked."""
+def imports_of(path: Path, *, with_types: bool = True) -> list[tuple[int, str, bool]]:
+    """Return (line, module, is_lazy) of each import in a file; those for type checkers alone unless told otherwise."""
     found: list[tuple[int, str, bool]] = []
 
     def visit(node: ast.AST, is_lazy: bool) -> None:
@@ -102,11 +106,38 @@ def test_import_arrows() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_circles_of_stages() -> None:
+    above: dict[str, set[str]] = {stage: set() for stage in MAY_IMPORT}
+    while growing := [
+        (stage, other)
+        for stage, below in MAY_IMPORT.items()
+        for under in below
+        for other in {under} | above[under]
+        if other not in above[stage]
+    ]:
+        for stage, other in growing:
+            above[stage].add(other)
+
+    assert not [stage for stage, below in above.items() if stage in below]
+
+
+def test_each_stage_says_what_comes_in_what_goes_out_and_what_it_never_does() -> None:
+    silent = []
+    for path in FILES:
+        if path.name != "__init__.py" or path.parent in (ROOT, ROOT / "native"):
+            continue
+        said = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+        if not all(word in said for word in ("In:", "Out:", "Never:")):
+            silent.append(str(path.relative_to(ROOT)))
+
+    assert not silent, silent
+
+
 def test_only_collect_imports_torch() -> None:
     wrong = [
         f"{path.relative_to(ROOT.parent)}:{line}"
         for path in FILES
-        for line, module, is_lazy in imports_of(path, with_types=True)
+        for line, module, is_lazy in imports_of(path)
         if module.partition(".")[0] in ("torch", "triton")
         and stage_of(module_of(path)) != "collect"
         # A verb that trains (the demo) may look whether there is torch, when it is called.
@@ -120,7 +151,7 @@ def test_the_command_line_imports_collect_lazily() -> None:
     wrong = [
         f"{path.relative_to(ROOT.parent)}:{line}"
         for path in FILES
-        for line, module, is_lazy in imports_of(path)
+        for line, module, is_lazy in imports_of(path, with_types=False)
         if stage_of(module_of(path)) == "cli" and stage_of(module) == "collect" and not is_lazy
     ]
 

@@ -27,7 +27,10 @@ DEFECTS: dict[int, tuple[str, str, str]] = {
     10: ("a restart deletes the anomaly file", "daemon/test_served_liveness.py", "test_kill_9_tells_nothing_twice"),
     11: ("steps not due still pay", "collect/test_due.py", "test_defect_11_steps_not_due_do_not_pay"),
     12: ("unlisted ranks compute", "collect/test_due.py", "test_defect_12_ranks_that_are_not_listed_measure_nothing"),
-    13: ("layers.1 takes layers.10", "collect/test_plan.py", "test_targets_are_names_globs_and_regular_expressions"),
+    13: (
+        "layers.1 takes layers.10", "collect/schedule/test_plan.py",
+        "test_targets_are_names_globs_and_regular_expressions",
+    ),
     14: (
         "a crash without torch.distributed", "collect/probes/test_comm.py", "test_without_torch_distributed_nothing_happens",
     ),
@@ -45,8 +48,8 @@ DEFECTS: dict[int, tuple[str, str, str]] = {
     ),
     18: ("hooks that change the loss", "end_to_end/test_bit_identical.py", "test_bit_identical_training"),
     19: ("a second attach counts twice", "collect/test_hooks.py", "test_attach_twice_counts_once"),
-    20: ("means written as 0", "cli/test_export_formats.py", "test_defect_20_a_small_mean_is_not_written_as_zero"),
-    21: ("bare NaN in JSON", "cli/test_export_formats.py", "test_defect_21_json_is_strict"),
+    20: ("means written as 0", "exports/test_formats.py", "test_defect_20_a_small_mean_is_not_written_as_zero"),
+    21: ("bare NaN in JSON", "exports/test_formats.py", "test_defect_21_json_is_strict"),
     22: (
         "the wgrad record of the step that overflowed thrown away", "collect/probes/test_wgrad_unreduced.py",
         "test_defect_22_the_record_of_the_step_that_overflowed_is_kept",
@@ -54,7 +57,7 @@ DEFECTS: dict[int, tuple[str, str, str]] = {
     23: ("variance merged with the wrong sign", "test_moments.py", "test_shards_merge_to_the_whole"),
     24: ("moments multiplied by world size", "ingest/test_merge.py", "test_replicas_are_not_summed"),
     25: ("counts wrong above 2**24", "native/test_measure.py", "test_counts_exact_above_2_24"),
-    26: ("alarm at step 1 of every pipeline run", "collect/test_pipelining.py", "test_shape_inference_not_counted"),
+    26: ("alarm at step 1 of every pipeline run", "collect/parallel/test_pipelining.py", "test_shape_inference_not_counted"),
     27: ("double counts under checkpointing", "collect/test_hooks.py", "test_recompute_counted_once"),
     28: ("training blocked by who listens", "wire/test_handover.py", "test_a_stalled_disk_stalls_nobody_else"),
     30: ("an alert sent twice after kill -9", "daemon/test_served_liveness.py", "test_kill_9_tells_nothing_twice"),

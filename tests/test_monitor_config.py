@@ -26,8 +26,8 @@ from sentinel.monitor_config import (
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("kindz: [param]\n", 'f.yaml:1: unknown key \'kindz\'; did you mean "kinds"?'),
-        ("\nkinds:\n- param\n- parm\n", 'f.yaml:4: kinds[1]: unknown kind \'parm\'; did you mean "param"?'),
+        ("kindz: [param]\n", "f.yaml:1: unknown key 'kindz'; did you mean \"kinds\"?"),
+        ("\nkinds:\n- param\n- parm\n", "f.yaml:4: kinds[1]: unknown kind 'parm'; did you mean \"param\"?"),
         ("run: a\nblack_box: perhaps\n", "f.yaml:2: black_box: expected `bool`, got `str`"),
         ("spool:\n  max_bytes: much\n", "f.yaml:2: spool.max_bytes: expected `int`, got `str`"),
         ("spool:\n\n  file_bytes: 3\n", "f.yaml:3: spool.file_bytes must be at least 65536, got 3"),

@@ -16,7 +16,7 @@ from sentinel import ADAPTERS
 from sentinel.anomaly import Anomaly
 from sentinel.cli.main import VERBS
 from sentinel.monitor_config import parse_config
-from sentinel.rules.loader import load_pack
+from sentinel.rules.language.loader import load_pack
 
 from .layouts.builds import LAYOUTS
 

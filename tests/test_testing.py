@@ -6,29 +6,29 @@ import numpy as np
 import pytest
 
 from sentinel.ingest.follow import RunFollower
-from sentinel.ingest.merge import StepView
+from sentinel.ingest.merge import ClosedStep
 from sentinel.ingest.steps import StepAssembler
 from sentinel.place import depth
-from sentinel.testing import EPOCH_S, BlowUp, FakeClock, LossSpike, Nan, SyntheticRun
+from sentinel.testing import EPOCH_S, BlowUp, FakeClock, LossJump, Nan, SyntheticRun
 from sentinel.testing.schedules import program_order
 
 
-def views(run: SyntheticRun) -> list[StepView]:
+def views(run: SyntheticRun) -> list[ClosedStep]:
     follower = RunFollower(run.directory)
     assembler = StepAssembler(run.run, on_decision=lambda decision: None)
-    found: list[StepView] = []
+    found: list[ClosedStep] = []
     while records := follower.poll(final=True):
         assembler.take(records, 0.0)
         found += assembler.close(0.0, follower.behind)
     return found + list(assembler.finish(0.0))
 
 
-def bad(view: StepView) -> set[str]:
+def bad(view: ClosedStep) -> set[str]:
     """`key of the tensor r<rank>` of every row with a non-finite value."""
     return {f"{view.tensors[view.row_logical[at]].key} r{view.row_rank[at]}" for at in view.bad_rows}
 
 
-def keys(view: StepView, kind: str, ranks: range, *, at_least: str = "", below: str = "") -> set[str]:
+def keys(view: ClosedStep, kind: str, ranks: range, *, at_least: str = "", below: str = "") -> set[str]:
     order = [tensor for tensor in view.tensors if tensor.kind == kind]
     order.sort(key=lambda tensor: (tensor.depth, tensor.site_pos))
     found = [tensor.name for tensor in order]
@@ -153,7 +153,7 @@ def test_clipping_by_a_bad_norm_spoils_all_that_the_optimizer_writes(tmp_path: P
 
 def test_other_faults_move_what_they_say(tmp_path: Path) -> None:
     run = SyntheticRun(tmp_path / "run", layers=2)
-    run.plant(BlowUp(step=2, module="layers.1", factor=50.0), LossSpike(step=3, factor=4.0))
+    run.plant(BlowUp(step=2, module="layers.1", factor=50.0), LossJump(step=3, factor=4.0))
     run.write(5)
     seen = views(run)
 

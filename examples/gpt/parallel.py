@@ -77,9 +77,7 @@ class Layout:
             PipelineStage(chunk, self.pp_rank + n * self.pp, num_stages, torch.device("cpu"), group=group)
             for n, chunk in enumerate(chunks)
         ]
-        return SCHEDULES[name](
-            stages if name == "interleaved1f1b" else stages[0], num_micro_steps, loss_fn=next_token_loss
-        )
+        return SCHEDULES[name](stages if name == "interleaved1f1b" else stages[0], num_micro_steps, loss_fn=next_token_loss)
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average the gradients over the replicas, all in one all-reduce."""

@@ -1,8 +1,8 @@
 """Train the small GPT on 2 pipeline stages x 2 data-parallel ranks, watched by Sentinel.
 
-    python examples/gpt/launch.py -n 4 -- examples/gpt/train.py --steps 100
-    torchrun --nproc-per-node 4 examples/gpt/train.py --steps 100       # the same
-    sentinel run -- torchrun --nproc-per-node 4 examples/gpt/train.py   # with the daemon beside it
+python examples/gpt/launch.py -n 4 -- examples/gpt/train.py --steps 100
+torchrun --nproc-per-node 4 examples/gpt/train.py --steps 100       # the same
+sentinel run -- torchrun --nproc-per-node 4 examples/gpt/train.py   # with the daemon beside it
 """
 
 from __future__ import annotations

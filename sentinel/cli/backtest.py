@@ -19,8 +19,8 @@ from sentinel.cli.code import allow_code_option
 from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, say
 
 if TYPE_CHECKING:
-    from sentinel.daemon.backtest import Outcome, Subject
-    from sentinel.rules.schema import Pack
+    from sentinel.judge.backtest import BacktestOutcome, Subject
+    from sentinel.rules.language.schema import Pack
 
 SEVERITIES = ("info", "warning", "critical")
 
@@ -76,9 +76,9 @@ def backtest(
     of your own failed.
     """
     from sentinel.cli.backtest_jobs import judged
-    from sentinel.daemon.backtest import Settings, read_sister
     from sentinel.daemon.config import load_config
     from sentinel.errors import SentinelError
+    from sentinel.judge.backtest import Settings, read_sister
 
     with tempfile.TemporaryDirectory(prefix="sentinel-backtest-") as scratch:
         found = find_subjects(subjects, state_dir, Path(scratch))
@@ -108,9 +108,9 @@ def backtest(
         return _tell(results, least, as_json)
 
 
-def _tell(results: Iterator[list[Outcome | str]], least: int, as_json: bool) -> int:
+def _tell(results: Iterator[list[BacktestOutcome | str]], least: int, as_json: bool) -> int:
     """Print alarms as they come, in the order of the subjects; return the exit code."""
-    outcomes: list[Outcome] = []
+    outcomes: list[BacktestOutcome] = []
     num_failed = num_alarms = 0
     for (outcome,) in results:
         if isinstance(outcome, str):
@@ -132,7 +132,7 @@ def _tell(results: Iterator[list[Outcome | str]], least: int, as_json: bool) -> 
     return FOUND if num_alarms and is_whole else CLEAN if is_whole else BAD_USAGE
 
 
-def _sum_up(outcomes: Sequence[Outcome], least: int, num_failed: int) -> None:
+def _sum_up(outcomes: Sequence[BacktestOutcome], least: int, num_failed: int) -> None:
     alarms = [(one.name, alarm) for one in outcomes for alarm in one.alarms]
     told = [(name, alarm) for name, alarm in alarms if alarm.severity.level >= least]
     num_rows = sum(one.num_rows for one in outcomes)
@@ -159,7 +159,7 @@ def find_subjects(given: Sequence[str], state_dir: str | None, scratch: Path) ->
 
     scratch: a directory for what comes from stdin.
     """
-    from sentinel.daemon.backtest import Subject
+    from sentinel.judge.backtest import Subject
 
     found: dict[str, bool] = {}
     for one in given:
@@ -198,7 +198,7 @@ def find_subjects(given: Sequence[str], state_dir: str | None, scratch: Path) ->
 def _subjects_at(given: str) -> list[tuple[Path, bool]]:
     from sentinel.cli.places import find_run
     from sentinel.errors import ConfigError
-    from sentinel.ingest.logs import find_logs
+    from sentinel.logs.reading import find_logs
 
     path = Path(given)
     if not path.exists():
@@ -242,6 +242,6 @@ def _named(against: Sequence[str]) -> tuple[str, ...]:
 
 
 def _pack(paths: Sequence[str]) -> Pack:
-    from sentinel.daemon.packs import RulePacks
+    from sentinel.judge.packs import RulePacks
 
     return RulePacks(paths).load()

@@ -11,8 +11,8 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-from sentinel.daemon.backtest import Outcome, Settings, Subject, judge_subject
 from sentinel.errors import SentinelError
+from sentinel.judge.backtest import BacktestOutcome, Settings, Subject, judge_subject
 
 _shares: MutableSequence[float] | None = None
 """In a worker: the share of each task that is done, which the process that shows it shares."""
@@ -20,12 +20,12 @@ _shares: MutableSequence[float] | None = None
 
 def judged(
     subjects: Sequence[Subject], settings: Sequence[Settings], jobs: int, *, is_quiet: bool
-) -> Iterator[list[Outcome | str]]:
+) -> Iterator[list[BacktestOutcome | str]]:
     """Yield, in the order of the subjects, an outcome for each of the settings; words where one could not be judged."""
     tasks = [(subject, one) for subject in subjects for one in settings]
     sizes = [_size(subject) for subject, _ in tasks]
     jobs = min(jobs, len(tasks))
-    with _Bar(sizes, is_quiet) as bar:
+    with _JobsBar(sizes, is_quiet) as bar:
         results = _here(tasks, bar) if jobs < 2 or "fork" not in multiprocessing.get_all_start_methods() else None
         if results is not None:
             yield from _in_lots(results, len(settings))
@@ -33,8 +33,8 @@ def judged(
         yield from _in_lots(_in_parallel(tasks, sizes, jobs, bar), len(settings))
 
 
-def _in_lots(results: Iterator[Outcome | str], size: int) -> Iterator[list[Outcome | str]]:
-    lot: list[Outcome | str] = []
+def _in_lots(results: Iterator[BacktestOutcome | str], size: int) -> Iterator[list[BacktestOutcome | str]]:
+    lot: list[BacktestOutcome | str] = []
     for result in results:
         lot.append(result)
         if len(lot) == size:
@@ -42,19 +42,19 @@ def _in_lots(results: Iterator[Outcome | str], size: int) -> Iterator[list[Outco
             lot = []
 
 
-def _here(tasks: Sequence[tuple[Subject, Settings]], bar: _Bar) -> Iterator[Outcome | str]:
+def _here(tasks: Sequence[tuple[Subject, Settings]], bar: _JobsBar) -> Iterator[BacktestOutcome | str]:
     for at, (subject, settings) in enumerate(tasks):
         yield _judge(subject, settings, bar.teller(at))
         bar.show(at, 1.0)
 
 
 def _in_parallel(
-    tasks: Sequence[tuple[Subject, Settings]], sizes: Sequence[int], jobs: int, bar: _Bar
-) -> Iterator[Outcome | str]:
+    tasks: Sequence[tuple[Subject, Settings]], sizes: Sequence[int], jobs: int, bar: _JobsBar
+) -> Iterator[BacktestOutcome | str]:
     context = multiprocessing.get_context("fork")
     shares = context.Array("d", len(tasks), lock=False)
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(shares,)) as pool:
-        futures: dict[int, Future[Outcome | str]] = {}
+        futures: dict[int, Future[BacktestOutcome | str]] = {}
         # The longest first: no process is left alone with it at the end.
         for at in sorted(range(len(tasks)), key=lambda one: -sizes[one]):
             futures[at] = pool.submit(_in_worker, at, *tasks[at])
@@ -71,7 +71,7 @@ def _in_parallel(
                 future.cancel()
 
 
-def _result(future: Future[Outcome | str], subject: Subject) -> Outcome | str:
+def _result(future: Future[BacktestOutcome | str], subject: Subject) -> BacktestOutcome | str:
     try:
         return future.result()
     except BrokenProcessPool:
@@ -83,7 +83,7 @@ def _begin(shares: MutableSequence[float]) -> None:
     _shares = shares
 
 
-def _in_worker(at: int, subject: Subject, settings: Settings) -> Outcome | str:
+def _in_worker(at: int, subject: Subject, settings: Settings) -> BacktestOutcome | str:
     def tell(share: float) -> None:
         if _shares is not None:
             _shares[at] = share
@@ -93,7 +93,7 @@ def _in_worker(at: int, subject: Subject, settings: Settings) -> Outcome | str:
     return result
 
 
-def _judge(subject: Subject, settings: Settings, tell: Callable[[float], None]) -> Outcome | str:
+def _judge(subject: Subject, settings: Settings, tell: Callable[[float], None]) -> BacktestOutcome | str:
     try:
         return judge_subject(subject, settings, tell)
     except SentinelError as error:
@@ -112,7 +112,7 @@ def _size(subject: Subject) -> int:
     return 1
 
 
-class _Bar:
+class _JobsBar:
     """A bar on stderr, where people look at it."""
 
     def __init__(self, sizes: Sequence[int], is_quiet: bool) -> None:
@@ -132,7 +132,7 @@ class _Bar:
         )
         self._task = self._bar.add_task("backtest", total=float(sum(sizes)), done=0, num=len(sizes))
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> _JobsBar:
         if self._bar is not None:
             self._bar.start()
         return self

@@ -13,15 +13,15 @@ from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, say
 from sentinel.cli.table import show_table
 
 if TYPE_CHECKING:
-    from sentinel.daemon.backtest import Alarm, Outcome, RuleDifference
-    from sentinel.rules.schema import Pack
+    from sentinel.judge.backtest import Alarm, BacktestOutcome, RuleDifference
+    from sentinel.rules.language.schema import Pack
 
 ALARM_COLUMNS = ("file", "row", "step", "channel", "value", "usual", "score", "rule", "verdict", "severity")
 MAX_LISTED = 10
 """New and lost alarms that are named, of each (chosen); --json has all."""
 
 
-def show_alarms(alarms: Sequence[tuple[Outcome, Alarm]]) -> None:
+def show_alarms(alarms: Sequence[tuple[BacktestOutcome, Alarm]]) -> None:
     """Print alarms as a table: aligned text into a pipe, with colours on a terminal.
 
     Its verdict is the incident's last: at the onset of a spike nobody knows yet how it goes on.
@@ -51,9 +51,11 @@ def _number(value: float | None) -> str:
 # -- two packs ---------------------------------------------------------------------------------------------------------
 
 
-def show_difference(results: Sequence[Sequence[Outcome | str]], packs: Sequence[Pack], least: int, as_json: bool) -> int:
+def show_difference(
+    results: Sequence[Sequence[BacktestOutcome | str]], packs: Sequence[Pack], least: int, as_json: bool
+) -> int:
     """Print what two packs say of the same subjects, rule by rule and subject by subject; return the exit code."""
-    from sentinel.daemon.backtest import compare, new_alarms
+    from sentinel.judge.backtest import compare, new_alarms
 
     failed = [one for pair in results for one in pair if isinstance(one, str)]
     for problem in dict.fromkeys(failed):
@@ -104,7 +106,7 @@ def _difference_cells(one: RuleDifference) -> tuple[str, ...]:
 def _as_data(
     packs: Sequence[Pack],
     total: Sequence[RuleDifference],
-    by_subject: Sequence[tuple[Outcome, RuleDifference]],
+    by_subject: Sequence[tuple[BacktestOutcome, RuleDifference]],
     gained: Sequence[Alarm],
     lost: Sequence[Alarm],
 ) -> dict[str, Any]:

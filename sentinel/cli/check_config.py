@@ -53,7 +53,7 @@ def _kind(path: Path) -> str:
 def _problem(path: Path, kind: str) -> str | None:
     try:
         if kind == "rules":
-            from sentinel.daemon.packs import RulePacks
+            from sentinel.judge.packs import RulePacks
 
             RulePacks([path]).load()
         elif kind == "trainer":

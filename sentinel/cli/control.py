@@ -10,9 +10,9 @@ import msgspec
 
 from sentinel.cli.main import CLEAN, FOUND, say
 from sentinel.cli.places import find_run
-from sentinel.cli.standing import Standing, standing_of
+from sentinel.cli.progress import RunProgress, standing_of
 from sentinel.command import DescribeStructure, DisableMonitoring, DumpTensors, EnableMonitoring
-from sentinel.control.commands import CommandDesk
+from sentinel.control.commands import RunCommands
 from sentinel.control.policy import first_step
 from sentinel.errors import ConfigError
 from sentinel.monitor_config import MEASURED_LABELS
@@ -24,7 +24,7 @@ PERSON_LATENCY_S = 0.5
 _KINDS = click.option("--kinds", metavar="KIND,...", help=f"What is meant, among {', '.join(KIND_LABELS)}.")
 _RUN = click.option("-d", "--dir", "run", metavar="RUN", help="The run: its directory or name. Default: the newest one.")
 _TARGETS = click.option(
-    "--targets", metavar="GLOB,...", help='Names of modules, `layers.3` or `layers.*.mlp`. Default: all modules.'
+    "--targets", metavar="GLOB,...", help="Names of modules, `layers.3` or `layers.*.mlp`. Default: all modules."
 )
 _AT_STEP = click.option(
     "--at-step", default="auto", show_default=True, metavar="N|auto",
@@ -144,15 +144,15 @@ def dump(
     return say_deaf(run_dir, standing)
 
 
-def desk_of(run_dir: Path, standing: Standing) -> CommandDesk:
+def desk_of(run_dir: Path, standing: RunProgress) -> RunCommands:
     """Return the desk of a run, for commands to those who train now; to whoever comes where nobody does."""
-    desk = CommandDesk(run_dir)
+    desk = RunCommands(run_dir)
     if not standing.why_deaf:
         desk.attempt = standing.attempt
     return desk
 
 
-def say_deaf(run_dir: Path, standing: Standing) -> int:
+def say_deaf(run_dir: Path, standing: RunProgress) -> int:
     """Say that nobody reads what was ordered, where that is so; return the exit code."""
     if not standing.why_deaf:
         return CLEAN
@@ -205,7 +205,7 @@ def parse_ranks(text: str | None) -> tuple[int, ...]:
     return tuple(sorted({int(word) for word in words}))
 
 
-def parse_step(run_dir: Path, text: str, standing: Standing) -> int:
+def parse_step(run_dir: Path, text: str, standing: RunProgress) -> int:
     """Return the step that `--at-step` means in a run."""
     newest = standing.newest_step
     if text == "auto":

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from sentinel.daemon.gauges import WATCHED_FACT
-from sentinel.ingest.decision import STEP, TICK
+from sentinel.decision import STEP, TICK
 from sentinel.run_end import GOODBYE, RunEnd, end_words
 from sentinel.store.journal import Journal
-from sentinel.store.whereabouts import printable, runs_in
+from sentinel.store.run_paths import printable, runs_in
 
 MAX_TICKS = 256
 """Newest ticks among which the end of a run is looked for (chosen): few come behind it."""
@@ -49,22 +49,22 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
         return lines
 
 
-class _Where(msgspec.Struct):
+class _DecisionTime(msgspec.Struct):
     attempt: int
     time: float = 0.0
     ended: RunEnd | None = None
 
 
-class _Watched(msgspec.Struct):
+class _WatchedCounts(msgspec.Struct):
     ranks: int = 0
     tensors: int = 0
 
 
 def course_of(journal: Journal) -> Course:
     """Return what a journal says of its run as a whole."""
-    watched = msgspec.json.decode(journal.recall(WATCHED_FACT) or "{}", type=_Watched)
-    steps = [msgspec.msgpack.decode(body, type=_Where) for body in journal.newest_decisions(STEP, 1)]
-    ticks = (msgspec.msgpack.decode(body, type=_Where) for body in journal.newest_decisions(TICK, MAX_TICKS))
+    watched = msgspec.json.decode(journal.recall(WATCHED_FACT) or "{}", type=_WatchedCounts)
+    steps = [msgspec.msgpack.decode(body, type=_DecisionTime) for body in journal.newest_decisions(STEP, 1)]
+    ticks = (msgspec.msgpack.decode(body, type=_DecisionTime) for body in journal.newest_decisions(TICK, MAX_TICKS))
     newest = next((one for one in ticks if one.ended is not None), None)
     # What the ranks wrote before their end may be decided behind it.
     goes_on = newest is None or any(one.attempt >= newest.attempt and one.time > newest.time for one in steps)

@@ -20,7 +20,7 @@ import msgspec
 import sentinel
 from sentinel.anomaly import Anomaly, Incident
 from sentinel.cli.companion import Companion
-from sentinel.cli.demo_plan import Outcome, Plan, judge
+from sentinel.cli.demo_plan import DemoOutcome, DemoPlan, judge
 from sentinel.cli.demo_progress import progress
 from sentinel.cli.demo_receiver import Message, Receiver
 from sentinel.cli.demo_story import Scene, story
@@ -54,7 +54,7 @@ def demo(directory: str | None, keep: bool, as_json: bool) -> int:
     nothing that is not true was told.
     """
     began = time.monotonic()
-    plan = Plan()
+    plan = DemoPlan()
     stage = Stage(runs_directory(directory) / run_name(f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"), plan)
     try:
         stage.perform()
@@ -76,7 +76,7 @@ def demo(directory: str | None, keep: bool, as_json: bool) -> int:
 class Stage:
     """Receiver, daemon and trainer of one demo, and what they say. Talk goes to stderr."""
 
-    def __init__(self, run_dir: Path, plan: Plan) -> None:
+    def __init__(self, run_dir: Path, plan: DemoPlan) -> None:
         self.run_dir = run_dir
         self.plan = plan
         self.url = ""
@@ -179,7 +179,7 @@ class Stage:
                 shown.append(line.replace(f'run="{self.run_dir.name}",', "").replace(f'{{run="{self.run_dir.name}"}}', ""))
         return shown
 
-    def _topk(self, outcome: Outcome, step: int) -> list[dict[str, Any]]:
+    def _topk(self, outcome: DemoOutcome, step: int) -> list[dict[str, Any]]:
         """Return what `sentinel topk` says of one step of the incident."""
         out = self.run_dir / "demo" / f"topk-{step}"
         command = [

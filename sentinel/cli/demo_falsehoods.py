@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from sentinel.anomaly import Anomaly, Incident, Severity
 
 if TYPE_CHECKING:
-    from sentinel.cli.demo_plan import Plan
+    from sentinel.cli.demo_plan import DemoPlan
 
 OF_TIME = frozenset({"SlowRank"})
 """Detectors of ranks that others waited for: on a busy machine they truly did."""
 
 
 def falsehoods(
-    plan: Plan, anomalies: Sequence[Anomaly], revisions: Iterable[Incident], texts: Iterable[str] = ()
+    plan: DemoPlan, anomalies: Sequence[Anomaly], revisions: Iterable[Incident], texts: Iterable[str] = ()
 ) -> list[str]:
     """Return what is not true, each thing once, in words; empty: nothing.
 
@@ -41,7 +41,7 @@ def is_of_time(one: Incident) -> bool:
     return bool(one.detectors) and OF_TIME.issuperset(one.detectors)
 
 
-def _why_false(plan: Plan, roots: Mapping[str, Anomaly], one: Incident) -> str:
+def _why_false(plan: DemoPlan, roots: Mapping[str, Anomaly], one: Incident) -> str:
     """Return what is not true of a revision that is told; empty: all of it is."""
     if is_of_time(one):
         return ""

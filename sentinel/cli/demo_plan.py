@@ -14,7 +14,7 @@ from sentinel.order.causes import leading_causes
 from sentinel.order.origin import Origin, origin
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The truth: only the trainer and this file know it, the daemon never does."""
 
     num_steps: int = 290
@@ -48,7 +48,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     found: str
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class DemoOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What the run's files say about the faults of a plan."""
 
     claims: tuple[Claim, ...]
@@ -68,7 +68,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(
-    plan: Plan,
+    plan: DemoPlan,
     anomalies: Sequence[Anomaly],
     incidents: Iterable[Incident],
     told: Iterable[Incident],
@@ -76,7 +76,7 @@ def judge(
     num_judged: int,
     num_dropped: int,
     texts: Sequence[str] = (),
-) -> Outcome:
+) -> DemoOutcome:
     """Return what was found. incidents: all revisions, as written; told: incidents that receivers heard of.
 
     num_judged: steps; num_dropped: rows. Silence counts for something only where everything was looked at.
@@ -113,15 +113,13 @@ def judge(
             text=f"at step {plan.nan_steps[0]} the black box names segment, rank and micro-batch",
             holds=first_step == plan.nan_steps[0]
             and black_box is not None
-            and (black_box.segment, black_box.rank, black_box.micro_step)
-            == (plan.segment, plan.rank, plan.micro_step),
+            and (black_box.segment, black_box.rank, black_box.micro_step) == (plan.segment, plan.rank, plan.micro_step),
             found=describe(black_box),
         ),
         Claim(
             text="the alarm switches module monitoring on, and a later occurrence names module, rank and micro-batch",
             holds=escalated is not None
-            and (escalated.module, escalated.rank, escalated.micro_step)
-            == (plan.module, plan.rank, plan.micro_step),
+            and (escalated.module, escalated.rank, escalated.micro_step) == (plan.module, plan.rank, plan.micro_step),
             found=describe(escalated) + ("" if escalated_step is None else f", step {escalated_step}"),
         ),
         Claim(
@@ -131,8 +129,7 @@ def judge(
         ),
         Claim(
             text="a critical incident was told to the receiver",
-            holds=incident is not None
-            and any(one.id == incident.id and one.severity is Severity.CRITICAL for one in told),
+            holds=incident is not None and any(one.id == incident.id and one.severity is Severity.CRITICAL for one in told),
             found=f"{len({one.id for one in told})} incidents told",
         ),
         Claim(
@@ -141,7 +138,7 @@ def judge(
             found="; ".join(false) or f"{len(told)} messages about {len({one.id for one in told})} incidents, all true",
         ),
     )
-    return Outcome(
+    return DemoOutcome(
         claims=claims,
         incident=incident,
         black_box_step=first_step,
@@ -160,7 +157,7 @@ def describe(found: Origin | None) -> str:
     return f"{where}, {found.phase}, rank {found.rank}{micro_step}"
 
 
-def _occurrences(plan: Plan, onsets: Sequence[Anomaly]) -> tuple[int | None, int | None]:
+def _occurrences(plan: DemoPlan, onsets: Sequence[Anomaly]) -> tuple[int | None, int | None]:
     bad = sorted({one.step for one in onsets if is_nonfinite(one)})
     inside = sorted(
         {one.step for one in onsets if is_nonfinite(one) and one.kind == "activation" and not one.border}

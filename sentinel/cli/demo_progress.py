@@ -24,7 +24,7 @@ class Lines:
         """Nothing is left on the terminal."""
 
 
-class Bar:
+class DemoBar:
     """Progress as a bar on stderr with the lines above it."""
 
     def __init__(self, num_steps: int) -> None:
@@ -53,6 +53,6 @@ class Bar:
         self._bar.stop()
 
 
-def progress(num_steps: int) -> Bar | Lines:
+def progress(num_steps: int) -> DemoBar | Lines:
     """Return the progress that suits stderr."""
-    return Bar(num_steps) if sys.stderr.isatty() else Lines()
+    return DemoBar(num_steps) if sys.stderr.isatty() else Lines()

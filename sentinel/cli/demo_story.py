@@ -8,15 +8,15 @@ from typing import Any
 
 import msgspec
 
-from sentinel.cli.demo_plan import Outcome, Plan, describe
+from sentinel.cli.demo_plan import DemoOutcome, DemoPlan, describe
 from sentinel.cli.demo_receiver import Message
 
 
 class Scene(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the end of the demo tells."""
 
-    plan: Plan
-    outcome: Outcome
+    plan: DemoPlan
+    outcome: DemoOutcome
     topk: dict[int, list[dict[str, Any]]]
     """Step -> what `sentinel topk` says of it, first causes first."""
     messages: list[Message]

@@ -68,7 +68,7 @@ def _torch() -> tuple[str, str, str]:
 def _directory(home: Path) -> list[tuple[str, str, str]]:
     from sentinel.private_files import refuse_foreign
     from sentinel.store.disk import file_system, refuse_network
-    from sentinel.store.whereabouts import RunPaths, runs_in
+    from sentinel.store.run_paths import RunPaths, runs_in
 
     what = str(home)
     findings = []
@@ -77,9 +77,7 @@ def _directory(home: Path) -> list[tuple[str, str, str]]:
         refuse_network(home)
         findings.append((OK, what, f"lies on {kind}"))
     except SentinelError:
-        findings.append(
-            (NOTE, what, f"lies on {kind}, a network file system: serve it with --state-dir on a local disk")
-        )
+        findings.append((NOTE, what, f"lies on {kind}, a network file system: serve it with --state-dir on a local disk"))
     if not home.exists():
         return [*findings, (NOTE, what, "is not there yet; the first run makes it")]
     for run in [home, *runs_in(home)]:

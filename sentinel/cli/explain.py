@@ -14,10 +14,10 @@ from sentinel.cli.main import CLEAN
 from sentinel.cli.places import find_run, runs_directory
 from sentinel.errors import MALFORMED, ConfigError, StoreError
 from sentinel.explain.drawing import WIDTH
-from sentinel.explain.story import Story, Told, story_of, tell
+from sentinel.explain.story import SentAlert, Story, story_of, tell
 from sentinel.incidents.revisions import find_incident, incident_revisions, newest_revisions, worst_open
 from sentinel.report.alert import Alert
-from sentinel.store.whereabouts import RunPaths, runs_in
+from sentinel.store.run_paths import RunPaths, runs_in
 
 
 @click.command()
@@ -73,7 +73,7 @@ def run_with_incident(incident: str, directory: str | None) -> Path:
     return next(iter(found))
 
 
-def alerts_of(run_dir: Path) -> list[tuple[str, Told]]:
+def alerts_of(run_dir: Path) -> list[tuple[str, SentAlert]]:
     """Return (incident id, alert) for all that the run's outbox ever queued, oldest first; none without a journal."""
     try:
         journal = RunPaths.of(run_dir).journal
@@ -86,9 +86,7 @@ def alerts_of(run_dir: Path) -> list[tuple[str, Told]]:
     except sqlite3.Error:
         return []
     try:
-        rows = database.execute(
-            "SELECT body, outcome FROM outbox WHERE topic LIKE 'alert:%' ORDER BY position"
-        ).fetchall()
+        rows = database.execute("SELECT body, outcome FROM outbox WHERE topic LIKE 'alert:%' ORDER BY position").fetchall()
     except sqlite3.Error:
         return []
     finally:
@@ -99,7 +97,7 @@ def alerts_of(run_dir: Path) -> list[tuple[str, Told]]:
             alert = Alert.read(body)
         except MALFORMED:
             continue
-        told = Told(
+        told = SentAlert(
             sink=alert.sink,
             change=alert.change,
             revision=alert.incident.revision,

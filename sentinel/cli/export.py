@@ -15,13 +15,13 @@ from sentinel.cli.export_options import moment_of, steps_of, words_of
 from sentinel.cli.main import CLEAN, FOUND, say
 from sentinel.cli.places import find_run
 from sentinel.errors import ConfigError
+from sentinel.exports.text_tables import FORMATS
 from sentinel.record import STATISTICS
-from sentinel.report.export import FORMATS
 
 if TYPE_CHECKING:
-    from sentinel.cli.exporting import Reading, Written
-    from sentinel.daemon.series import SeriesQuery
-    from sentinel.store.whereabouts import RunPaths
+    from sentinel.cli.exporting import StepReading, Written
+    from sentinel.exports.series import SeriesQuery
+    from sentinel.store.run_paths import RunPaths
 
 PARQUET, TENSORBOARD, MSPROBE_CSV, MSPROBE, MEGATRON = "parquet", "tensorboard", "msprobe-csv", "msprobe", "megatron-stats"
 TABLES = (*FORMATS, PARQUET)
@@ -49,57 +49,83 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 @click.command()
 @click.argument("run", required=False)
 @click.option(
-    "--aggregate", "aggregates", multiple=True, metavar="[NAME=]GLOB[,GLOB]",
+    "--aggregate",
+    "aggregates",
+    multiple=True,
+    metavar="[NAME=]GLOB[,GLOB]",
     help="A group of tensors, merged to one series a kind: 'layers.3.*', 'qkv=*.q_proj.*,*.k_proj.*'. {} takes one part of "
     "a name and makes a group for each value: 'layers.{}.*' is one series a layer. Several add up.",
 )
 @click.option(
-    "--name", "names", multiple=True, metavar="GLOB",
+    "--name",
+    "names",
+    multiple=True,
+    metavar="GLOB",
     help="Without --aggregate: tensors by name, each its own series; * crosses dots. Several add up. Default: all.",
 )
 @click.option(
     "--kind", "kinds", callback=words_of, metavar="KIND,...", help="wgrad, param, ..., scalar. Default: all but scalar."
 )
 @click.option(
-    "--statistic", "statistics", callback=words_of, metavar="NAME,...",
+    "--statistic",
+    "statistics",
+    callback=words_of,
+    metavar="NAME,...",
     help=f"Of {', '.join(STATISTICS)}; value for scalars. Default: all of them.",
 )
 @click.option(
     "--steps", callback=steps_of, metavar="A:B", help="Steps A to B, both included; A: and :B are open. Default: all."
 )
 @click.option(
-    "--start-time", callback=moment_of, metavar="TIME",
+    "--start-time",
+    callback=moment_of,
+    metavar="TIME",
     help="Only steps that ended then or later: 2026-11-21T14:00:00 (UTC unless it says a zone), or seconds since 1970.",
 )
 @click.option("--end-time", callback=moment_of, metavar="TIME", help="Only steps that ended then or earlier.")
 @click.option(
-    "--attempt", type=click.IntRange(min=0), metavar="N",
+    "--attempt",
+    type=click.IntRange(min=0),
+    metavar="N",
     help="Only what this attempt measured, 0 being the first. Default: the newest attempt of each step.",
 )
 @click.option(
-    "--per-rank/--merged", "ranked", default=None,
+    "--per-rank/--merged",
+    "ranked",
+    default=None,
     help="Rows as each rank recorded them, or merged over micro-steps and ranks. Default: merged, but for "
     f"{TENSORBOARD} and {MSPROBE_CSV}.",
 )
 @click.option(
-    "--vectors", is_flag=True,
+    "--vectors",
+    is_flag=True,
     help="What is no row instead: histograms, values for each head, expert or channel. JSON lines, Parquet or TensorBoard.",
 )
 @click.option(
-    "--squash-names", "squash", is_flag=True,
+    "--squash-names",
+    "squash",
+    is_flag=True,
     help="Leave out what stands before the last part `layers` of a name (else embedding, final, output, norm), where the "
     "rest still names one tensor: decoder.layers.0.mlp is layers.0.mlp.",
 )
 @click.option(
-    "--steps-per-file", type=click.IntRange(1, 10**6), default=1, show_default=True, metavar="N",
+    "--steps-per-file",
+    type=click.IntRange(1, 10**6),
+    default=1,
+    show_default=True,
+    metavar="N",
     help=f"{MSPROBE_CSV}: steps in one file, as its step_count_per_record.",
 )
 @click.option(
-    "--format", "form", type=click.Choice([*TABLES, *DIRECTORIES, SKIP_LIST]),
+    "--format",
+    "form",
+    type=click.Choice([*TABLES, *DIRECTORIES, SKIP_LIST]),
     help="Default: by the name of FILE, else csv. docs/exports.md tells what stands where in each.",
 )
 @click.option(
-    "-o", "--output", metavar="FILE",
+    "-o",
+    "--output",
+    metavar="FILE",
     help=f"Written whole or not at all; {', '.join(DIRECTORIES)}: an empty directory, or none yet. Default: stdout.",
 )
 @click.option("-j", "--jobs", type=click.IntRange(1, 256), default=1, show_default=True, help="Processes that encode steps.")
@@ -139,7 +165,7 @@ def export(
 
     Exit 1 when there is nothing to write, 2 when a glob matches no name.
     """
-    from sentinel.store.whereabouts import RunPaths
+    from sentinel.store.run_paths import RunPaths
 
     if form is None:
         by_name = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": PARQUET}
@@ -209,9 +235,9 @@ def _query(
     steps: tuple[int, int],
 ) -> SeriesQuery:
     """Return the query; UsageError where the options contradict each other or the format."""
-    from sentinel.daemon.series import TENSOR_KINDS, VALUE, SeriesQuery
-    from sentinel.report.megatron_stats import KINDS
-    from sentinel.report.msprobe_csv import has_place
+    from sentinel.exports.megatron_stats import KINDS
+    from sentinel.exports.msprobe_csv import has_place
+    from sentinel.exports.series import TENSOR_KINDS, VALUE, SeriesQuery
 
     form = options.form
     if aggregates and names:
@@ -246,15 +272,15 @@ def _query(
 
 
 def _write(paths: RunPaths, query: SeriesQuery, options: Options, is_all: bool) -> Written:
-    from sentinel.cli import export_formats as formats
     from sentinel.cli import exporting
-    from sentinel.daemon.recorded import RecordedRun
-    from sentinel.report.msprobe_csv import ops_of
+    from sentinel.exports import formats
+    from sentinel.exports.msprobe_csv import ops_of
+    from sentinel.judge.recorded import RecordedRun
 
     how: Any = {"jobs": options.jobs, "is_quiet": options.is_quiet}
     squashed = options.is_squashed
     with RecordedRun(paths) as recorded:
-        reading = exporting.Reading(recorded, query, options.attempt, options.times)
+        reading = exporting.StepReading(recorded, query, options.attempt, options.times)
         if options.form in TABLES:
             table = formats.RankTable if options.is_ranked else formats.MergedTable
             encoder = table(options.form, query, squashed)
@@ -270,7 +296,7 @@ def _write(paths: RunPaths, query: SeriesQuery, options: Options, is_all: bool) 
                 raise ConfigError(f"{output}: expected no {MEGATRON_FOLDER} there, got some; give another with -o DIR")
             return exporting.write_directory(output / MEGATRON_FOLDER, reading, formats.MegatronStats(query), **how)
         if options.form == TENSORBOARD:
-            from sentinel.report.tensorboard import load
+            from sentinel.exports.tensorboard import load
 
             load()
             form = formats.TensorBoardRanks if options.is_ranked else formats.TensorBoardMerged
@@ -285,13 +311,13 @@ def _write(paths: RunPaths, query: SeriesQuery, options: Options, is_all: bool) 
 class _RankFolders:
     """Names msProbe's folders: one a rank, however often it began anew."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: StepReading) -> None:
         self._reading = reading
         self._folders: dict[str, str] = {}
 
     def __call__(self, file: str) -> str:
         """Return where `rank0-d3a1c196/actv_0-0.csv` goes: `Nov21_13-56-02-rank0-d3a1c196/actv_0-0.csv`."""
-        from sentinel.report.msprobe_format import TIME, TIME_OFFSET_S
+        from sentinel.exports.msprobe_format import TIME, TIME_OFFSET_S
 
         folder, _, name = file.partition("/")
         rank = folder.partition("-")[0]

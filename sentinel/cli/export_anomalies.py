@@ -13,15 +13,15 @@ from sentinel.aggregate import matches, nearest_names
 from sentinel.anomaly import Anomaly
 from sentinel.cli.exporting import Written
 from sentinel.cli.main import say
-from sentinel.daemon.recorded import RecordedRun
-from sentinel.daemon.series import newest_attempts
 from sentinel.errors import MALFORMED, ConfigError
 from sentinel.explain.anomaly_files import anomaly_files
-from sentinel.ingest.merge import Layout
-from sentinel.report.msprobe_anomalies import MsprobeAnomalies
-from sentinel.report.msprobe_csv import spots_of
-from sentinel.report.output import WholeDirectory
-from sentinel.store.whereabouts import RunPaths
+from sentinel.exports.msprobe_anomalies import MsprobeAnomalies
+from sentinel.exports.msprobe_csv import spots_of
+from sentinel.exports.output import WholeDirectory
+from sentinel.exports.series import newest_attempts
+from sentinel.judge.recorded import RecordedRun
+from sentinel.step_view import Layout
+from sentinel.store.run_paths import RunPaths
 
 _DECODER = msgspec.json.Decoder(Anomaly)
 

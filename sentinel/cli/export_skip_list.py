@@ -8,8 +8,8 @@ import click
 
 from sentinel.cli.exporting import Written
 from sentinel.explain.skip_list import skip_list
+from sentinel.exports.output import WholeFile
 from sentinel.report.files import json_line
-from sentinel.report.output import WholeFile
 
 
 def export_skip_list(run: Path, output: str | None, steps: tuple[int, int], attempt: int | None) -> Written:

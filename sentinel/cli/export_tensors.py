@@ -12,9 +12,9 @@ from sentinel.aggregate import matches, nearest_names
 from sentinel.cli.main import CLEAN, FOUND, say
 from sentinel.dump import DumpHead, Piece
 from sentinel.errors import ConfigError
-from sentinel.ingest.naming import Names, make_names
+from sentinel.exports.whole_tensors import find_dumps, join, read_heads
+from sentinel.ingest.naming import CanonicalNames, make_names
 from sentinel.messages import Descriptor, TensorInfo
-from sentinel.report.dumps import find_dumps, join, read_heads
 
 
 def export_tensors(
@@ -79,7 +79,7 @@ class _Naming:
     """Canonical names, formed from what the ranks say of their chunks, as the daemon does."""
 
     def __init__(self, heads: list[DumpHead]) -> None:
-        self._names: Names = make_names({head.rank: _descriptor(head) for head in heads})
+        self._names: CanonicalNames = make_names({head.rank: _descriptor(head) for head in heads})
 
     def name_of(self, head: DumpHead, piece: Piece) -> str:
         """Return the name that a piece has on every layout."""

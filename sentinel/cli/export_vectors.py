@@ -14,13 +14,13 @@ import numpy as np
 from sentinel.aggregate import nearest_names
 from sentinel.cli.exporting import Written
 from sentinel.cli.main import say
-from sentinel.daemon.recorded_vectors import VECTOR_COLUMNS, RecordedVector, VectorReader
-from sentinel.daemon.series import SeriesQuery
 from sentinel.errors import ConfigError
-from sentinel.report import tensorboard
-from sentinel.report.output import WholeDirectory, WholeFile
-from sentinel.report.parquet import ParquetTable
-from sentinel.store.whereabouts import RunPaths
+from sentinel.exports import tensorboard
+from sentinel.exports.output import WholeDirectory, WholeFile
+from sentinel.exports.parquet import ParquetTable
+from sentinel.exports.recorded_vectors import VECTOR_COLUMNS, RecordedVector, VectorReader
+from sentinel.exports.series import SeriesQuery
+from sentinel.store.run_paths import RunPaths
 
 ROWS_AT_ONCE = 256
 

@@ -16,18 +16,18 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 import click
 import msgspec
 
-from sentinel.cli.export_formats import Before, Encoded, Encoder, MergedTable, RankTable
 from sentinel.cli.main import say
-from sentinel.daemon.rank_series import RankStepRows
-from sentinel.daemon.series import MergedStep, Picker, newest_attempts
 from sentinel.errors import ConfigError, SentinelError
-from sentinel.report.output import WholeDirectory, WholeFile
+from sentinel.exports.formats import Before, Encoded, Encoder, MergedTable, RankTable
+from sentinel.exports.output import WholeDirectory, WholeFile
+from sentinel.exports.rank_series import RankStepRows
+from sentinel.exports.series import MergedStep, Picker, newest_attempts
 
 if TYPE_CHECKING:
-    from sentinel.daemon.recorded import RecordedRun
-    from sentinel.daemon.series import SeriesQuery
-    from sentinel.ingest.merge import Layout, StepView
-    from sentinel.report.parquet import ParquetTable
+    from sentinel.exports.parquet import ParquetTable
+    from sentinel.exports.series import SeriesQuery
+    from sentinel.judge.recorded import RecordedRun
+    from sentinel.step_view import Layout, StepView
 
 HELD_BYTES = 16 * 2**20
 """Output for stdout that memory holds until every glob has matched; more goes to a temporary file (chosen)."""
@@ -49,7 +49,7 @@ class Written(msgspec.Struct):
     """Why -> series that were asked for and are not written."""
 
 
-class Reading:
+class StepReading:
     """The steps of a query, each once: of a resumed run what the newest attempt measured.
 
     Where no rank lived twice they are read in one pass; else a first pass finds which attempt speaks for each step.
@@ -137,7 +137,7 @@ class Reading:
         return min((max(self.num_passes - 1, 0) + min(done, 1.0)) / num_passes, 1.0)
 
 
-class Sink(Protocol):
+class ExportTarget(Protocol):
     """Where encoded steps go."""
 
     def take(self, encoded: Encoded) -> None:
@@ -249,7 +249,7 @@ class DirectorySink:
         """Nothing is held back: the directory is not there yet."""
 
 
-def write(reading: Reading, encoder: Encoder, sink: Sink, *, jobs: int = 1, is_quiet: bool = True) -> Written:
+def write(reading: StepReading, encoder: Encoder, sink: ExportTarget, *, jobs: int = 1, is_quiet: bool = True) -> Written:
     """Encode the steps with as many processes, in their order, into the sink."""
     written = Written()
     num_partial = 0
@@ -280,7 +280,7 @@ def write(reading: Reading, encoder: Encoder, sink: Sink, *, jobs: int = 1, is_q
     return written
 
 
-def _steps(reading: Reading, encoder: Encoder) -> Iterator[tuple[Any, Before]]:
+def _steps(reading: StepReading, encoder: Encoder) -> Iterator[tuple[Any, Before]]:
     for view, before in reading.views():
         yield RankStepRows.of(view) if encoder.is_ranked else MergedStep.of(view), before
 
@@ -392,7 +392,7 @@ def _encode_steps(pipe: Connection, encoder: Encoder) -> None:
 class _Progress:
     """A bar on stderr, where people look at it."""
 
-    def __init__(self, reading: Reading, is_quiet: bool) -> None:
+    def __init__(self, reading: StepReading, is_quiet: bool) -> None:
         self._reading = reading
         self._bar: Any = None
         self._task: Any = None
@@ -420,7 +420,7 @@ class _Progress:
             self._bar.update(self._task, completed=self._reading.share, steps=num_steps)
 
 
-def write_text(output: str | None, reading: Reading, encoder: Encoder, *, jobs: int, is_quiet: bool) -> Written:
+def write_text(output: str | None, reading: StepReading, encoder: Encoder, *, jobs: int, is_quiet: bool) -> Written:
     """Write a table of text: to stdout, or to a file that appears when it is whole."""
     if output is None:
         with click.open_file("-", "w") as out:
@@ -440,10 +440,10 @@ def write_text(output: str | None, reading: Reading, encoder: Encoder, *, jobs: 
 
 
 def write_parquet(
-    output: str, reading: Reading, encoder: MergedTable | RankTable, about: dict[str, str], *, jobs: int, is_quiet: bool
+    output: str, reading: StepReading, encoder: MergedTable | RankTable, about: dict[str, str], *, jobs: int, is_quiet: bool
 ) -> Written:
     """Write a Parquet file that appears when it is whole."""
-    from sentinel.report.parquet import ParquetTable, load
+    from sentinel.exports.parquet import ParquetTable, load
 
     load()
     with WholeFile(Path(output)) as whole:
@@ -454,7 +454,7 @@ def write_parquet(
 
 
 def write_directory(
-    output: Path, reading: Reading, encoder: Encoder, *, place: Callable[[str], str] = str, jobs: int, is_quiet: bool
+    output: Path, reading: StepReading, encoder: Encoder, *, place: Callable[[str], str] = str, jobs: int, is_quiet: bool
 ) -> Written:
     """Write files into a directory that appears when it is whole."""
     with WholeDirectory(output) as whole:

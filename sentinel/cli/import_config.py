@@ -18,18 +18,21 @@ MAX_BYTES = 2**20
 @click.command("msprobe-config")
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @click.option(
-    "-o", "--output", metavar="YAML", type=click.Path(path_type=Path),
+    "-o",
+    "--output",
+    metavar="YAML",
+    type=click.Path(path_type=Path),
     help="The trainer's config, for sentinel.attach. Default: stdout.",
 )
 @click.option(
-    "--rules-output", metavar="YAML", type=click.Path(path_type=Path),
+    "--rules-output",
+    metavar="YAML",
+    type=click.Path(path_type=Path),
     help="Its alert rules as a rule pack. Default: beside -o, as NAME-rules.yaml; without -o nowhere.",
 )
 @click.option("--dynamic", is_flag=True, help="It was used with DYNAMIC_MONITOR set: dynamic_on switches everything.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: config, rules, unneeded keys with reasons.")
-def msprobe_config(
-    file: Path, output: Path | None, rules_output: Path | None, dynamic: bool, as_json: bool
-) -> int:
+def msprobe_config(file: Path, output: Path | None, rules_output: Path | None, dynamic: bool, as_json: bool) -> int:
     """Read the JSON config of msProbe's monitor as it is, and write ours. Each key is mapped, or its line says why not.
 
     Keys and values that msProbe does not know are errors, with the nearest that it does.
@@ -78,7 +81,7 @@ def _check(trainer: str, pack: str) -> None:
     import yaml
 
     from sentinel.monitor_config import parse_config
-    from sentinel.rules.loader import load_pack
+    from sentinel.rules.language.loader import load_pack
 
     parse_config(trainer.encode(), "what was made of it")
     if pack:

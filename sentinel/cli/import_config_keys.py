@@ -40,7 +40,7 @@ class Probe(msgspec.Struct):
     log_only: bool = False
 
 
-class RuleLine(msgspec.Struct, frozen=True):
+class ImportedRule(msgspec.Struct, frozen=True):
     """One of its alert rules."""
 
     name: str
@@ -60,7 +60,7 @@ class Mapped(msgspec.Struct):
     probes: dict[str, Probe] = {}
     notes: list[tuple[str, str]] = []
     """(key of msProbe's, what is otherwise here, or why it is not needed)"""
-    rules: list[RuleLine] = []
+    rules: list[ImportedRule] = []
     kinds: list[str] = []
 
     def set(self, key: str, value: Any, reason: str) -> None:
@@ -219,7 +219,7 @@ def _take_targets(asked: _Asked, found: Mapped, key: str, value: Any) -> None:
                 raise asked.source.error(f"{path}.{slot}", f"unknown slot; known: {known}")
             match = _INDEXED.fullmatch(word) if isinstance(word, str) else None
             if match is None:
-                raise asked.source.error(f"{path}.{slot}", f'expected tensor, or tuple[2]:0, got {json.dumps(word)[:60]}')
+                raise asked.source.error(f"{path}.{slot}", f"expected tensor, or tuple[2]:0, got {json.dumps(word)[:60]}")
             if match["at"] is not None and int(match["at"]) >= int(match["size"]):
                 raise asked.source.error(f"{path}.{slot}", f'expected an element below {match["size"]}, got "{word}"')
             elements.add(match["at"])
@@ -238,9 +238,7 @@ def _take_xy(asked: _Asked, found: Mapped, key: str, value: Any) -> None:
     if not forward and not backward:
         raise asked.source.error("forward_only", "expected not both forward_only and backward_only: that is nothing at all")
     found.measure(*(("activation_in", "activation") if forward else ()), *(("dgrad_in", "dgrad") if backward else ()))
-    found.note(
-        key, "msProbe writes a line a micro-step; here they fold into one row a step unless per_micro_step is true"
-    )
+    found.note(key, "msProbe writes a line a micro-step; here they fold into one row a step unless per_micro_step is true")
 
 
 def _take_flag(asked: _Asked, found: Mapped, key: str, value: Any) -> None:
@@ -290,7 +288,7 @@ def _take_l2(asked: _Asked, found: Mapped, key: str, value: Any) -> None:
 
 def _take_communication(asked: _Asked, found: Mapped, key: str, value: Any) -> None:
     source = asked.source
-    source.typed(key, value, dict, "an object like {\"enable\": true}")
+    source.typed(key, value, dict, 'an object like {"enable": true}')
     known = ("enable", "cc_codeline", "cc_pre_hook", "cc_log_only")
     for word in value:
         if word not in known:
@@ -376,7 +374,7 @@ def _take_alert(asked: _Asked, found: Mapped, key: str, value: Any) -> None:
     ops = [op for op in asked.config.get("ops") or ["norm"] if op in JUDGED] or ["norm"]
     for at, rule in enumerate(source.typed(f"{key}.rules", value.get("rules", []), list, "a list of rules")):
         path = f"{key}.rules[{at}]"
-        source.typed(path, rule, dict, "an object like {\"rule_name\": \"AnomalyNan\"}")
+        source.typed(path, rule, dict, 'an object like {"rule_name": "AnomalyNan"}')
         for word in rule:
             if word not in ("rule_name", "args"):
                 hint = near(word, ("rule_name", "args"))
@@ -385,7 +383,7 @@ def _take_alert(asked: _Asked, found: Mapped, key: str, value: Any) -> None:
         if name not in RULES:
             hint = f"{near(str(name), RULES)}; known: {', '.join(RULES)}"
             raise source.error(f"{path}.rule_name", f"unknown rule {json.dumps(name)}{hint}")
-        args = source.typed(f"{path}.args", rule.get("args") or {}, dict, "an object like {\"threshold\": 0.5}")
+        args = source.typed(f"{path}.args", rule.get("args") or {}, dict, 'an object like {"threshold": 0.5}')
         for word in args:
             if word != "threshold":
                 raise source.error(f"{path}.args.{word}", "unknown argument; known: threshold")
@@ -403,7 +401,7 @@ def _take_alert(asked: _Asked, found: Mapped, key: str, value: Any) -> None:
         short = name.removeprefix("Anomaly").lower()
         number = sum(one.name.startswith(f"msprobe-{short}") for one in found.rules)
         label = f"msprobe-{short}" + (f"-{number + 1}" if number else "")
-        found.rules.append(RuleLine(label, name, threshold, statistics, path))
+        found.rules.append(ImportedRule(label, name, threshold, statistics, path))
 
 
 def _take_dynamic(asked: _Asked, found: Mapped, key: str, value: Any) -> None:

@@ -21,14 +21,17 @@ from sentinel.place import Place
 from sentinel.run_name import FOLDER
 
 if TYPE_CHECKING:
-    from sentinel.daemon.imported import ImportedRank
-    from sentinel.report.msprobe_reading import RankFolder, Unread
+    from sentinel.exports.imported import ImportedRank
+    from sentinel.exports.msprobe_reading import RankFolder, Unread
 
 
 @click.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.option(
-    "-o", "--output", metavar="RUN", type=click.Path(path_type=Path),
+    "-o",
+    "--output",
+    metavar="RUN",
+    type=click.Path(path_type=Path),
     help="The run's directory, which must not exist. Default: msprobe-NAME among the runs, NAME being that of DIR.",
 )
 @click.option("--tp", type=click.IntRange(min=1), help="Tensor-parallel ranks of the run, numbered fastest.")
@@ -39,7 +42,9 @@ if TYPE_CHECKING:
     "--resumed", is_flag=True, help="A step that is there twice was written again by a resumed run: the last time counts."
 )
 @click.option(
-    "--year", type=click.IntRange(1970, 2999), metavar="YYYY",
+    "--year",
+    type=click.IntRange(1970, 2999),
+    metavar="YYYY",
     help="Of the folders' times, which have none. Default: that of the newest file.",
 )
 @click.option("-j", "--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Processes, a rank each.")
@@ -64,7 +69,7 @@ def msprobe(
     What a CSV file does not say stays undefined: skew and kurtosis, and std where mean or norm is missing. A line that is
     torn or makes no sense is an error with its place. Exit 1 when there is nothing to read.
     """
-    from sentinel.report.msprobe_reading import Unread, other_files, rank_folders
+    from sentinel.exports.msprobe_reading import Unread, other_files, rank_folders
 
     attempts = rank_folders(directory)
     target = output or runs_directory() / f"msprobe-{directory.resolve().name}"
@@ -120,9 +125,7 @@ class Sizes(msgspec.Struct, frozen=True):
     is_known: bool = False
 
     @classmethod
-    def of(
-        cls, attempts: list[list[RankFolder]], tp: int | None, dp: int | None, pp: int | None, schedule: str
-    ) -> Sizes:
+    def of(cls, attempts: list[list[RankFolder]], tp: int | None, dp: int | None, pp: int | None, schedule: str) -> Sizes:
         """Return the sizes; ConfigError when a folder's rank has no place in them."""
         world_size = max(folder.rank for attempt in attempts for folder in attempt) + 1
         if tp is None and dp is None and pp is None:
@@ -160,7 +163,7 @@ class Result(msgspec.Struct):
 def _ranks(
     run: str, attempts: list[list[RankFolder]], sizes: Sizes, year: int | None, is_resumed: bool
 ) -> list[tuple[ImportedRank, RankFolder]]:
-    from sentinel.daemon.imported import ImportedRank
+    from sentinel.exports.imported import ImportedRank
 
     found = []
     former_ns = -1
@@ -185,8 +188,8 @@ REPEATS = 1000
 
 def _began_ns(folder: RankFolder, year: int | None) -> int:
     """Return when a folder was begun: as its name says, at UTC+8, in the year of its newest file unless told."""
-    from sentinel.report.msprobe_format import TIME_OFFSET_S
-    from sentinel.report.msprobe_reading import csv_files
+    from sentinel.exports.msprobe_format import TIME_OFFSET_S
+    from sentinel.exports.msprobe_reading import csv_files
 
     newest = max((path.stat().st_mtime for *_, path in csv_files(Path(folder.path))), default=0.0)
     of_files = datetime.fromtimestamp(newest, UTC) + timedelta(seconds=TIME_OFFSET_S)
@@ -205,7 +208,7 @@ def _began_ns(folder: RankFolder, year: int | None) -> int:
 
 def _moment(year: int, time: str) -> datetime | None:
     """Return what a folder's name says, as if it were UTC; None: that year has no such moment."""
-    from sentinel.report.msprobe_format import TIME
+    from sentinel.exports.msprobe_format import TIME
 
     try:
         return datetime.strptime(f"{year} {time}", f"%Y {TIME}").replace(tzinfo=UTC)
@@ -215,8 +218,8 @@ def _moment(year: int, time: str) -> datetime | None:
 
 def _read_rank(run_dir: Path, who: ImportedRank, folder: str, is_resumed: bool) -> Result:
     """Write one rank's attempt, and those that went on in the same folder."""
-    from sentinel.daemon.imported import LifeWriter
-    from sentinel.report.msprobe_steps import RankSteps
+    from sentinel.exports.imported import LifeWriter
+    from sentinel.exports.msprobe_steps import RankSteps
 
     steps = RankSteps(Path(folder), is_resumed=is_resumed)
     writers: dict[int, tuple[LifeWriter, int]] = {}

@@ -62,9 +62,7 @@ class Verbs(click.Group):
         with formatter.section("Verbs"):
             formatter.write_dl([(verb, text) for verb, (_, text) in VERBS.items()])
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command that the first word names; the nearest verbs are named when there is none."""
         if args and args[0] not in VERBS and not args[0].startswith("-"):
             from difflib import get_close_matches

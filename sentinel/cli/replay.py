@@ -40,9 +40,9 @@ def replay(
     --rules differences are expected: then exit 1 says that there are anomalies.
     """
     from sentinel.daemon.config import load_config
-    from sentinel.daemon.packs import RulePacks
-    from sentinel.daemon.replay import replay as judge_again
-    from sentinel.store.whereabouts import RunPaths
+    from sentinel.judge.packs import RulePacks
+    from sentinel.judge.replay import replay as judge_again
+    from sentinel.store.run_paths import RunPaths
 
     paths = RunPaths.of(find_run(run), Path(state_dir) if state_dir else None)
     pack = RulePacks(packs).load() if packs or (recompute and not paths.journal.exists()) else None

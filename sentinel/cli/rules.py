@@ -34,7 +34,7 @@ def check(paths: tuple[str, ...], no_builtin: bool, run: str | None, as_json: bo
     They are merged over the built-in default pack, as the daemon does. Every error is named with FILE:LINE.
     Exit codes: 0 clean, 1 errors, 3 lint only.
     """
-    from sentinel.rules.listing import check_packs
+    from sentinel.rules.language.listing import check_packs
 
     result = check_packs(paths, builtin=not no_builtin, names=None if run is None else _names_in(run))
     if as_json:
@@ -54,8 +54,8 @@ def check(paths: tuple[str, ...], no_builtin: bool, run: str | None, as_json: bo
 def _names_in(run: str) -> dict[str, set[str]]:
     """Return kind -> names of the tensors and scalars of a recorded run."""
     from sentinel.cli.places import find_run
-    from sentinel.daemon.recorded import RecordedRun
-    from sentinel.store.whereabouts import RunPaths
+    from sentinel.judge.recorded import RecordedRun
+    from sentinel.store.run_paths import RunPaths
 
     found: dict[str, set[str]] = {}
     met: set[int] = set()
@@ -79,8 +79,8 @@ def _names_in(run: str) -> dict[str, set[str]]:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 def list_(paths: tuple[str, ...], no_builtin: bool, detectors: bool, as_json: bool) -> int:
     """List the rules that are on once PATHs are merged over the built-in default pack."""
-    from sentinel.rules.listing import list_detectors, list_rules
-    from sentinel.rules.loader import load_pack
+    from sentinel.rules.language.listing import list_detectors, list_rules
+    from sentinel.rules.language.loader import load_pack
 
     if detectors:
         for one in _wanted(list_detectors(), paths):
@@ -102,7 +102,7 @@ def list_(paths: tuple[str, ...], no_builtin: bool, detectors: bool, as_json: bo
 
 def _wanted(known: list[dict[str, Any]], names: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return the detectors of these names; without names all."""
-    from sentinel.rules.problems import nearest
+    from sentinel.known_words import nearest
 
     every = [one["name"] for one in known]
     for name in names:

@@ -11,9 +11,9 @@ from sentinel.cli.code import allow_code_option
 from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, say
 
 if TYPE_CHECKING:
-    from sentinel.daemon.trials import TrialResult
-    from sentinel.rules.problems import Problem
-    from sentinel.rules.schema import Pack
+    from sentinel.judge.rule_tests import RuleTestResult
+    from sentinel.rules.language.problems import Problem
+    from sentinel.rules.language.schema import Pack
 
 
 @click.command("test")
@@ -39,14 +39,14 @@ def test(files: tuple[str, ...], packs: tuple[str, ...], only: str | None, as_js
     """
     from fnmatch import fnmatchcase
 
-    from sentinel.daemon.trials import run_trial, unknown_rules
-    from sentinel.rules.problems import Problem
-    from sentinel.rules.trial_file import read_trials
+    from sentinel.judge.rule_tests import run_rule_test, unknown_rules
+    from sentinel.rules.language.problems import Problem
+    from sentinel.rules.language.rule_test_file import read_rule_tests
 
-    results: list[TrialResult] = []
+    results: list[RuleTestResult] = []
     problems: list[Problem] = []
     for name in files:
-        file, broken = read_trials(name)
+        file, broken = read_rule_tests(name)
         problems += broken
         if broken:
             continue
@@ -63,7 +63,7 @@ def test(files: tuple[str, ...], packs: tuple[str, ...], only: str | None, as_js
                 for line, rule in unknown
             ]
             if not unknown:
-                results.append(run_trial(file, trial, pack))
+                results.append(run_rule_test(file, trial, pack))
                 _tell(results[-1], as_json)
     for problem in problems:
         click.echo(str(problem), err=True)
@@ -76,20 +76,20 @@ def test(files: tuple[str, ...], packs: tuple[str, ...], only: str | None, as_js
 
 
 def _pack_of(paths: tuple[str, ...], *, builtin: bool) -> tuple[Pack | None, list[Problem]]:
-    from sentinel.daemon.references import read_references
-    from sentinel.rules.loader import read_pack
+    from sentinel.judge.references import read_references
+    from sentinel.rules.language.loader import read_pack
 
     pack, problems = read_pack(paths, builtin=builtin, references=read_references)
     return (None, problems) if problems else (pack, [])
 
 
 def _near(rule: str, pack: Pack) -> str:
-    from sentinel.rules.problems import nearest
+    from sentinel.known_words import nearest
 
     return nearest(rule, [one.name for one in pack.rules])
 
 
-def _tell(result: TrialResult, as_json: bool) -> None:
+def _tell(result: RuleTestResult, as_json: bool) -> None:
     if as_json:
         click.echo(msgspec.json.encode(result).decode())
         return

@@ -29,7 +29,7 @@ from sentinel.ingest.run_losses import RunLosses
 from sentinel.private_files import make_directory, refuse_foreign, tighten
 from sentinel.run_name import folder_name
 from sentinel.store.journal import Journal
-from sentinel.store.whereabouts import RunPaths, further_runs
+from sentinel.store.run_paths import RunPaths, further_runs
 
 POLL_S = 0.05
 
@@ -38,17 +38,13 @@ POLL_S = 0.05
     context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
     epilog="Example: sentinel run --fail-on critical -- torchrun --nproc-per-node 8 train.py",
 )
-@click.option(
-    "--dir", "directory", metavar="DIR", help="Directory of runs. Default: $SENTINEL_DIR, else ./sentinel_runs."
-)
+@click.option("--dir", "directory", metavar="DIR", help="Directory of runs. Default: $SENTINEL_DIR, else ./sentinel_runs.")
 @click.option("--name", metavar="NAME", help="Name of the run. Default: $SENTINEL_RUN, else the time of day.")
 @click.option("--rules", "packs", multiple=True, metavar="PATH", help="Rule pack, file or directory; several add up.")
 @allow_code_option(is_handed_on=True)
 @click.option("--config", metavar="FILE", help="Configuration of the daemon (notify and control sections).")
 @click.option("--state-dir", metavar="DIR", help="Where the journal lies: a local disk. Default: in the run directory.")
-@click.option(
-    "--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="Where the page is served; port 0: a free one."
-)
+@click.option("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="Where the page is served; port 0: a free one.")
 @click.option(
     "--fail-on",
     type=click.Choice([one.value for one in Severity]),

@@ -16,12 +16,8 @@ from sentinel.errors import ConfigError
 
 @click.command()
 @click.argument("directory", required=False)
-@click.option(
-    "--state-dir", metavar="DIR", help="Journal, tokens and address: a local disk. Default: DIRECTORY/.daemon."
-)
-@click.option(
-    "--rules", "packs", multiple=True, metavar="PATH", help="Rule pack: a file, a directory, or a built-in name."
-)
+@click.option("--state-dir", metavar="DIR", help="Journal, tokens and address: a local disk. Default: DIRECTORY/.daemon.")
+@click.option("--rules", "packs", multiple=True, metavar="PATH", help="Rule pack: a file, a directory, or a built-in name.")
 @allow_code_option()
 @click.option("--config", metavar="FILE", help="Configuration: judging, notify and control sections.")
 @click.option("--listen", default="127.0.0.1:9464", show_default=True, metavar="HOST:PORT", help="Port 0: a free one.")
@@ -41,9 +37,7 @@ from sentinel.errors import ConfigError
     metavar="SECONDS",
     help="A rank that keeps the others waiting for so long is late. 0: none. Default: 30.",
 )
-@click.option(
-    "--drain-s", default=10.0, show_default=True, metavar="SECONDS", help="Longest time to end in after SIGTERM."
-)
+@click.option("--drain-s", default=10.0, show_default=True, metavar="SECONDS", help="Longest time to end in after SIGTERM.")
 @click.option("--owned", is_flag=True, hidden=True, help="The daemon of `sentinel run`.")
 @click.option("-v", "--verbose", is_flag=True, help="Say more.")
 def serve(
@@ -80,9 +74,7 @@ def serve(
     os.umask(0o077)  # whatever the shell says: nobody else reads, let alone writes, what the daemon makes
     where = Path(directory).absolute() if directory else runs_directory()
     if not where.is_dir():
-        raise ConfigError(
-            f"{where}: expected a run or a directory of runs, found none; training makes it, or mkdir -m 700"
-        )
+        raise ConfigError(f"{where}: expected a run or a directory of runs, found none; training makes it, or mkdir -m 700")
     settings = load_config(Path(config) if config else None)
     judging = settings.judging
     if late_after is not None:
@@ -93,9 +85,7 @@ def serve(
     judging = type(judging)(**msgspec.structs.asdict(judging))
     http = None if no_http else HttpConfig.parse(listen, has_open_reads=open_reads, allowed_hosts=hosts)
     watchdog = (
-        os.environ.get("WATCHDOG_USEC", "0")
-        if os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-        else "0"
+        os.environ.get("WATCHDOG_USEC", "0") if os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid()) else "0"
     )
     options = ServeOptions(
         directory=where,

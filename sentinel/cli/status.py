@@ -21,7 +21,7 @@ from sentinel.ingest.run_losses import RunLosses
 from sentinel.ingest.spool_room import NOTICED_SHARE, fullest
 from sentinel.store.journal import Journal
 from sentinel.store.lock import holder
-from sentinel.store.whereabouts import RunPaths, printable, runs_in
+from sentinel.store.run_paths import RunPaths, printable, runs_in
 
 
 @click.command()
@@ -114,7 +114,7 @@ def run_status(run_dir: Path) -> dict[str, Any]:
         state["notes"] = json.loads(journal.recall("notes") or "null")
         state["config"] = json.loads(journal.recall("config") or "null")
         for _, _, body in journal.decisions(after=journal.judged - 1, until=journal.judged):
-            newest = msgspec.msgpack.decode(body, type=_Where)
+            newest = msgspec.msgpack.decode(body, type=_DecisionStep)
             # A rank may be found stale before any step is closed.
             state["attempt"], state["step"] = newest.attempt, newest.step if newest.step >= 0 else None
         incidents = [msgspec.json.decode(body, type=Incident) for body in journal.newest_incidents(100)]
@@ -132,6 +132,6 @@ def recorded_losses(journal: Journal) -> RunLosses:
     return msgspec.json.decode(journal.recall("losses") or "{}", type=RunLosses)
 
 
-class _Where(msgspec.Struct):
+class _DecisionStep(msgspec.Struct):
     attempt: int
     step: int

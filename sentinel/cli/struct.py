@@ -14,7 +14,7 @@ import msgspec
 from sentinel.cli.control import desk_of, parse_step, say_deaf, show
 from sentinel.cli.main import CLEAN, FOUND, say
 from sentinel.cli.places import find_run
-from sentinel.cli.standing import standing_of
+from sentinel.cli.progress import standing_of
 from sentinel.structure_file import STRUCTURE, ModuleShown, Shown, StructureFile, read_structure
 
 _FILE = re.compile(r"rank(\d+)\.json")
@@ -104,9 +104,7 @@ def _ask(run_dir: Path, rank: int | None, wait_s: float) -> int:
         if len(fresh) >= wanted:
             return CLEAN
         time.sleep(_LOOK_S)
-    say(
-        f"{len(fresh)} of {wanted} ranks answered within {wait_s:g} s; allow_commands must name DescribeStructure"
-    )
+    say(f"{len(fresh)} of {wanted} ranks answered within {wait_s:g} s; allow_commands must name DescribeStructure")
     return CLEAN if fresh else FOUND
 
 

@@ -15,11 +15,11 @@ from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, say
 from sentinel.cli.places import find_run, runs_directory
 from sentinel.cli.table import show_table
 from sentinel.explain.selection import ORDERS
-from sentinel.explain.topk import RESULT_NAME, Entry, TopK
+from sentinel.explain.topk import RESULT_NAME, TopEntry, TopK
 from sentinel.explain.topk import topk as find_topk
+from sentinel.incidents.wording import born_words
 from sentinel.order.causes import leading_causes
 from sentinel.order.origin import origin
-from sentinel.order.wording import born_words
 from sentinel.run_name import FOLDER
 
 MAX_STEPS = 1_000_000
@@ -157,7 +157,7 @@ def as_object(found: TopK) -> dict[str, Any]:
     }
 
 
-def _origin_of(entry: Entry, found: TopK) -> dict[str, Any]:
+def _origin_of(entry: TopEntry, found: TopK) -> dict[str, Any]:
     """Return where one was born, as far as it and those of its step that are shown can tell."""
     of_step = [one.anomaly for one in found.entries if one.anomaly.step == entry.anomaly.step]
     told: dict[str, Any] = msgspec.to_builtins(origin(entry.anomaly, of_step))

@@ -27,7 +27,7 @@ AGREE_TIMEOUT_S = 5.0
 _attaches = itertools.count()
 
 
-class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+class RankAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """Where this life belongs."""
 
     run: str
@@ -41,7 +41,9 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """The life of the rank 0 that decided, in hexadecimal digits; empty: there was no store to agree through."""
 
 
-def agree(config: MonitorConfig, environment: Environment, life: bytes, is_taken: Callable[[Path, str], bool]) -> Attempt:
+def agree(
+    config: MonitorConfig, environment: Environment, life: bytes, is_taken: Callable[[Path, str], bool]
+) -> RankAttempt:
     """Return run and attempt, the same on every rank.
 
     With torch.distributed rank 0 decides and tells through the default store: one bounded read (5 s). Without it the
@@ -69,7 +71,7 @@ def agree(config: MonitorConfig, environment: Environment, life: bytes, is_taken
 
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         run, attempt, directory = choose(environment.launch)
-        return Attempt(run=run, attempt=attempt, directory=directory, is_alone=not (given or environment.job))
+        return RankAttempt(run=run, attempt=attempt, directory=directory, is_alone=not (given or environment.job))
     key = f"sentinel/attach/{number}"
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
@@ -79,7 +81,7 @@ def agree(config: MonitorConfig, environment: Environment, life: bytes, is_taken
             store.set(key, msgspec.json.encode(["", str(error)]).decode())
             raise
         store.set(key, msgspec.json.encode([run, attempt, life.hex()]).decode())
-        return Attempt(run=run, attempt=attempt, directory=directory, start=life.hex())
+        return RankAttempt(run=run, attempt=attempt, directory=directory, start=life.hex())
     try:
         store.wait([key], datetime.timedelta(seconds=AGREE_TIMEOUT_S))
         run, attempt, *start = msgspec.json.decode(store.get(key))
@@ -87,7 +89,7 @@ def agree(config: MonitorConfig, environment: Environment, life: bytes, is_taken
         run, attempt, start = folder_name(given or environment.job or "unplaced"), NO_ATTEMPT, []
     if not run:
         raise StoreError(f"rank 0 could not make the run directory: {attempt}")
-    return Attempt(run=run, attempt=attempt, directory=private_directory(base, run), start="".join(start))
+    return RankAttempt(run=run, attempt=attempt, directory=private_directory(base, run), start="".join(start))
 
 
 def private_directory(base: Path, run: str) -> Path:

@@ -14,40 +14,40 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sentinel.collect.attempt import NO_ATTEMPT, Attempt
-from sentinel.collect.boundary import Boundary
-from sentinel.collect.clipping import ClipWatch
-from sentinel.collect.config_edits import ConfigEdits
-from sentinel.collect.costs import OWN
-from sentinel.collect.current import Statistics, current_statistics
-from sentinel.collect.failures import describe_failure
-from sentinel.collect.farewell import farewell, raised_now
-from sentinel.collect.gradient_watch import GradientWatch
-from sentinel.collect.gradients import REFRESH_STEPS, Parameters
-from sentinel.collect.introduction import Introduction
+from sentinel.collect.adapters.moe_tracker import MoETracker
+from sentinel.collect.attempt import NO_ATTEMPT, RankAttempt
+from sentinel.collect.hooks.chunk import Chunk
+from sentinel.collect.hooks.clipping import ClipWatch
+from sentinel.collect.hooks.failures import describe_failure
+from sentinel.collect.hooks.gradient_watch import GradientWatch
+from sentinel.collect.hooks.gradients import REFRESH_STEPS, WatchedParameters
+from sentinel.collect.hooks.loss_scale import LossScale
+from sentinel.collect.hooks.module_tap import graph_task
+from sentinel.collect.hooks.sites import Sites
+from sentinel.collect.hooks.structure import read_structure, unwrap
+from sentinel.collect.hooks.weak import weakly
 from sentinel.collect.kernels import choose_kernel
-from sentinel.collect.living import AT_EXIT_S, Ending
-from sentinel.collect.loss_scale import LossScale
-from sentinel.collect.memory import MemoryUse
-from sentinel.collect.module_tap import graph_task
-from sentinel.collect.moe_tracker import MoETracker
-from sentinel.collect.orders import Orders
-from sentinel.collect.pacing import Pacing
-from sentinel.collect.pipelining import PipelineWatch
-from sentinel.collect.plan import Plan
-from sentinel.collect.planning import Planning
+from sentinel.collect.lifecycle.farewell import farewell, raised_now
+from sentinel.collect.lifecycle.fork_guard import AT_EXIT_S, Ending
+from sentinel.collect.lifecycle.memory import MemoryUse
+from sentinel.collect.parallel.pipelining import PipelineWatch
+from sentinel.collect.parallel.topology import Topology
+from sentinel.collect.parallel.waiting import WaitClock
 from sentinel.collect.probes import PROBES, Events, ProbeContext
-from sentinel.collect.recording import Recording
-from sentinel.collect.running_step import RunningStep
-from sentinel.collect.scalars import Scalars
-from sentinel.collect.sites import Sites
-from sentinel.collect.structure import read_structure, unwrap
-from sentinel.collect.taps import Chunk
-from sentinel.collect.tensors import TensorTable
-from sentinel.collect.topology import Topology
+from sentinel.collect.rows.live_statistics import Statistics, current_statistics
+from sentinel.collect.rows.rank_descriptor import RankDescriptor
+from sentinel.collect.rows.recording import Recording
+from sentinel.collect.rows.running_step import RunningStep
+from sentinel.collect.rows.scalars import Scalars
+from sentinel.collect.rows.tensor_table import TensorTable
+from sentinel.collect.schedule.applying import Planning
+from sentinel.collect.schedule.command_inbox import Orders
+from sentinel.collect.schedule.config_edits import ConfigEdits
+from sentinel.collect.schedule.costs import OWN
+from sentinel.collect.schedule.pacing import Pacing
+from sentinel.collect.schedule.plan import Plan
+from sentinel.collect.step import Boundary
 from sentinel.collect.understanding import Understanding
-from sentinel.collect.waiting import WaitClock
-from sentinel.collect.weak import weakly
 from sentinel.command import ANY_ATTEMPT
 from sentinel.messages import Ack, Bye, Descriptor, Heartbeat
 from sentinel.monitor_config import MODULE_KINDS, ConfigSource
@@ -70,7 +70,7 @@ class Monitor:
         optimizers: Sequence[Any] | Mapping[str, Any],
         source: ConfigSource,
         topology: Topology,
-        attempt: Attempt,
+        attempt: RankAttempt,
         life: bytes,
         *,
         grad_acc_steps: int | None,
@@ -98,10 +98,10 @@ class Monitor:
             choose_kernel(device), self._table,
             max_rows=config.max_rows, zero_eps=config.zero_eps, checksum=config.checksum,
         )  # fmt: skip
-        self._introduction = Introduction(models, source, topology, self._table, self.recording.tell, attempt.start)
+        self._introduction = RankDescriptor(models, source, topology, self._table, self.recording.tell, attempt.start)
         self.plan = Plan(config.measurement, source.text_hash, lambda: self.place.rank)
         self.sites = Sites(self._table, self.recording, self.plan, config.site_placements)
-        self.parameters = Parameters(self._table, self.recording.tell, self.plan)
+        self.parameters = WatchedParameters(self._table, self.recording.tell, self.plan)
         self.orders = Orders(config.allow_commands, self, ANY_ATTEMPT if attempt.attempt == NO_ATTEMPT else attempt.attempt)
         self._edits = ConfigEdits(source, self.orders, self, self.recording.tell)
         self._waits = WaitClock(is_blind=device.type != "cpu")
@@ -176,7 +176,7 @@ class Monitor:
         )  # fmt: skip
         return [probe(context) for probe in PROBES]
 
-    def _begin_life(self, attempt: Attempt, life: bytes) -> Handover:
+    def _begin_life(self, attempt: RankAttempt, life: bytes) -> Handover:
         spool = self.config.spool
         return Handover(
             attempt.directory, life=life, run=attempt.run, attempt=attempt.attempt, rank=self.place.rank,

@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection
 
-from sentinel.collect.boundary import MAX_TURNS, Boundary
+from sentinel.collect.step import MAX_TURNS, Boundary
 from sentinel.messages import is_loss
 
 log = logging.getLogger("sentinel")

@@ -51,7 +51,7 @@ _FILE = re.compile(r"(\d{6,})\.json")
 _DECODER: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 
 
-class CommandDesk:
+class RunCommands:
     """Writes the commands of one run and follows the answers. Not for several threads at once.
 
     run_dir: the run's directory. audit: told of every change of state: (time, actor, action, details).

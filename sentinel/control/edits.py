@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from sentinel.command import ChangeConfig
-from sentinel.config_file import ConfigFile, Reading
-from sentinel.control.commands import CommandDesk
+from sentinel.config_file import ConfigFile, ConfigText
+from sentinel.control.commands import RunCommands
 from sentinel.control.policy import MAX_LATENCY_S, ControlConfig, first_step
 from sentinel.control.status import CommandStatus
 from sentinel.errors import ConfigError
@@ -78,14 +78,14 @@ class EditState(msgspec.Struct, kw_only=True):
     """Why the newest text is not in force; empty when it is, or will be."""
 
 
-class EditDesk:
+class ConfigFileEdits:
     """Follows the config file of one run. Not for several threads at once.
 
     host: the name of this machine. audit: told of every broken edit and what became of others.
     """
 
     def __init__(
-        self, config: ControlConfig, desk: CommandDesk, audit: Callable[[float, str, str, dict[str, Any]], None], host: str
+        self, config: ControlConfig, desk: RunCommands, audit: Callable[[float, str, str, dict[str, Any]], None], host: str
     ) -> None:
         self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         """Outcome -> edits since the daemon started."""
@@ -161,7 +161,7 @@ class EditDesk:
             self.state = EditState(path=path, attempt=self._desk.attempt, edit=self.state.edit, is_known=known)
             self._said = ""
 
-    def _look(self, path: str, now: float, mono: float) -> Reading | None:
+    def _look(self, path: str, now: float, mono: float) -> ConfigText | None:
         assert self._file is not None
         reading = self._file.look(mono)
         if not self._file.problem:
@@ -177,7 +177,7 @@ class EditDesk:
             self._say("unreadable", f"{self._file.problem}; edits of it are not seen here", now)
         return None
 
-    def _is_theirs(self, in_use: Mapping[int, ConfigInUse], reading: Reading, now: float) -> bool:
+    def _is_theirs(self, in_use: Mapping[int, ConfigInUse], reading: ConfigText, now: float) -> bool:
         paths, hashes = {one.path for one in in_use.values()}, {one.text_hash for one in in_use.values()}
         hosts = {one.host for one in in_use.values()}
         if len(paths) > 1:
@@ -192,13 +192,13 @@ class EditDesk:
 
     # What it says.
 
-    def _note_text(self, in_use: Mapping[int, ConfigInUse], reading: Reading) -> None:
+    def _note_text(self, in_use: Mapping[int, ConfigInUse], reading: ConfigText) -> None:
         is_edit = any(one.text_hash != reading.text_hash for one in in_use.values()) or bool(self.state.text_hash)
         self.state.text_hash, self.state.tries = reading.text_hash, 0
         self.state.edit += is_edit
         self.state.problem = ""
 
-    def _fixed(self, in_use: Mapping[int, ConfigInUse], reading: Reading) -> str:
+    def _fixed(self, in_use: Mapping[int, ConfigInUse], reading: ConfigText) -> str:
         if reading.text_hash == self.state.broken_hash and self.state.problem:
             return self.state.problem
         try:
@@ -207,7 +207,7 @@ class EditDesk:
             return str(error)
         return ""
 
-    def _say_broken(self, reading: Reading, problem: str, now: float) -> None:
+    def _say_broken(self, reading: ConfigText, problem: str, now: float) -> None:
         self.state.problem = problem
         if self.state.broken_hash == reading.text_hash:
             return
@@ -221,7 +221,7 @@ class EditDesk:
     def _order(
         self,
         in_use: Mapping[int, ConfigInUse],
-        reading: Reading,
+        reading: ConfigText,
         newest_step: int,
         step_time_s: float | None,
         now: float,

@@ -10,7 +10,7 @@ import msgspec
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.command import DumpTensors, EnableMonitoring
-from sentinel.control.commands import CommandDesk
+from sentinel.control.commands import RunCommands
 from sentinel.control.status import CommandStatus
 from sentinel.errors import ConfigError
 from sentinel.monitor_config import MEASURED_LABELS
@@ -208,7 +208,7 @@ class Escalator:
     audit: told of every proposal, and why it was not followed.
     """
 
-    def __init__(self, config: ControlConfig, desk: CommandDesk, audit: Audit) -> None:
+    def __init__(self, config: ControlConfig, desk: RunCommands, audit: Audit) -> None:
         self.config = config
         self._desk = desk
         self._audit = audit
@@ -259,7 +259,7 @@ class Escalator:
     def follow(
         self, changed: Sequence[CommandStatus], *, newest_step: int, step_time_s: float | None, now: float
     ) -> list[EnableMonitoring | DumpTensors]:
-        """Take note of what became of commands (`CommandDesk.tick`); return those issued anew, having come too late.
+        """Take note of what became of commands (`RunCommands.tick`); return those issued anew, having come too late.
 
         StoreError when one could not be written; the next call tries again.
         """

@@ -19,16 +19,16 @@ from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.console import ServedConsole
 from sentinel.daemon.http import HttpConfig, HttpServer
 from sentinel.daemon.outboxes import Outboxes
-from sentinel.daemon.packs import RulePacks
 from sentinel.daemon.serving import ServedRun
 from sentinel.daemon.systemd import Systemd
 from sentinel.daemon.tokens import load_tokens
 from sentinel.errors import ConfigError, SentinelError, StoreError
+from sentinel.judge.packs import RulePacks
 from sentinel.private_files import make_directory, refuse_foreign, tighten
 from sentinel.report.pipeline import Notifier, RetryPolicy
 from sentinel.report.sinks.table import build_sinks
+from sentinel.store.run_paths import RunPaths, further_runs, is_run, printable, refuse_unprintable, runs_in, write_whole
 from sentinel.store.trouble import disk_trouble
-from sentinel.store.whereabouts import RunPaths, further_runs, is_run, printable, refuse_unprintable, runs_in, write_whole
 
 log = logging.getLogger("sentinel.daemon")
 
@@ -132,9 +132,7 @@ class Daemon:
         self._discover(time.time())
         if self._is_single and not self._runs:
             raise StoreError(next(iter(self._problems.values())))
-        standing = [
-            alert for run in self._runs.values() for alert in run.standing(self._options.config.notify.routes())
-        ]
+        standing = [alert for run in self._runs.values() for alert in run.standing(self._options.config.notify.routes())]
         self._notifier.start(standing)
         self._http = self._bind()
         if self._http is not None and self._options.http is not None:

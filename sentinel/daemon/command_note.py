@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from sentinel.private_files import make_directory
-from sentinel.store.whereabouts import RunPaths, write_whole
+from sentinel.store.run_paths import RunPaths, write_whole
 
 _NAME = "command.json"
 

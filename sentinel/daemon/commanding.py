@@ -11,15 +11,15 @@ from typing import Any
 import msgspec
 
 from sentinel.command import ANY_ATTEMPT
-from sentinel.control.commands import CommandDesk
-from sentinel.control.edits import ConfigInUse, EditDesk
+from sentinel.control.commands import RunCommands
+from sentinel.control.edits import ConfigFileEdits, ConfigInUse
 from sentinel.control.policy import ControlConfig, Escalator, Proposal, first_step
 from sentinel.control.status import CommandStatus
 from sentinel.errors import ConfigError, StoreError
 from sentinel.messages import Ack
 from sentinel.record import KIND_LABELS
 from sentinel.store.journal import Journal
-from sentinel.store.whereabouts import RunPaths
+from sentinel.store.run_paths import RunPaths
 
 ACTIONS = ("enable", "disable", "dump", "describe")
 """What a person may ask for over HTTP."""
@@ -66,12 +66,12 @@ class Commanding:
     def __init__(self, paths: RunPaths, config: ControlConfig, journal: Journal) -> None:
         self._journal = journal
         self._mutex = threading.RLock()
-        self._desk = CommandDesk(paths.run_dir, audit=journal.audit, expires_s=config.expires_s)
+        self._desk = RunCommands(paths.run_dir, audit=journal.audit, expires_s=config.expires_s)
         former = journal.recall(_FACT)
         if former:
             self._desk.load(former.encode())
         self._escalator = Escalator(config, self._desk, journal.audit)
-        self._edits = EditDesk(config, self._desk, journal.audit, socket.gethostname())
+        self._edits = ConfigFileEdits(config, self._desk, journal.audit, socket.gethostname())
         self._kept_edits = journal.recall(EDITS_FACT) or ""
         if self._kept_edits:
             self._edits.load(self._kept_edits.encode())
@@ -103,9 +103,7 @@ class Commanding:
                 self._begin_attempt(attempt, now)
                 changed = self._desk.tick(ended, now)
                 self._escalator.follow(changed, newest_step=newest_step, step_time_s=step_time_s, now=now)
-                self._edits.turn(
-                    in_use, newest_step=newest_step, step_time_s=step_time_s, now=now, mono=time.monotonic()
-                )
+                self._edits.turn(in_use, newest_step=newest_step, step_time_s=step_time_s, now=now, mono=time.monotonic())
                 self.keep()
                 for row in self._journal.waiting("escalation", now):
                     if not ended:
@@ -161,9 +159,7 @@ class Commanding:
                     reason=reason, source="http",
                 )  # fmt: skip
             elif action == "describe":
-                command = self._desk.describe(
-                    at_step=at_step, now=now, ranks=order.ranks, reason=reason, source="http"
-                )
+                command = self._desk.describe(at_step=at_step, now=now, ranks=order.ranks, reason=reason, source="http")
             else:
                 command = self._desk.disable(
                     at_step=at_step,

@@ -12,10 +12,10 @@ import msgspec
 
 from sentinel.control.acts import ActRequest, leave_act
 from sentinel.daemon.http import Unavailable, UnknownRun
-from sentinel.daemon.packs import RulePacks
-from sentinel.daemon.series_api import SeriesDesk, SeriesRequest
+from sentinel.daemon.series_api import SeriesQueries, SeriesRequest
 from sentinel.daemon.serving import ServedRun
 from sentinel.errors import StoreError
+from sentinel.judge.packs import RulePacks
 from sentinel.report.metrics import MetricsCollector, MetricsSnapshot
 from sentinel.report.pipeline import Notifier
 from sentinel.version import VERSION
@@ -40,7 +40,7 @@ class ServedConsole:
         self._started = time.time()
         self._reload_done = threading.Event()
         self._collector = MetricsCollector(self._snapshot)
-        self._series = SeriesDesk()
+        self._series = SeriesQueries()
 
     # Called by the loop.
 
@@ -108,7 +108,7 @@ class ServedConsole:
         return found[:limit]
 
     def series(self, request: SeriesRequest) -> dict[str, Any]:
-        """Return values of tensors, groups of them or scalars: see `SeriesDesk`."""
+        """Return values of tensors, groups of them or scalars: see `SeriesQueries`."""
         return self._series.answer(self._chosen(request.run), request)
 
     def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:

@@ -15,8 +15,8 @@ from sentinel.report.metrics import NormAggregate, RunMetrics
 
 if TYPE_CHECKING:
     from sentinel.ingest.follow import RunFollower
-    from sentinel.ingest.merge import Layout, StepView
     from sentinel.ingest.steps import StepAssembler
+    from sentinel.step_view import Layout, StepView
 
 WATCHED_FACT = "watched"
 """Name under which the journal keeps how many ranks and tensors the newest layout has."""
@@ -83,9 +83,7 @@ class RunGauges:
         self.metrics.anomalies = dict(self._anomalies)
 
     def _take_scalars(self, view: StepView) -> None:
-        self.metrics.scalars = {
-            name: scalar.mean for name, scalar in view.scalars.items() if math.isfinite(scalar.mean)
-        }
+        self.metrics.scalars = {name: scalar.mean for name, scalar in view.scalars.items() if math.isfinite(scalar.mean)}
         for name, scalar in view.scalars.items():
             points = self._recent.get(name)
             if points is None:

@@ -137,7 +137,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return cls(host=host.strip("[]") or "127.0.0.1", port=int(port), **others)
 
 
-class Gate:
+class RequestGate:
     """Lets a request in or says why not: Host, then Origin, then the token."""
 
     def __init__(self, config: HttpConfig, tokens: Tokens) -> None:
@@ -189,7 +189,7 @@ class Gate:
         return True
 
 
-def make_app(console: Console, gate: Gate) -> Starlette:
+def make_app(console: Console, gate: RequestGate) -> Starlette:
     """Return the ASGI application."""
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
@@ -415,7 +415,7 @@ class HttpServer:
         try:
             import uvicorn
 
-            app = make_app(self._console, Gate(self._config, self._tokens))
+            app = make_app(self._console, RequestGate(self._config, self._tokens))
             config = uvicorn.Config(
                 app,
                 log_level="warning",

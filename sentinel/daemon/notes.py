@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from sentinel.ingest.merge import StepView
 from sentinel.messages import is_loss
+from sentinel.step_view import StepView
 from sentinel.store.journal import Journal
 
 MAX_NOTES = 64
@@ -17,7 +17,7 @@ MAX_RANKS = 16
 NO_LOSS = "no_loss"
 
 
-class Note(msgspec.Struct, kw_only=True):
+class RunNote(msgspec.Struct, kw_only=True):
     """One thing that ranks of a run said."""
 
     code: str
@@ -37,7 +37,7 @@ class Notes(msgspec.Struct, kw_only=True):
 
     attempt: int = -1
     has_loss: bool = False
-    found: dict[str, Note] = {}
+    found: dict[str, RunNote] = {}
     """Code and site -> note, in the order in which they came."""
 
     @classmethod
@@ -54,7 +54,7 @@ class Notes(msgspec.Struct, kw_only=True):
         if view.attempt > self.attempt:
             self.attempt, self.has_loss, self.found = view.attempt, False, {}
         for rank, health in view.health:
-            self._add(rank, Note(code=health.code, message=health.message, site=health.site), health.count, view.step)
+            self._add(rank, RunNote(code=health.code, message=health.message, site=health.site), health.count, view.step)
         self._see_loss(view)
 
     def _see_loss(self, view: StepView) -> None:
@@ -68,9 +68,9 @@ class Notes(msgspec.Struct, kw_only=True):
                 "no loss was logged so far: rules about the loss are blind. Behind each step, or every few: "
                 "monitor.log(loss=loss), on any one rank"
             )
-            self._add(-1, Note(code=NO_LOSS, message=message), 1, view.step)
+            self._add(-1, RunNote(code=NO_LOSS, message=message), 1, view.step)
 
-    def _add(self, rank: int, note: Note, count: int, step: int) -> None:
+    def _add(self, rank: int, note: RunNote, count: int, step: int) -> None:
         known = self.found.get(key := f"{note.code}/{note.site}" if note.site else note.code)
         if known is None:
             if len(self.found) >= MAX_NOTES:

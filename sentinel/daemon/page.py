@@ -30,9 +30,7 @@ PAGE_POLICY = (
 """The Content-Security-Policy of the page: nothing runs and nothing is fetched, whatever text got into it."""
 
 
-def render_page(
-    runs: Iterable[Mapping[str, Any]], incidents: Iterable[Mapping[str, Any]], health: Mapping[str, Any]
-) -> str:
+def render_page(runs: Iterable[Mapping[str, Any]], incidents: Iterable[Mapping[str, Any]], health: Mapping[str, Any]) -> str:
     """Return the whole page. Every text is escaped here and nowhere else.
 
     runs, incidents, health: as `Console` gives them.

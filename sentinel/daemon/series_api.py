@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import msgspec
 
 from sentinel.aggregate import Aggregate, matches, nearest_names
-from sentinel.daemon.recorded import STEP, recorded_views
-from sentinel.daemon.series import SCALAR, TENSOR_KINDS, VALUE, MergedStep, Picker, Points, RecentSteps, SeriesQuery
 from sentinel.errors import ConfigError, SentinelError
-from sentinel.rules.problems import nearest
+from sentinel.exports.series import SCALAR, TENSOR_KINDS, VALUE, MergedStep, Picker, RecentSteps, SeriesQuery, StepPoints
+from sentinel.judge.recorded import STEP, recorded_views
+from sentinel.known_words import nearest
 from sentinel.store.journal import Journal
-from sentinel.store.whereabouts import RunPaths
+from sentinel.store.run_paths import RunPaths
 
 MAX_SERIES = 1000
 MAX_POINTS = 100_000
@@ -96,7 +96,7 @@ def _number(given: Mapping[str, list[str]], name: str, otherwise: int) -> int:
     return int(text)
 
 
-class Watched(Protocol):
+class SeriesSource(Protocol):
     """What of a served run is asked."""
 
     name: str
@@ -108,7 +108,7 @@ class Watched(Protocol):
         ...
 
 
-class SeriesDesk:
+class SeriesQueries:
     """Answers requests for series, from any thread; the thread that judges is never waited for, nor made to wait."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class SeriesDesk:
                 self._pickers.popitem(last=False)
         return picker
 
-    def answer(self, runs: Sequence[Watched], request: SeriesRequest) -> dict[str, Any]:
+    def answer(self, runs: Sequence[SeriesSource], request: SeriesRequest) -> dict[str, Any]:
         """Return {"series": [...], "truncated": bool, "notes": [...]}.
 
         ConfigError, with the nearest names, for a glob that matches nothing in any run. Busy when another request reads a
@@ -159,7 +159,7 @@ class SeriesDesk:
                 raise ConfigError(f'"{glob}" matches no name{kinds}; nearest: {near}')
         return found.result()
 
-    def _points(self, run: Watched, request: SeriesRequest, picker: Picker, found: _Answer) -> Iterator[Points]:
+    def _points(self, run: SeriesSource, request: SeriesRequest, picker: Picker, found: _Answer) -> Iterator[StepPoints]:
         """Yield the wanted steps, the newest first, of repeated ones the newest attempt."""
         query, left = request.query, request.limit
         recent = run.recent.steps()
@@ -191,17 +191,17 @@ class SeriesDesk:
 
 def _read(
     paths: RunPaths, query: SeriesQuery, before: int, seen: set[int], limit: int, picker: Picker, found: _Answer
-) -> deque[Points]:
+) -> deque[StepPoints]:
     """Return the newest wanted steps that the spool still has of the decisions below `before`, oldest first."""
     begun = time.monotonic()
-    kept: deque[Points] = deque()
+    kept: deque[StepPoints] = deque()
     num_kept = num_gone = 0
     journal = Journal(paths.journal, read_only=True)
     try:
         newest: dict[int, int] = {}
         for seq, kind, body in journal.decisions(until=before - 1):
             if kind == STEP:
-                step = msgspec.msgpack.decode(body, type=_Where).step
+                step = msgspec.msgpack.decode(body, type=_DecidedStep).step
                 if query.first_step <= step <= query.last_step and step not in seen:
                     newest[step] = seq
         wanted = sorted(newest.values())
@@ -231,7 +231,7 @@ def _read(
     return kept
 
 
-class _Where(msgspec.Struct):
+class _DecidedStep(msgspec.Struct):
     step: int
 
 
@@ -268,7 +268,7 @@ class _Answer:
         """Say that there are more points than an answer holds."""
         self.cut(f"the newest {MAX_POINTS} points are here; narrow name, kind, statistic or steps")
 
-    def add(self, points: Points) -> bool:
+    def add(self, points: StepPoints) -> bool:
         """Take the points of one step, which is older than those before; False when there is no more room."""
         for statistic, values in points.values.items():
             for at, one in enumerate(points.series):

@@ -27,26 +27,26 @@ from sentinel.daemon.command_note import read_note
 from sentinel.daemon.commanding import Commanding
 from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.gauges import WATCHED_FACT, RunGauges, standing_of
-from sentinel.daemon.judge import Judge, Verdict
 from sentinel.daemon.notes import Notes, note_lines
-from sentinel.daemon.packs import RulePacks, decode_pack, encode_pack
-from sentinel.daemon.series import RecentSteps
 from sentinel.daemon.spool_watch import SpoolWatch
 from sentinel.daemon.watching import RunWatch
+from sentinel.decision import Tick, decode_decision, encode_decision
 from sentinel.errors import SentinelError, StoreError
-from sentinel.ingest.decision import Tick, decode_decision, encode_decision
-from sentinel.ingest.follow import Life, Position, Record, RunFollower
-from sentinel.ingest.merge import StepView
+from sentinel.exports.series import RecentSteps
+from sentinel.ingest.follow import Incarnation, RunFollower, SpoolPosition, SpoolRecord
 from sentinel.ingest.steps import StepAssembler, snapshot_positions
+from sentinel.judge.judge import Judge, Verdict
+from sentinel.judge.packs import RulePacks, decode_pack, encode_pack
 from sentinel.messages import Ack
 from sentinel.report.alert import Alert, RouteConfig, alerts_for, standing
 from sentinel.report.files import AppendLog, LogPosition, anomaly_line, json_line
 from sentinel.report.metrics import RunMetrics
-from sentinel.rules.schema import Pack
+from sentinel.rules.language.schema import Pack
+from sentinel.step_view import StepView
 from sentinel.store.journal import Commit, FoundAnomaly, FoundIncident, Journal, Outgoing
 from sentinel.store.lock import RunLock
+from sentinel.store.run_paths import RunPaths
 from sentinel.store.trouble import journal_trouble
-from sentinel.store.whereabouts import RunPaths
 from sentinel.wire.spool import write_ack
 
 log = logging.getLogger("sentinel.serving")
@@ -245,7 +245,7 @@ class ServedRun:
         self._anomaly_log, self._incident_log = AppendLog(self.paths.anomalies), AppendLog(self.paths.incidents)
         self._num_onsets = self.journal.num_onsets()
         self._heard_at: dict[bytes, float] = {}
-        self._acknowledgeable: dict[str, Position] = {}
+        self._acknowledgeable: dict[str, SpoolPosition] = {}
         self._judged = self._seq = self.journal.judged
         self._snapshot_seq = 0
         self._snapshot_due = 0.0
@@ -327,7 +327,7 @@ class ServedRun:
 
     # The flow.
 
-    def _hear(self, records: Sequence[Record], now: float) -> bool:
+    def _hear(self, records: Sequence[SpoolRecord], now: float) -> bool:
         if not records:
             return False
         self.last_heard = now
@@ -469,11 +469,14 @@ class ServedRun:
 
     def _command(self, now: float, mono: float) -> None:
         newest: dict[int, tuple[float, int]] = {}
-        speaking: dict[int, Life] = {}
+        speaking: dict[int, Incarnation] = {}
         for life in self._follower.lives.values():
             heard = self._heard_at.get(life.id, 0.0)
-            if life.bye is None and heard and mono - heard < LIVE_S and (heard, life.last_step) >= newest.get(
-                life.rank, (0.0, -1)
+            if (
+                life.bye is None
+                and heard
+                and mono - heard < LIVE_S
+                and (heard, life.last_step) >= newest.get(life.rank, (0.0, -1))
             ):
                 newest[life.rank], speaking[life.rank] = (heard, life.last_step), life
         ended = {rank: step for rank, (_, step) in newest.items()}

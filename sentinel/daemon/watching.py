@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from sentinel.daemon.command_note import CommandNote
-from sentinel.ingest.decision import RankFacts, Tick
+from sentinel.decision import RankFacts, Tick
 from sentinel.ingest.ends import REPLACED_S, Ends, is_settled, run_end
-from sentinel.ingest.follow import Life, RunFollower
+from sentinel.ingest.follow import Incarnation, RunFollower
 from sentinel.ingest.liveness import LivenessTracker
 from sentinel.ingest.memory_kills import MemoryKills
 from sentinel.ingest.processes import ProcessTable
@@ -129,7 +129,7 @@ class RunWatch:
     def _told(self, ranks: tuple[RankFacts, ...], now: float) -> tuple[RankFacts, ...]:
         return self._ends.told(ranks, self._follower.lives, now, self._note().asked_by)
 
-    def _pulse_ns(self, life: Life) -> int:
+    def _pulse_ns(self, life: Incarnation) -> int:
         return read_pulse(self._follower.spool_dir / life.folder)
 
 

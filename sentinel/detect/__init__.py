@@ -1,4 +1,8 @@
-"""Online detectors, vectorised over series: no I/O, no clock; scores before it learns."""
+"""Online detectors, vectorised over series.
+
+In: the values of many series at one step, and their state. Out: scores, at least 1.0 is anomalous, with evidence.
+Never: I/O, a clock, or learning from a value before it was scored.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from sentinel.detect.dead import DeadTensor
 from sentinel.detect.detector import Explanation, Scores, SeriesDetector, State, grow, state_bytes
 from sentinel.detect.dotted import Detectors, shortcoming
 from sentinel.detect.drift import Drift, Plateau
+from sentinel.detect.duplicate_ranks import TwinRanks
 from sentinel.detect.ended import RunEnded
 from sentinel.detect.experts import DeadExpert, DominantExpert, ExpertImbalance
 from sentinel.detect.group import GroupDetector
@@ -26,7 +31,6 @@ from sentinel.detect.saturation import Saturation
 from sentinel.detect.skew import GainSkew, RankSkew
 from sentinel.detect.slow import SlowRank
 from sentinel.detect.turbulence import AnomalyTurbulence, KurtosisSpike
-from sentinel.detect.twins import TwinRanks
 from sentinel.detect.update_ratio import UpdateRatio
 from sentinel.detect.windowed import GradNormSpike, LossSpike
 

@@ -7,11 +7,11 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from sentinel.detect.formed import Formed
+from sentinel.detect.formed import FormDetector
 from sentinel.detect.forms import BaselineForm
 
 
-class AttentionCollapse(Formed, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AttentionCollapse(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Entropy that collapses, or logits that grow, against a reference that remembers hundreds of steps.
 
     Of rows `M:entropy` the mean, in nats, downwards: anomalous below reference / (1 + threshold). Of rows `M:max_logit` the

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from sentinel.detect.formed import Formed
+from sentinel.detect.formed import FormDetector
 from sentinel.detect.forms import StillForm
 
 
-class DeadTensor(Formed, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DeadTensor(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tensor that is exactly zero, or exactly what it was, step after step, after a life of change.
 
     A norm that is exactly 0.0 for `zero_steps` points in a row, or exactly repeated for `unchanged_steps` while others of

@@ -19,7 +19,7 @@ FEWEST = 32
 """Residuals from which a deviation is known at all (chosen)."""
 
 
-def is_doubtful(p: rolling.Parameters, values: np.ndarray, rise: np.ndarray, state: State) -> np.ndarray:
+def is_doubtful(p: rolling.RollingParameters, values: np.ndarray, rise: np.ndarray, state: State) -> np.ndarray:
     """Return for each series whether a point that is anomalous may as well be an ordinary batch: [series] bool.
 
     - Half of the window and more is exactly zero: a margin that most batches keep, and what one does not has no scale.

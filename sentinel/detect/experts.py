@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from sentinel.detect.detector import Explanation, Scores, State
-from sentinel.detect.formed import Formed
+from sentinel.detect.formed import FormDetector
 from sentinel.detect.forms import MAX_COUNT, PATIENCE, BaselineForm, LimitForm
 from sentinel.errors import ConfigError
 
@@ -17,7 +17,7 @@ EARLY, MOST = 8, 0.5
 begins with more idle experts than half of that is judged by its own past alone."""
 
 
-class ExpertImbalance(Formed, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ExpertImbalance(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A router that collapses: its rows `M:balance` leave the range they have kept, upwards.
 
     balance = E * sum((p - 1/E)**2) over the loads p of E experts, the squared coefficient of variation: 0 where all have
@@ -61,7 +61,7 @@ class ExpertImbalance(Formed, frozen=True, kw_only=True, forbid_unknown_fields=T
         )
 
 
-class DominantExpert(Formed, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DominantExpert(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An expert that comes to get nearly every token: the largest share of rows `M:load`, of the tokens that each gets.
 
     A share of 1 is the end of choice, however many experts a token has, and also where the others still share what is

@@ -1,4 +1,4 @@
-"""Formed: a detector that is a form. It says which, and the form does the work."""
+"""FormDetector: a detector that is a form. It says which, and the form does the work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sentinel.detect.detector import Scores, State
 from sentinel.detect.forms import Form
 
 
-class Formed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FormDetector(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of detectors that are a form for each statistic; the engine judges those many at once."""
 
     statistics: ClassVar[tuple[str, ...]] = ("norm",)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from sentinel.detect.formed import Formed
+from sentinel.detect.formed import FormDetector
 from sentinel.detect.forms import BaselineForm
 
 MEMORY = 300.0
@@ -17,7 +17,7 @@ MEMORY = 300.0
 its first hundred are over, on tiny GPTs, a mixture of experts and a ViT trained on a CPU)."""
 
 
-class VanishingGradient(Formed, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class VanishingGradient(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A weight gradient that fades away while the others do not.
 
     residual = log|x| - log(reference) - the median residual of all gradients of the step; anomalous below -log(1 +
@@ -59,7 +59,7 @@ class VanishingGradient(Formed, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
 
-class ExplodingTensor(Formed, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ExplodingTensor(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tensor that grows and grows: a weight without decay, an activation on its way to overflow.
 
     residual = log|x| - log(reference); anomalous above log(1 + threshold). Nothing is taken off for what the others do:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-from sentinel.detect.formed import Formed
+from sentinel.detect.formed import FormDetector
 from sentinel.detect.forms import LimitForm
 from sentinel.errors import ConfigError
 
 
-class Threshold(Formed, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Threshold(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Any statistic, or a logged value, past a limit that you set."""
 
     summary: ClassVar[str] = "any statistic past an absolute limit, above or below, for as many points as you say"
@@ -41,7 +41,7 @@ class Threshold(Formed, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
 
-class PrecisionLoss(Formed, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PrecisionLoss(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Values that a format of low precision cannot hold: the shares (and the dynamic range) of kind `precision`.
 
     One element that overflows is an infinity in that format, so the default limit is none at all, and one point is

@@ -45,11 +45,11 @@ MANY, EVERY, OUTER_EVERY = 64, 32, 64
 """From so many residuals on, marks are formed anew every 32nd point, the outer ones every 64th: few new ones among many
 move them little."""
 
-Parameters = native.Parameters
+RollingParameters = native.RollingParameters
 """The numbers of a RollingMedian: k, floor (on the scale), near_zero, window, memory, warmup, settle_after."""
 
 
-def new_state(p: Parameters, num_series: int) -> State:
+def new_state(p: RollingParameters, num_series: int) -> State:
     """Return the state of series that have seen nothing: 16 * window + 4 * memory + 8 * settle_after + 81 bytes each."""
     return {
         "points": np.full((num_series, p.window), np.nan),
@@ -75,14 +75,14 @@ def _width(size: int) -> int:
     return (size + 15) & ~15
 
 
-def score(p: Parameters, values: np.ndarray, state: State) -> np.ndarray:
+def score(p: RollingParameters, values: np.ndarray, state: State) -> np.ndarray:
     """Return the score of one point of each series: [series] float64, 0.0 where it is not above the median."""
     if native.available:
         return np.asarray(native.run(p, state, values[None], native.SCORE)[0])
     return _score(p, values, state)
 
 
-def learn(p: Parameters, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
+def learn(p: RollingParameters, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
     """Take one point of each series in."""
     if native.available:
         native.run(p, state, values[None], native.LEARN, anomalous[None])
@@ -90,7 +90,7 @@ def learn(p: Parameters, values: np.ndarray, state: State, anomalous: np.ndarray
         _learn(p, values, state, anomalous)
 
 
-def scan(p: Parameters, values: np.ndarray, state: State) -> np.ndarray:
+def scan(p: RollingParameters, values: np.ndarray, state: State) -> np.ndarray:
     """Score and take in [points, series] values, anomalous where the score reaches 1; return the scores."""
     if native.available:
         return native.run(p, state, values, native.SCORE | native.LEARN)
@@ -101,7 +101,7 @@ def scan(p: Parameters, values: np.ndarray, state: State) -> np.ndarray:
     return scores
 
 
-def baseline(p: Parameters, state: State) -> np.ndarray:
+def baseline(p: RollingParameters, state: State) -> np.ndarray:
     """Return what points are measured from, on the asinh scale: [series] float64, the median or less (see LATEST)."""
     return _base(p, state, np.arange(len(state["center"])))
 
@@ -152,7 +152,7 @@ def _middle(ordered: np.ndarray, count: np.ndarray) -> np.ndarray:
     return np.asarray(0.5 * (low + ordered[rows, count // 2].astype(np.float64)))
 
 
-def _bound(p: Parameters, marks: np.ndarray, second: np.ndarray, kept: np.ndarray) -> np.ndarray:
+def _bound(p: RollingParameters, marks: np.ndarray, second: np.ndarray, kept: np.ndarray) -> np.ndarray:
     half = (marks[:, THREE] - marks[:, QUARTER]) * HALF_TO_SIGMA
     most = (marks[:, HIGH] - marks[:, LOW]) * MOST_TO_SIGMA
     bound = p.k * np.where(half > most, half, most)
@@ -167,7 +167,7 @@ def _bound(p: Parameters, marks: np.ndarray, second: np.ndarray, kept: np.ndarra
     return np.where(bound > p.floor, bound, p.floor)
 
 
-def _base(p: Parameters, state: State, rows: np.ndarray) -> np.ndarray:
+def _base(p: RollingParameters, state: State, rows: np.ndarray) -> np.ndarray:
     """Return the median of each row's window, or the nearest of its latest points where all of them lie below it.
 
     Above it too, while a series is young.
@@ -183,7 +183,7 @@ def _base(p: Parameters, state: State, rows: np.ndarray) -> np.ndarray:
     return found
 
 
-def _score(p: Parameters, values: np.ndarray, state: State) -> np.ndarray:
+def _score(p: RollingParameters, values: np.ndarray, state: State) -> np.ndarray:
     found = np.zeros(len(values))
     at = np.flatnonzero((state["seen"] >= 2 * p.warmup) & (state["kept"] > 0) & np.isfinite(values))
     if at.size:
@@ -194,7 +194,7 @@ def _score(p: Parameters, values: np.ndarray, state: State) -> np.ndarray:
     return found
 
 
-def _learn(p: Parameters, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
+def _learn(p: RollingParameters, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
     state["settled"].fill(False)
     finite = np.isfinite(values)
     taken = np.flatnonzero(finite & ~anomalous)
@@ -205,7 +205,7 @@ def _learn(p: Parameters, values: np.ndarray, state: State, anomalous: np.ndarra
             _hold(p, float(values[row]), state, row)
 
 
-def _take(p: Parameters, values: np.ndarray, state: State, rows: np.ndarray) -> None:
+def _take(p: RollingParameters, values: np.ndarray, state: State, rows: np.ndarray) -> None:
     new = values[rows]
     point = _held(asinh(new, state["unit"][rows]))
     at = state["at"][rows]
@@ -232,7 +232,7 @@ def _take(p: Parameters, values: np.ndarray, state: State, rows: np.ndarray) -> 
         _choose_unit(p, state, row)
 
 
-def _mark(p: Parameters, state: State, rows: np.ndarray) -> None:
+def _mark(p: RollingParameters, state: State, rows: np.ndarray) -> None:
     kept = state["kept"][rows]
     rows = rows[(kept < MANY) | (kept % EVERY == 0)]
     if not rows.size:
@@ -252,7 +252,7 @@ def _center(state: State, rows: np.ndarray) -> None:
     state["center"][rows] = _middle(ordered, state["filled"][rows])
 
 
-def _choose_unit(p: Parameters, state: State, row: int) -> None:
+def _choose_unit(p: RollingParameters, state: State, row: int) -> None:
     """Decide below what the scale is linear: at the end of the warm-up, and when a window comes to zero and below.
 
     The noise is told from the median step, which a decay does not move much, and where most steps are none from the
@@ -274,7 +274,7 @@ def _choose_unit(p: Parameters, state: State, row: int) -> None:
         _rescale(p, state, row)
 
 
-def _rescale(p: Parameters, state: State, row: int) -> None:
+def _rescale(p: RollingParameters, state: State, row: int) -> None:
     """Put everything in the window on the scale of another unit."""
     filled = int(state["filled"][row])
     z = _held(asinh(state["points"][row, :filled], state["unit"][row]))
@@ -283,7 +283,7 @@ def _rescale(p: Parameters, state: State, row: int) -> None:
     _center(state, np.array([row]))
 
 
-def _hold(p: Parameters, value: float, state: State, row: int) -> None:
+def _hold(p: RollingParameters, value: float, state: State, row: int) -> None:
     """Keep a flagged point apart, the newest `settle_after` of them, until they are a level of their own."""
     size = p.settle_after
     state["held"][row, state["run"][row] % size] = value

@@ -63,9 +63,9 @@ class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError(f"settle_after must be in [0, 4096], got {self.settle_after}")
 
     @property
-    def numbers(self) -> rolling.Parameters:
+    def numbers(self) -> rolling.RollingParameters:
         """The settings as the arithmetic takes them: the floor on the asinh scale."""
-        return rolling.Parameters(
+        return rolling.RollingParameters(
             self.k, math.log1p(self.floor), self.near_zero, self.window, self.memory, self.warmup, self.settle_after
         )
 

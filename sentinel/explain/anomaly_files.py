@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from sentinel.errors import MALFORMED, ConfigError
-from sentinel.order.msprobe import MsprobeRecord
+from sentinel.explain.msprobe_records import MsprobeRecord
 
 _CHUNK_BYTES = 1 << 20
 _RANGE_BYTES = 16 << 20

@@ -16,8 +16,8 @@ import msgspec
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.errors import MALFORMED
 from sentinel.explain.anomaly_files import Damage, FileRange, chunks, msprobe_chunks, packed_chunks, repaired
+from sentinel.explain.msprobe_records import MsprobeRecord, from_msprobe, msprobe_sort_key
 from sentinel.order.causal import SortKey, sort_key
-from sentinel.order.msprobe import MsprobeRecord, from_msprobe, msprobe_sort_key
 from sentinel.order.position import ObservationKey, observation_key
 
 ORDERS: dict[str, Callable[[Anomaly], SortKey]] = {"causal": sort_key, "msprobe": msprobe_sort_key}
@@ -32,13 +32,13 @@ class _Glance(msgspec.Struct, gc=False):
     event: str = "onset"
 
 
-class _Named(_Glance, gc=False):
+class _NamedGlance(_Glance, gc=False):
     """A glance that can be looked up among an incident's members."""
 
     id: str = ""
 
 
-class Record(msgspec.Struct):
+class SortRecord(msgspec.Struct):
     """What sorting looks at: an Anomaly of which any field but the step may be missing."""
 
     step: int
@@ -83,12 +83,12 @@ class Record(msgspec.Struct):
 
 
 _GLANCE = msgspec.json.Decoder(_Glance)
-_NAMED = msgspec.json.Decoder(_Named)
-RECORD = msgspec.json.Decoder(Record)
+_NAMED = msgspec.json.Decoder(_NamedGlance)
+RECORD = msgspec.json.Decoder(SortRecord)
 MSPROBE_LINE = msgspec.json.Decoder(MsprobeRecord)
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class Selection(msgspec.Struct, frozen=True):
     """What a reader is asked for."""
 
     k: int
@@ -164,7 +164,7 @@ Packed = tuple[list[list[Candidate]], int, Damage]
 class Findings:
     """What one process found in its ranges."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: Selection) -> None:
         self.wanted = wanted
         self.earliest = _Heap(wanted.k)
         self.repeated = _Heap(wanted.k)

@@ -39,7 +39,7 @@ class Skip(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _RevisionRead(msgspec.Struct, frozen=True):
     """Of a revision of an incident, what a skip list reads."""
 
     id: str
@@ -127,16 +127,16 @@ def _runs_in(path: Path) -> list[Path]:
     return sorted(one for one in path.iterdir() if (one / "incidents.jsonl").exists() or (one / "spool").is_dir())
 
 
-def _read(path: Path) -> tuple[dict[str, _Told], list[Skip], list[str]]:
+def _read(path: Path) -> tuple[dict[str, _RevisionRead], list[Skip], list[str]]:
     """Return the newest revision of each incident, exported entries, and what was not understood."""
-    newest: dict[str, _Told] = {}
+    newest: dict[str, _RevisionRead] = {}
     skips: list[Skip] = []
     problems: list[str] = []
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         lines = []  # Nothing has happened yet.
-    incidents, exported = msgspec.json.Decoder(_Told), msgspec.json.Decoder(Skip)
+    incidents, exported = msgspec.json.Decoder(_RevisionRead), msgspec.json.Decoder(Skip)
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

@@ -15,15 +15,15 @@ from sentinel.explain.cascade import Cascade, cascade_of
 from sentinel.explain.drawing import WIDTH, draw, rank_words, spans, way
 from sentinel.explain.topk import topk
 from sentinel.incidents.revisions import find_incident, incident_members, incident_revisions
+from sentinel.incidents.wording import place_words
 from sentinel.order.causal import sort_key
 from sentinel.order.causes import BlastRadius, blast_radius
-from sentinel.order.wording import place_words
 
 MAX_CAUSES_SHOWN = 8
 MAX_COUNTS_SHOWN = 12
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class SentAlert(msgspec.Struct, frozen=True, kw_only=True):
     """One alert about an incident, as the outbox knows it."""
 
     sink: str
@@ -57,7 +57,7 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
     """How it spread; None where nothing of it is about a step's arithmetic, or its records are gone."""
     reach: tuple[BlastRadius, ...] = ()
     """What each of the first causes alone can have made, those that are shown."""
-    alerts: tuple[Told, ...] = ()
+    alerts: tuple[SentAlert, ...] = ()
 
     def as_object(self) -> dict[str, Any]:
         """Return the story as JSON-able data, its text under `text`."""
@@ -65,7 +65,7 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
         return result | {"text": tell(self)}
 
 
-def story_of(run_dir: Path, wanted: str, alerts: Sequence[tuple[str, Told]] = ()) -> Story:
+def story_of(run_dir: Path, wanted: str, alerts: Sequence[tuple[str, SentAlert]] = ()) -> Story:
     """Return the story of the incident that an id, a prefix or `latest` means. ConfigError when there is none.
 
     alerts: (incident id, alert), of all incidents, as far as they are known.
@@ -123,8 +123,14 @@ def tell(story: Story, width: int = WIDTH) -> str:
     return "\n".join(
         line
         for section in (
-            _head(story), _first(story), _suspicion(story), _black_box(story), _escalation(story), _spread(story, width),
-            _followed(story), _told(story),
+            _head(story),
+            _first(story),
+            _suspicion(story),
+            _black_box(story),
+            _escalation(story),
+            _spread(story, width),
+            _followed(story),
+            _told(story),
         )
         for line in section
     )

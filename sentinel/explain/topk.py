@@ -17,19 +17,19 @@ import msgspec
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.errors import ConfigError
 from sentinel.explain.anomaly_files import Damage, FileRange, anomaly_files, ranges_of
-from sentinel.explain.selection import MSPROBE_LINE, RECORD, Candidate, Findings, Record, Wanted
+from sentinel.explain.msprobe_records import from_msprobe, msprobe_key
+from sentinel.explain.selection import MSPROBE_LINE, RECORD, Candidate, Findings, Selection, SortRecord
 from sentinel.incidents.revisions import find_incident, incident_members, incident_revisions, newest_revisions, no_causes
-from sentinel.order.msprobe import from_msprobe, msprobe_key
 
 RESULT_NAME = "anomaly_analyse.json"
 
 _PARALLEL_BYTES = 48 << 20
 """Inputs below this are read in this process: starting another takes longer."""
 
-_FIELDS = frozenset(Record.__struct_fields__)
+_FIELDS = frozenset(SortRecord.__struct_fields__)
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class TopEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One of the k earliest."""
 
     record: dict[str, Any]
@@ -42,9 +42,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 class TopK(msgspec.Struct, frozen=True, kw_only=True):
     """What `topk` found."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TopEntry, ...]
     """The k earliest, in order; behind them, where there is room, what repeats them and what is no cause."""
-    worst: Entry | None
+    worst: TopEntry | None
     """The earliest of the critical ones: what most deserves to be looked at first; None when nothing is critical."""
     num_anomalies: int
     """Anomalies that were asked for: of these steps, this incident, this severity."""
@@ -112,7 +112,7 @@ def topk(
     elif order == "causal" and not all_alike:
         behind = no_causes(incident_revisions(directory))
     is_by_place = order == "causal" and not all_alike
-    wanted = Wanted(
+    wanted = Selection(
         k, order, None if steps is None else frozenset(steps), ids, min_severity.level, behind, is_by_place
     )  # fmt: skip
     ranges, unreadable = _ranges(files)
@@ -144,7 +144,7 @@ def _ranges(files: Collection[Path]) -> tuple[list[FileRange], Damage]:
     return ranges, damage
 
 
-def _entry(candidate: Candidate) -> Entry:
+def _entry(candidate: Candidate) -> TopEntry:
     try:
         record: dict[str, Any] = msgspec.json.decode(candidate.raw)
     except RecursionError:  # in a field that is none of ours
@@ -155,10 +155,10 @@ def _entry(candidate: Candidate) -> Entry:
     else:
         fields = msgspec.structs.asdict(RECORD.decode(candidate.raw))
         anomaly = Anomaly(**{name: fields[name] for name in Anomaly.__struct_fields__ if name in _FIELDS})
-    return Entry(record=record, anomaly=anomaly, source=candidate.source)
+    return TopEntry(record=record, anomaly=anomaly, source=candidate.source)
 
 
-def _read_all(ranges: list[FileRange], wanted: Wanted, processes: int | None) -> Findings:
+def _read_all(ranges: list[FileRange], wanted: Selection, processes: int | None) -> Findings:
     num_bytes = sum(part.end - part.start for part in ranges)
     if processes is None:
         processes = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -45,7 +45,11 @@ class Peers:
     """Those open incidents that an anomaly may belong to."""
 
     def __init__(
-        self, open_ones: Iterable[OpenIncident], attempt: int, config: IncidentConfig, stride: int,
+        self,
+        open_ones: Iterable[OpenIncident],
+        attempt: int,
+        config: IncidentConfig,
+        stride: int,
         rates: Mapping[str, float],
     ) -> None:
         """stride: steps from one that is told of to the next; quiet and nearness are counted in it.

@@ -42,17 +42,17 @@ from sentinel.incidents.open_incident import (
 )
 from sentinel.incidents.peers import IncidentConfig, Peers
 from sentinel.incidents.scope import nature_of, size_of, subject_of
+from sentinel.incidents.wording import root_words, title_words
 from sentinel.order.causal import sort_key
 from sentinel.order.causes import leading_causes
 from sentinel.order.origin import origin
-from sentinel.order.wording import root_words, title_words
 from sentinel.run_end import RunEnd
 
 MAX_CLOSED = 64
 """Closed incidents that are remembered, for a person to reopen (chosen)."""
 
 
-class _State(msgspec.Struct, kw_only=True):
+class _TrackerState(msgspec.Struct, kw_only=True):
     """All that a tracker remembers."""
 
     open: list[OpenIncident] = []
@@ -71,7 +71,7 @@ class IncidentTracker:
 
     def __init__(self, config: IncidentConfig | None = None) -> None:
         self.config = config or IncidentConfig()
-        self._state = _State()
+        self._state = _TrackerState()
         self._touched: dict[str, list[str]] = {}
         self._attempt = 0
         self._stride = 1
@@ -89,7 +89,7 @@ class IncidentTracker:
 
     def restore(self, snapshot: bytes) -> None:
         """Go on where `snapshot` was taken, by an older version too: its incidents keep the verdict that they have."""
-        self._state = msgspec.msgpack.decode(snapshot, type=_State)
+        self._state = msgspec.msgpack.decode(snapshot, type=_TrackerState)
         for one in self._state.open:
             if one.case.opened < 0:
                 one.facts = one.facts or one.incident.evidence
@@ -449,4 +449,3 @@ def _first(known: dict[str, int]) -> dict[str, int]:
 def _end_words(ended: RunEnd) -> str:
     who = "" if ended.rank is None else f", rank {ended.rank} first"
     return f"the run ended ({ended.how.replace('_', ' ')}{who})" + (f": {ended.detail}" if ended.detail else "")
-

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
-from sentinel.ingest.decision import Decision, Tick
-from sentinel.ingest.follow import Life
-from sentinel.ingest.parts import OpenStep, Part
+from sentinel.decision import Decision, Tick
+from sentinel.ingest.follow import Incarnation
+from sentinel.ingest.parts import OpenStep, RankPartOfStep
 from sentinel.messages import START
 from sentinel.place import world_size_of
 
@@ -24,14 +24,14 @@ MAX_UNHEARD = 1024
 class Stint:
     """One life while its steps rise; a life that goes back to an ended step begins another."""
 
-    life: Life
+    life: Incarnation
     generation: int
     attempt: int
     order: int
     """The newer stint of a rank takes its place."""
 
 
-class Ended(msgspec.Struct):
+class EndedSteps(msgspec.Struct):
     """Where a life's steps stand, to tell going back from coming late."""
 
     step: int = -1
@@ -111,7 +111,7 @@ class Attempt:
         """Whether every rank that ever spoke has said bye."""
         return bool(self.stints) and all(stint.life.has_left for stint in self.stints.values())
 
-    def heard_of(self, life: Life) -> tuple[int, dict[int, int | None]]:
+    def heard_of(self, life: Incarnation) -> tuple[int, dict[int, int | None]]:
         """Return the newest closed step that a life's rank is in, and of the open ones the rows that came, None: all."""
         heard: dict[int, int | None] = {}
         for step, opened in self.open.items():
@@ -163,7 +163,7 @@ class Attempts:
 
     def __init__(self) -> None:
         self.by_number: dict[int, Attempt] = {}
-        self.newcomers: dict[bytes, Life] = {}
+        self.newcomers: dict[bytes, Incarnation] = {}
         """Lives that have a descriptor, and no step yet."""
         self.declared: dict[int, int] = {}
         """Attempt as the launcher counts -> the newest one here that lives of it are in."""
@@ -179,7 +179,7 @@ class Attempts:
         """The highest number; -1: there is none."""
         return max(self.by_number, default=-1)
 
-    def arrive(self, life: Life) -> None:
+    def arrive(self, life: Incarnation) -> None:
         """Have a life wait for its first step, unless it had one."""
         if not any((life.id, generation) in self._stints for generation in (0, 1)):
             self.newcomers[life.id] = life
@@ -188,9 +188,9 @@ class Attempts:
         """Return the ranks with a life that has no step yet."""
         return {life.rank for life in self.newcomers.values()}
 
-    def chosen(self, attempt: Attempt, step: int) -> dict[int, Part]:
+    def chosen(self, attempt: Attempt, step: int) -> dict[int, RankPartOfStep]:
         """Return, per rank, the part of the newest stint that spoke of an open step; ranks rising."""
-        chosen: dict[int, Part] = {}
+        chosen: dict[int, RankPartOfStep] = {}
         orders: dict[int, int] = {}
         for key, part in attempt.open[step].parts.items():
             rank, order = part.life.rank, self._stints[key].order
@@ -207,7 +207,7 @@ class Attempts:
         if tick.ended is not None:
             self.ended_until[tick.attempt] = tick.time
 
-    def group_of(self, life: Life) -> int:
+    def group_of(self, life: Incarnation) -> int:
         """Return the attempt that a life's end counts for: that of its newest steps; without any, the one that it belongs to
         by its launcher or its rank, which may be one that has no number yet.
         """
@@ -219,7 +219,7 @@ class Attempts:
             found = self.newest + 1 if newest is None or life.rank in newest.stints else self.newest
         return found
 
-    def heard_of(self, life: Life, replays: Iterable[Decision | Tick]) -> tuple[int, dict[int, int | None]]:
+    def heard_of(self, life: Incarnation, replays: Iterable[Decision | Tick]) -> tuple[int, dict[int, int | None]]:
         """Return the newest step that was judged with a life, and what is known of steps above it (`run_losses.unheard`).
 
         replays: decisions that are still to be made again: what they took was judged.
@@ -235,7 +235,7 @@ class Attempts:
         """Have a stint that is yet to be heard belong to the attempt that a decision says."""
         self._decided[life, generation] = number
 
-    def place(self, life: Life, generation: int, step: int) -> Stint:
+    def place(self, life: Incarnation, generation: int, step: int) -> Stint:
         """Return the stint that a life's step is of; at its first step find its attempt, or open one."""
         known = self._stints.get((life.id, generation))
         if known is not None:
@@ -257,7 +257,7 @@ class Attempts:
         self.by_number[number].stints[life.rank] = stint
         return stint
 
-    def _choose(self, life: Life, generation: int, step: int) -> int:
+    def _choose(self, life: Incarnation, generation: int, step: int) -> int:
         newest = self.newest
         former = self._stints.get((life.id, generation - 1))
         if life.attempt is not None and life.attempt not in self.declared:
@@ -284,7 +284,7 @@ class Attempts:
         found = self.by_number.get(candidate)
         return newest + 1 if found is not None and found.has_spoken(life.rank, step) else candidate
 
-    def _is_of_another_world(self, life: Life, number: int) -> bool:
+    def _is_of_another_world(self, life: Incarnation, number: int) -> bool:
         found = self.by_number.get(number)
         if found is None or not found.stints or life.descriptor is None:
             return False
@@ -312,7 +312,7 @@ class Attempts:
         states: Iterable[AttemptState],
         stints: Iterable[tuple[bytes, int, int, int]],
         declared: dict[int, int],
-        lives: Mapping[bytes, Life],
+        lives: Mapping[bytes, Incarnation],
     ) -> None:
         """Go on from what `states`, `stints` and `declared` were."""
         self.declared = declared
@@ -328,7 +328,7 @@ class Attempts:
                     self.by_number[number].take_world_size(life.rank, life.descriptor.place.world_size)
 
 
-def _began_together(life: Life, other: Life) -> bool:
+def _began_together(life: Incarnation, other: Incarnation) -> bool:
     """Return whether two lives are of one start, whatever they say of the number of ranks.
 
     They agreed on their attempt with the same rank 0; or, on one machine, the other wrote on after this one had begun: a

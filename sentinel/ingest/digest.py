@@ -13,7 +13,7 @@ from sentinel.ingest.tables import holds_any
 from sentinel.record import ROW_DTYPE, STATS_DTYPE
 
 if TYPE_CHECKING:
-    from sentinel.ingest.merge import StepView
+    from sentinel.ingest.merge import ClosedStep
 
 
 _NOTHING = np.zeros((), STATS_DTYPE)
@@ -21,7 +21,7 @@ _NOTHING["min"], _NOTHING["max"] = np.inf, -np.inf
 
 
 class Digest(NamedTuple):
-    """One step. See the properties of `StepView` of the same names."""
+    """One step. See the properties of `ClosedStep` of the same names."""
 
     stats: npt.NDArray[np.void]
     present: npt.NDArray[np.bool_]
@@ -37,7 +37,7 @@ class Digest(NamedTuple):
         return self._replace(stats=stats, present=self.present & ~is_cut)
 
 
-def digest(view: StepView) -> Digest:
+def digest(view: ClosedStep) -> Digest:
     """Return what the rows of a step come to."""
     layout = view.layout
     if layout.digest_rows is None:
@@ -51,7 +51,7 @@ def digest(view: StepView) -> Digest:
     return _of_any(Digest(*layout.digest_rows(struct.pack(f"{len(words)}q", *words), len(view.parts), view.num_rows)))
 
 
-def digest_in_numpy(view: StepView) -> Digest:
+def digest_in_numpy(view: ClosedStep) -> Digest:
     """As `digest`."""
     layout, rows, num_tensors = view.layout, view.rows, len(view.tensors)
     copies, logical, nobody = view.row_copy, view.row_logical, layout.num_copies

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
-from sentinel.ingest.decision import RankFacts
-from sentinel.ingest.follow import Life
+from sentinel.decision import RankFacts
+from sentinel.ingest.follow import Incarnation
 from sentinel.ingest.memory_kills import MemoryKills
 from sentinel.ingest.processes import GONE, LIVES, STOPPED, UNSEEN, ProcessTable, Seen, status_words
 from sentinel.ingest.witnesses import UNHEARD_S, Witnesses
@@ -67,7 +67,7 @@ _ASKED_ERRORS = ("SIGTERMException", "SignalException")
 
 
 @dataclasses.dataclass(slots=True)
-class _Found:
+class _ProcessState:
     """What the table of processes told of one life."""
 
     at: float
@@ -89,7 +89,7 @@ class Ends:
     def __init__(
         self,
         processes: ProcessTable,
-        pulse_ns: Callable[[Life], int],
+        pulse_ns: Callable[[Incarnation], int],
         silence_s: Callable[[bytes], float],
         witnesses: Witnesses,
         memory_kills: MemoryKills,
@@ -99,13 +99,15 @@ class Ends:
         self._pulse_ns, self._silence_s = pulse_ns, silence_s
         self._witnesses = witnesses
         self._memory_kills = memory_kills
-        self._found: dict[bytes, _Found] = {}
+        self._found: dict[bytes, _ProcessState] = {}
         self._seen: dict[bytes, Seen] = {}
         """The last look at each life that is there."""
         self._due = -1.0
         self._process: dict[bytes, ProcessId] = {}
 
-    def look(self, lives: Collection[Life], behind: Collection[bytes], now: float, *, is_forced: bool = False) -> None:
+    def look(
+        self, lives: Collection[Incarnation], behind: Collection[bytes], now: float, *, is_forced: bool = False
+    ) -> None:
         """Look at the processes of lives that are not over, and note who has left. now: seconds watched.
 
         behind: lives with more on disk than was read. is_forced: however short a time ago the last look was.
@@ -129,11 +131,11 @@ class Ends:
             elif seen.state == UNSEEN and life.id not in behind and UNHEARD_S[0] <= self._silence_s(life.id) <= UNHEARD_S[1]:
                 seen = self._witnessed(process, now)
             if found is None and (life.has_left or seen.state == GONE):
-                found = self._found[life.id] = _Found(now)
+                found = self._found[life.id] = _ProcessState(now)
             if found is not None and seen.state == GONE:
                 self._note_gone(life, process, found, seen, now)
 
-    def _note_gone(self, life: Life, process: ProcessId, found: _Found, seen: Seen, now: float) -> None:
+    def _note_gone(self, life: Incarnation, process: ProcessId, found: _ProcessState, seen: Seen, now: float) -> None:
         if seen.status is None:
             seen = self._witnessed(process, now)
         if not found.is_gone:
@@ -149,7 +151,7 @@ class Ends:
         return Seen(UNSEEN) if status is None else Seen(GONE, status)
 
     def told(
-        self, ranks: Sequence[RankFacts], lives: Mapping[bytes, Life], now: float, asked_by: Callable[[float], str]
+        self, ranks: Sequence[RankFacts], lives: Mapping[bytes, Incarnation], now: float, asked_by: Callable[[float], str]
     ) -> tuple[RankFacts, ...]:
         """Return the facts with what is known of each rank's end.
 
@@ -174,7 +176,7 @@ class Ends:
             told.append(one)
         return tuple(told)
 
-    def by_code(self, one: RankFacts, life: Life, pid: int, code: int) -> RankFacts:
+    def by_code(self, one: RankFacts, life: Incarnation, pid: int, code: int) -> RankFacts:
         """Return what the exit code of a command that is over tells of one of its ranks, which may be the command itself."""
         end = one.end
         is_open = end is None or (end.how == SIGNAL and end.cause == UNEXPLAINED and not end.detail.startswith("SIG"))
@@ -188,11 +190,11 @@ class Ends:
             end = RankEnd(how=how, detail=f"{words}the command ended with exit code {code}", time=one.time, step=one.step)
         return msgspec.structs.replace(one, end=end)
 
-    def is_here(self, life: Life) -> bool:
+    def is_here(self, life: Incarnation) -> bool:
         """Return whether the table would tell of a life's process: then its silence says nothing."""
         return self._processes.look(self._process_of(life)).state in (LIVES, STOPPED)
 
-    def _process_of(self, life: Life) -> ProcessId:
+    def _process_of(self, life: Incarnation) -> ProcessId:
         found = self._process.get(life.id)
         if found is None:
             if life.descriptor is None:
@@ -201,7 +203,7 @@ class Ends:
         return found
 
     def _end_of(
-        self, life: Life, one: RankFacts, found: _Found | None, now: float, asked_by: Callable[[float], str]
+        self, life: Incarnation, one: RankFacts, found: _ProcessState | None, now: float, asked_by: Callable[[float], str]
     ) -> RankEnd | None:
         if life.has_left and life.bye is not None:
             time = life.last_wall_ns / 1e9
@@ -216,7 +218,9 @@ class Ends:
             return msgspec.structs.replace(end, step=one.step, is_at_prompt=True)
         return None
 
-    def silenced(self, ranks: tuple[RankFacts, ...], lives: Mapping[bytes, Life], now: float) -> tuple[RankFacts, ...]:
+    def silenced(
+        self, ranks: tuple[RankFacts, ...], lives: Mapping[bytes, Incarnation], now: float
+    ) -> tuple[RankFacts, ...]:
         """Return the facts with the end by silence of those that nothing else tells of, where that leaves nobody; else as
         they are: while others live, a rank that is silent may be stopped.
         """
@@ -240,7 +244,7 @@ class Ends:
             told.append(one)
         return tuple(told)
 
-    def _end_by_table(self, life: Life, one: RankFacts, found: _Found, asked: str) -> RankEnd:
+    def _end_by_table(self, life: Incarnation, one: RankFacts, found: _ProcessState, asked: str) -> RankEnd:
         process = self._process_of(life)
         where = f"process {process.pid} on {process.host}"
         name, code = status_words(found.status) if found.status is not None else (asked, 0)
@@ -259,7 +263,7 @@ class Ends:
             )
         return end if end.how == GOODBYE else _after_asking(end, asked)
 
-    def _memory_words(self, life: Life, process: ProcessId, where: str) -> str:
+    def _memory_words(self, life: Incarnation, process: ProcessId, where: str) -> str:
         seen, limit = self._seen.get(life.id), self._memory_kills.limit(process)
         held = f", which held {size(seen.resident_bytes)}" if seen is not None and seen.resident_bytes else ""
         group = f"; its memory group (cgroup) may hold {size(limit)}" if limit is not None else ""

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from sentinel.errors import WireError
-from sentinel.ingest.looking_back import look_back
+from sentinel.ingest.descriptor_lookup import look_back
 from sentinel.ingest.trust import MAX_GAPS, bears_out, leaps, why_contradicted, why_descriptor, why_header
 from sentinel.messages import IMPOSSIBLE, Bye, Descriptor, EndStep, Health, Heartbeat, LayoutChange
 from sentinel.version import VERSION
@@ -46,7 +46,7 @@ DISCOVER_POLLS = 20
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Life:
+class Incarnation:
     """One process of one rank, from its first frame to its last."""
 
     id: bytes
@@ -89,10 +89,10 @@ class Life:
         return self.described_at[at - 1] if at else (place[0], 0)
 
 
-class Record(msgspec.Struct, frozen=True):
+class SpoolRecord(msgspec.Struct, frozen=True):
     """One frame of a life, heard for the first time."""
 
-    life: Life
+    life: Incarnation
     frame: Frame
     begin: tuple[int, int]
     """(file index, byte offset) at which it begins."""
@@ -104,7 +104,7 @@ class Record(msgspec.Struct, frozen=True):
     """The newest wall clock of the life so far, nanoseconds since the epoch: never falls within a life."""
 
 
-class Position(msgspec.Struct, frozen=True):
+class SpoolPosition(msgspec.Struct, frozen=True):
     """Where reading a life's spool goes on after a restart."""
 
     life: bytes
@@ -127,7 +127,7 @@ class RunFollower:
         """`on_problem` is told, once each, what makes a rank unreadable; by default it is logged."""
         self.run_dir = Path(run_dir)
         self.spool_dir = self.run_dir / "spool"
-        self.lives: dict[bytes, Life] = {}
+        self.lives: dict[bytes, Incarnation] = {}
         self.num_bytes = 0
         """Bytes of frames read so far."""
         self.behind: set[bytes] = set()
@@ -136,9 +136,9 @@ class RunFollower:
         self._wall_ns: dict[str, int] = {}
         self._last_life: dict[str, bytes] = {}
         self._behind: set[str] = set()
-        self._waiting: list[Record] = []
+        self._waiting: list[SpoolRecord] = []
         """Heard, and ahead of somebody who is behind."""
-        self._handed: dict[str, tuple[Life, int, int, int]] = {}
+        self._handed: dict[str, tuple[Incarnation, int, int, int]] = {}
         """Folder -> (life, file index, offset behind, seq) of the last record handed out."""
         self._on_problem = on_problem or log.warning
         self._said: set[str] = set()
@@ -180,7 +180,7 @@ class RunFollower:
         """Frames of another protocol version, skipped."""
         return sum(sum(reader.foreign.values()) for reader in self._readers.values())
 
-    def poll(self, *, final: bool = False) -> list[Record]:
+    def poll(self, *, final: bool = False) -> list[SpoolRecord]:
         """Return what is new, in the order of its wall clocks, each life's own order kept; empty when there is nothing.
 
         `final`: all writers are gone; torn tails are cut instead of waited for. Reads a bounded amount: ask again until
@@ -215,7 +215,7 @@ class RunFollower:
             self._handed[life.folder] = (life, frame.file_index, frame.offset_after, min(frame.header.seq, life.max_seq))
         return records
 
-    def _due(self) -> list[Record]:
+    def _due(self) -> list[SpoolRecord]:
         """Take out what is not ahead of anybody who is still behind, in the order of time."""
         # Sorting is stable, and the key of a life never falls: its own order is kept.
         self._waiting.sort(key=_time)
@@ -264,7 +264,7 @@ class RunFollower:
             self._wait(folder, self._accept(folder, life, *leap))
         return num_bytes
 
-    def _wait(self, folder: str, records: Sequence[Record]) -> None:
+    def _wait(self, folder: str, records: Sequence[SpoolRecord]) -> None:
         self._waiting += records
         if records:
             self._wall_ns[folder] = records[-1].time_ns
@@ -273,22 +273,22 @@ class RunFollower:
         """Return whether a spool folder of this name is followed."""
         return folder in self._readers
 
-    def positions(self) -> dict[str, Position]:
+    def positions(self) -> dict[str, SpoolPosition]:
         """Return, per spool folder, the place behind the last frame handed out."""
         found = {}
         for folder, (life, file_index, offset, seq) in self._handed.items():
-            found[folder] = Position(
+            found[folder] = SpoolPosition(
                 life.id, life.rank, life.attempt, file_index, offset, seq, life.described_before((file_index, offset)),
                 life.last_step,
             )  # fmt: skip
         return found
 
-    def restore(self, positions: dict[str, Position]) -> None:
+    def restore(self, positions: dict[str, SpoolPosition]) -> None:
         """Go on reading at `positions`; descriptors are read again from the spool."""
         for folder, at in positions.items():
             if parse_life_folder(folder) is None:
                 continue
-            life = Life(at.life, at.rank, folder, at.attempt, max_seq=at.seq, last_step=at.last_step)
+            life = Incarnation(at.life, at.rank, folder, at.attempt, max_seq=at.seq, last_step=at.last_step)
             if at.left is not None:
                 life.bye, life.has_left = Bye(reason=at.left, step=at.last_step), True
             self.lives[at.life] = life
@@ -322,7 +322,7 @@ class RunFollower:
                 self._readers[name] = SpoolReader(self.spool_dir / name)
                 self._wall_ns[name] = 0
 
-    def _hear(self, folder: str, frame: Frame, begin: tuple[int, int]) -> list[Record]:
+    def _hear(self, folder: str, frame: Frame, begin: tuple[int, int]) -> list[SpoolRecord]:
         header = frame.header
         rank, digits = parse_life_folder(folder) or (0, "")
         why = why_header(header, rank)
@@ -333,14 +333,14 @@ class RunFollower:
             return self._refuse(folder, self.lives.get(self._last_life.get(folder, b"")), frame, begin, why)
         if life is None:
             attempt = None if header.attempt == NO_ATTEMPT else header.attempt
-            life = Life(header.life, header.rank, folder, attempt, first_wall_ns=header.wall_ns)
+            life = Incarnation(header.life, header.rank, folder, attempt, first_wall_ns=header.wall_ns)
             self.lives[header.life] = life
         self._last_life[folder] = header.life
         if header.seq <= life.max_seq and header.type in DESCRIPTIONS and header.layout_id not in life.layouts:
             # A thinned file is read from its beginning after a restart: its rows point into what it described before.
             self._describe_again(life, frame, begin)
             return []
-        records: list[Record] = []
+        records: list[SpoolRecord] = []
         if life.leap is not None:
             is_borne_out = bears_out(life.leap[0].header, header)
             if is_borne_out is not None:
@@ -355,7 +355,7 @@ class RunFollower:
             return records
         return records + self._accept(folder, life, frame, begin)
 
-    def _accept(self, folder: str, life: Life, frame: Frame, begin: tuple[int, int]) -> list[Record]:
+    def _accept(self, folder: str, life: Incarnation, frame: Frame, begin: tuple[int, int]) -> list[SpoolRecord]:
         """Take a frame in whose header can be believed."""
         header = frame.header
         if not self._is_new(life, header.seq):
@@ -385,9 +385,9 @@ class RunFollower:
             life.heartbeat = message
         elif isinstance(message, Bye):
             life.bye = message
-        return [Record(life, frame, begin, message, life.layouts.get(header.layout_id), life.last_wall_ns)]
+        return [SpoolRecord(life, frame, begin, message, life.layouts.get(header.layout_id), life.last_wall_ns)]
 
-    def _describe_again(self, life: Life, frame: Frame, begin: tuple[int, int]) -> None:
+    def _describe_again(self, life: Incarnation, frame: Frame, begin: tuple[int, int]) -> None:
         try:
             message = decode_message(frame)
         except WireError:
@@ -397,7 +397,9 @@ class RunFollower:
         if isinstance(message, Descriptor) and not why_descriptor(message, life.rank):
             self._describe(life, frame.header.layout_id, message, begin)
 
-    def _refuse(self, folder: str, life: Life | None, frame: Frame, begin: tuple[int, int], why: str) -> list[Record]:
+    def _refuse(
+        self, folder: str, life: Incarnation | None, frame: Frame, begin: tuple[int, int], why: str
+    ) -> list[SpoolRecord]:
         """Leave out a frame that says what is impossible: say so, and hand out a health record in its place.
 
         Where the frame described tensors, the rows that point into its table are left out too, until it comes right.
@@ -422,9 +424,9 @@ class RunFollower:
         )  # fmt: skip
         told = Health(code=IMPOSSIBLE, message=text, site=folder, step=life.last_step)
         held = msgspec.structs.replace(frame, header=stand_in, payload=b"")
-        return [Record(life, held, begin, told, life.descriptor, life.last_wall_ns)]
+        return [SpoolRecord(life, held, begin, told, life.descriptor, life.last_wall_ns)]
 
-    def _changed(self, life: Life, frame: Frame, begin: tuple[int, int], change: LayoutChange) -> Descriptor | None:
+    def _changed(self, life: Incarnation, frame: Frame, begin: tuple[int, int], change: LayoutChange) -> Descriptor | None:
         """Return the descriptor that a change makes; None where it is not known of what."""
         known = life.layouts.get(frame.header.layout_id)
         if known is not None:
@@ -441,7 +443,7 @@ class RunFollower:
         return change.applied_to(base)
 
     @staticmethod
-    def _describe(life: Life, layout_id: int, descriptor: Descriptor, begin: tuple[int, int]) -> None:
+    def _describe(life: Incarnation, layout_id: int, descriptor: Descriptor, begin: tuple[int, int]) -> None:
         life.described_at = [*life.described_at[-(MAX_LAYOUTS - 1) :], begin]
         life.layout_id = layout_id
         # The one that was in force last is forgotten last.
@@ -451,7 +453,7 @@ class RunFollower:
             del life.layouts[next(iter(life.layouts))]
 
     @staticmethod
-    def _is_new(life: Life, seq: int) -> bool:
+    def _is_new(life: Incarnation, seq: int) -> bool:
         if seq > life.max_seq:
             missing = seq - life.max_seq - 1
             if missing:
@@ -483,5 +485,5 @@ class RunFollower:
             self._on_problem(problem)
 
 
-def _time(record: Record) -> int:
+def _time(record: SpoolRecord) -> int:
     return record.time_ns

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable
 
-from sentinel.ingest.decision import RankFacts
-from sentinel.ingest.follow import Life, Record
+from sentinel.decision import RankFacts
+from sentinel.ingest.follow import Incarnation, SpoolRecord
 from sentinel.messages import IMPOSSIBLE, Bye, EndStep, Health, Heartbeat
 
 MAX_LOOK_S = 1.0
@@ -18,10 +18,10 @@ BACK_S = 5.0
 
 
 @dataclasses.dataclass(slots=True)
-class _Standing:
+class _IncarnationProgress:
     """Where one life stands."""
 
-    life: Life
+    life: Incarnation
     order: int
     first_at: float
     heard_at: float
@@ -54,7 +54,7 @@ class LivenessTracker:
         self.now = 0.0
         self._mono: float | None = None
         self._is_watching = False
-        self._standings: dict[bytes, _Standing] = {}
+        self._standings: dict[bytes, _IncarnationProgress] = {}
 
     def look(self, mono: float, behind: Collection[bytes], *, is_caught_up: bool) -> None:
         """Let time pass; call it at each look at the spool, after `hear`. behind: lives with more on disk than was read.
@@ -70,12 +70,12 @@ class LivenessTracker:
                 one.heard_at = one.moved_at = self.now
         self._is_watching = self._is_watching or is_caught_up
 
-    def restore(self, lives: Iterable[Life]) -> None:
+    def restore(self, lives: Iterable[Incarnation]) -> None:
         """Know lives from before a restart: heard just now, for nobody watched in between."""
         for life in lives:
             self._standing(life)
 
-    def hear(self, records: Iterable[Record]) -> None:
+    def hear(self, records: Iterable[SpoolRecord]) -> None:
         """Take in what was heard."""
         for record in records:
             one = self._standing(record.life)
@@ -101,14 +101,12 @@ class LivenessTracker:
         attempt_of: the attempt that a life's steps belong to; None: it has no step yet. Left out: ranks that a newer life
         replaced, those of older attempts, and while new lives start, those that fell silent before them.
         """
-        newest: dict[int, _Standing] = {}
+        newest: dict[int, _IncarnationProgress] = {}
         for one in sorted(self._standings.values(), key=lambda one: one.order):
             number = attempt_of(one.life.id)
             if number is None or number >= attempt:
                 newest[one.life.rank] = one
-        starting = [
-            one.first_at for one in newest.values() if attempt_of(one.life.id) is None and one.life.bye is None
-        ]
+        starting = [one.first_at for one in newest.values() if attempt_of(one.life.id) is None and one.life.bye is None]
         last = max(newest.values(), key=lambda one: one.order, default=None)
         described = last.life.descriptor if last is not None else None
         world_size = described.place.world_size if described is not None else 2**31
@@ -121,17 +119,15 @@ class LivenessTracker:
             and (not starting or one.heard_at >= min(starting))
         )
 
-    def groups(self, group_of: Callable[[Life], int]) -> dict[int, tuple[RankFacts, ...]]:
+    def groups(self, group_of: Callable[[Incarnation], int]) -> dict[int, tuple[RankFacts, ...]]:
         """Return what is known of the newest life of each rank, by attempt, attempts and ranks rising.
 
         group_of: the attempt that a life's end counts for.
         """
-        found: dict[int, dict[int, _Standing]] = {}
+        found: dict[int, dict[int, _IncarnationProgress]] = {}
         for one in sorted(self._standings.values(), key=lambda one: one.order):
             found.setdefault(group_of(one.life), {})[one.life.rank] = one
-        return {
-            number: tuple(_facts(one) for _, one in sorted(ranks.items())) for number, ranks in sorted(found.items())
-        }
+        return {number: tuple(_facts(one) for _, one in sorted(ranks.items())) for number, ranks in sorted(found.items())}
 
     def silence_s(self, life: bytes) -> float:
         """Return the seconds since a life was heard last; 0.0 of one that is not known."""
@@ -142,17 +138,17 @@ class LivenessTracker:
         """Return when the rank that was heard least recently was heard, on the clock of `now`; None: nobody lives."""
         return min((one.heard_at for one in self._standings.values() if one.is_live and one.life.bye is None), default=None)
 
-    def _standing(self, life: Life) -> _Standing:
+    def _standing(self, life: Incarnation) -> _IncarnationProgress:
         one = self._standings.get(life.id)
         if one is None:
-            one = _Standing(life, len(self._standings), self.now, self.now, self.now)
+            one = _IncarnationProgress(life, len(self._standings), self.now, self.now, self.now)
             one.step, one.has_stepped = life.last_step + 1, life.last_step >= 0
             if one.has_stepped:
                 one.activity = "train"
             self._standings[life.id] = one
         return one
 
-    def _take_heartbeat(self, one: _Standing, beat: Heartbeat) -> None:
+    def _take_heartbeat(self, one: _IncarnationProgress, beat: Heartbeat) -> None:
         self._move(one, beat.step, beat.call_id, beat.activity)
         one.module, one.phase, one.micro_step, one.site = beat.module, beat.phase, beat.micro_step, beat.site
         if beat.num_waits != one.num_waits:
@@ -170,26 +166,29 @@ class LivenessTracker:
         elif one.waiting_at is None or one.moved_at > one.waiting_at:
             one.waiting_at = self.now
 
-    def _move(self, one: _Standing, step: int, call_id: int, activity: str) -> None:
+    def _move(self, one: _IncarnationProgress, step: int, call_id: int, activity: str) -> None:
         if (step, call_id, activity) != (one.step, one.call_id, one.activity):
             one.step, one.call_id, one.activity, one.moved_at = step, call_id, activity, self.now
 
     @staticmethod
-    def _borders(one: _Standing) -> frozenset[tuple[str, str]]:
+    def _borders(one: _IncarnationProgress) -> frozenset[tuple[str, str]]:
         life = one.life
         if life.descriptor is None or life.descriptor.place.pp_size == 1:
             return frozenset()
         if one.borders[0] != life.layout_id:
             last = {chunk.vpp_stage: len(chunk.segments) for chunk in life.descriptor.chunks}
-            one.borders = life.layout_id, frozenset(
-                ("forward" if tensor.border_index else "backward", tensor.name)
-                for tensor in life.descriptor.tensors
-                if tensor.border and tensor.border_index in (0, last.get(tensor.chunk))
+            one.borders = (
+                life.layout_id,
+                frozenset(
+                    ("forward" if tensor.border_index else "backward", tensor.name)
+                    for tensor in life.descriptor.tensors
+                    if tensor.border and tensor.border_index in (0, last.get(tensor.chunk))
+                ),
             )
         return one.borders[1]
 
 
-def _facts(one: _Standing) -> RankFacts:
+def _facts(one: _IncarnationProgress) -> RankFacts:
     life = one.life
     place = life.descriptor.place if life.descriptor is not None else None
     left = (life.bye.reason or "exit") if life.bye is not None else ""

@@ -18,7 +18,7 @@ _UNLIMITED = 2**60
 
 
 @dataclasses.dataclass(slots=True)
-class _Group:
+class _MemoryGroup:
     """The memory group of one process."""
 
     folder: Path
@@ -34,7 +34,7 @@ class MemoryKills:
         self._proc, self._groups = proc, groups
         self._count: int | None = None
         self._risen_at = float("-inf")
-        self._of: dict[ProcessId, _Group | None] = {}
+        self._of: dict[ProcessId, _MemoryGroup | None] = {}
 
     def look(self, now: float) -> None:
         """Note whether there were kills since the last look."""
@@ -85,14 +85,14 @@ class MemoryKills:
                     limits.append(int(text))
         return min(limits, default=None)
 
-    def _look_at(self, group: _Group | None, now: float) -> None:
+    def _look_at(self, group: _MemoryGroup | None, now: float) -> None:
         count = None if group is None else self._read(group.folder / group.file)
         if group is not None and count is not None:
             if group.count is not None and count > group.count:
                 group.risen_at = now
             group.count = count
 
-    def _group_of(self, pid: int) -> _Group | None:
+    def _group_of(self, pid: int) -> _MemoryGroup | None:
         try:
             lines = (self._proc / str(pid) / "cgroup").read_text("utf-8").splitlines()
         except (OSError, ValueError):
@@ -100,8 +100,8 @@ class MemoryKills:
         paths = {names: path.lstrip("/") for _, names, path in (line.split(":", 2) for line in lines if line.count(":") > 1)}
         for names, path in paths.items():
             if "memory" in names.split(","):
-                return _Group(self._groups / "memory" / path, "memory.oom_control")
-        return _Group(self._groups / paths[""], "memory.events") if "" in paths else None
+                return _MemoryGroup(self._groups / "memory" / path, "memory.oom_control")
+        return _MemoryGroup(self._groups / paths[""], "memory.events") if "" in paths else None
 
     @staticmethod
     def _read(path: Path) -> int | None:

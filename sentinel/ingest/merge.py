@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from functools import cached_property
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from sentinel import native
-from sentinel.ingest.decision import Decision
+from sentinel.decision import Decision
 from sentinel.ingest.digest import Digest, digest
-from sentinel.ingest.formed import Formed
-from sentinel.ingest.naming import Names, make_names
-from sentinel.ingest.own_rows import OwnRows
+from sentinel.ingest.naming import CanonicalNames, make_names
+from sentinel.ingest.own_rows import OwnRowIndex
 from sentinel.ingest.placing import WEIGHT_KINDS, Placed, Placing, is_named_alike
-from sentinel.ingest.placing import LogicalTensor as LogicalTensor
-from sentinel.ingest.replicas import CopySet, Differing, Holder, Replicas, Shard, added_copies, differing, is_empty
+from sentinel.ingest.replicas import added_copies, differing, is_empty
 from sentinel.ingest.tables import joined, look_up, table_of
-from sentinel.messages import Descriptor, EndStep, Health
+from sentinel.ingest.whole_tensor_values import WholeTensorValues
+from sentinel.messages import Descriptor, Health
 from sentinel.moments import Moments
 from sentinel.native.library import DigestRows
 from sentinel.place import Place
 from sentinel.record import Kind
+from sentinel.step_view import CopySet, Differing, Holder, LogicalTensor, RankStep, Replicas, Scalar, Shard
 
 MAX_LAYOUTS, MANY_TENSORS = 8, 100_000
 """Layouts that are remembered; of so many tensors, two (chosen)."""
@@ -35,24 +34,16 @@ MAX_REMEMBERED = 200_000
 """Tensors of all ranks up to which a layout remembers where each belongs, for the layout after it."""
 
 
-class Scalar(msgspec.Struct, frozen=True):
-    """A logged scalar of one step."""
-
-    mean: float
-    """Unweighted mean over the ranks that report it; NaN or infinite when one of them is."""
-    by_rank: dict[int, float]
-
-
-class Layout:
+class ModelLayout:
     """Which logical tensor each rank's tensor is, for one set of descriptors; built once, used every step."""
 
-    def __init__(self, descriptors: Mapping[int, Descriptor], like: Layout | None = None) -> None:
+    def __init__(self, descriptors: Mapping[int, Descriptor], like: ModelLayout | None = None) -> None:
         """like: an earlier one; what did not change since is taken from it. The layout is the same with and without."""
         self.descriptors = dict(sorted(descriptors.items()))
         self.places: dict[int, Place] = {rank: d.place for rank, d in self.descriptors.items()}
         if like is not None and not is_named_alike(like.descriptors, self.descriptors):
             like = None
-        self.names: Names = make_names(self.descriptors) if like is None else like.names
+        self.names: CanonicalNames = make_names(self.descriptors) if like is None else like.names
         self._placed: dict[int, list[Placed]] = {}
         self.tensors: list[LogicalTensor] = []
         self._to_logical: dict[int, npt.NDArray[np.int32]] = {}
@@ -149,9 +140,9 @@ class Layout:
         return len(weights & compared), len(weights)
 
     @cached_property
-    def formed(self) -> Formed:
+    def formed(self) -> WholeTensorValues:
         """The values that are formed last, of sums over all shards."""
-        return Formed(self)
+        return WholeTensorValues(self)
 
     @cached_property
     def digest_rows(self) -> DigestRows | None:
@@ -200,9 +191,9 @@ class Layout:
             self._shares[ranks] = known
         return known
 
-    def own_rows(self, watched: npt.NDArray[np.bool_], is_in_all: npt.NDArray[np.bool_]) -> OwnRows:
+    def own_rows(self, watched: npt.NDArray[np.bool_], is_in_all: npt.NDArray[np.bool_]) -> OwnRowIndex:
         """Return what finds the ranks' own rows of some tensors: [tensors] which, and which of them are taken as one."""
-        return OwnRows(self, watched, is_in_all)
+        return OwnRowIndex(self, watched, is_in_all)
 
     def table_of(self, rank: int) -> npt.NDArray[np.int32]:
         """Return a rank's table of logical tensors: [local ids] index, -1 for ids that stand for nothing."""
@@ -230,34 +221,18 @@ class LayoutCache:
     """The layouts that were needed last: a model whose tensors take turns goes back and forth between a few."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Layout] = {}
+        self._known: dict[Hashable, ModelLayout] = {}
 
-    def of(self, key: Hashable, make: Callable[[], Mapping[int, Descriptor]]) -> Layout:
+    def of(self, key: Hashable, make: Callable[[], Mapping[int, Descriptor]]) -> ModelLayout:
         """Return the layout of a key, built of the descriptors that `make` returns where it is not known."""
         layout = self._known.pop(key, None)
         if layout is None:
-            layout = Layout(make(), next(reversed(self._known.values()), None))
+            layout = ModelLayout(make(), next(reversed(self._known.values()), None))
             most = MAX_LAYOUTS if len(layout.tensors) <= MANY_TENSORS else 2
             while len(self._known) >= most:
                 del self._known[next(iter(self._known))]
         self._known[key] = layout
         return layout
-
-
-class RankStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank said about one step."""
-
-    rank: int
-    descriptor: Descriptor
-    rows: npt.NDArray[np.void]
-    """[num_rows] ROW_DTYPE."""
-    end_step: EndStep | None
-    time: float
-    """Seconds since the epoch, by the rank's clock, of its last frame of the step."""
-    health: tuple[Health, ...] = ()
-    life: bytes = b""
-    ended_mono_s: float = 0.0
-    """Seconds by the rank's monotonic clock at which it ended the step: compares within its life."""
 
 
 def _mean(values: list[float]) -> float:
@@ -268,7 +243,7 @@ def _rank(part: RankStep) -> int:
     return part.rank
 
 
-class StepView:
+class ClosedStep:
     """All that a judge may know of one closed step."""
 
     def __init__(
@@ -277,7 +252,7 @@ class StepView:
         run: str,
         attempt: int,
         step: int,
-        layout: Layout,
+        layout: ModelLayout,
         parts: Sequence[RankStep],
         decision: Decision | None = None,
     ) -> None:

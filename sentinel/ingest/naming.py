@@ -14,7 +14,7 @@ _INPUTS = ("activation_in", "dgrad_in")
 _OUTPUTS = ("activation", "dgrad", "saturation", "channel")
 
 
-class Names(msgspec.Struct, frozen=True):
+class CanonicalNames(msgspec.Struct, frozen=True):
     """Local names made canonical, for all descriptors of one run."""
 
     offsets: dict[int, dict[str, int]]
@@ -26,10 +26,10 @@ class Names(msgspec.Struct, frozen=True):
     """Canonical names that two depths claim for different tensors; they are told apart by their stage."""
     model: str = ""
     """Which of the trainer's models these are the names of; empty: the only one, or what belongs to none."""
-    models: dict[str, Names] = {}
+    models: dict[str, CanonicalNames] = {}
     """The names of each of several models, which have layers and depths of their own."""
 
-    def of_model(self, model: str) -> Names:
+    def of_model(self, model: str) -> CanonicalNames:
         """Return the names of one of the trainer's models."""
         return self.models.get(model, self)
 
@@ -60,7 +60,7 @@ class Names(msgspec.Struct, frozen=True):
         return f"{self.model}.{full}" if self.model and not is_whole else full
 
 
-def make_names(descriptors: Mapping[int, Descriptor]) -> Names:
+def make_names(descriptors: Mapping[int, Descriptor]) -> CanonicalNames:
     """Return the names for the ranks' descriptors (rank -> descriptor).
 
     Local layer numbers become global ones by the depths before them, unless a rank's config says its own offset. Where two
@@ -73,7 +73,7 @@ def make_names(descriptors: Mapping[int, Descriptor]) -> Names:
     )
 
 
-def _names_of(descriptors: Mapping[int, Descriptor], model: str) -> Names:
+def _names_of(descriptors: Mapping[int, Descriptor], model: str) -> CanonicalNames:
     blocks: dict[int, list[str]] = {}
     given: dict[int, int] = {}
     chunks: dict[int, tuple[Descriptor, ChunkInfo]] = {}
@@ -115,7 +115,7 @@ def _names_of(descriptors: Mapping[int, Descriptor], model: str) -> Names:
                 clashes.add(full)
     # A module that is cut in two by a pipeline (`decoder` holding layers on both stages) is one module: only what holds
     # parameters of its own, or is a leaf, can clash.
-    return Names(offsets, wholes, num_depths, frozenset(name for name in clashes if name not in parents), model)
+    return CanonicalNames(offsets, wholes, num_depths, frozenset(name for name in clashes if name not in parents), model)
 
 
 def _holders(params: Iterable[str]) -> set[str]:

@@ -1,4 +1,4 @@
-"""OwnRows: what each rank measured itself of some tensors, found among the rows of a step in one pass."""
+"""OwnRowIndex: what each rank measured itself of some tensors, found among the rows of a step in one pass."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from sentinel.moments import EMPTY, Moments
 from sentinel.record import ROW_DTYPE, STATS_DTYPE
 
 if TYPE_CHECKING:
-    from sentinel.ingest.merge import Layout, StepView
+    from sentinel.ingest.merge import ClosedStep, ModelLayout
 
 IN_ALL = -1
 """Quantity of the tensors that are taken as one on each rank."""
 
 
-class OwnRows:
+class OwnRowIndex:
     """Which rows of a layout are looked at, rank by rank; made once, asked every step.
 
     An entry is one rank's part of one quantity: a logical tensor, or all those that are taken as one.
     """
 
-    def __init__(self, layout: Layout, watched: npt.NDArray[np.bool_], is_in_all: npt.NDArray[np.bool_]) -> None:
+    def __init__(self, layout: ModelLayout, watched: npt.NDArray[np.bool_], is_in_all: npt.NDArray[np.bool_]) -> None:
         """watched: [tensors] which are looked at; is_in_all: [tensors] which of those are one quantity, `IN_ALL`."""
         quantity_of = np.where(is_in_all, IN_ALL, np.arange(len(watched)))
         held: dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]] = {}
@@ -50,7 +50,7 @@ class OwnRows:
         self._places = {rank: (table.ctypes.data, 0, len(table)) for rank, table in self._tables.items()}
         self._room = 2 * len(entries)
 
-    def take(self, view: StepView) -> tuple[Moments, npt.NDArray[np.int64]]:
+    def take(self, view: ClosedStep) -> tuple[Moments, npt.NDArray[np.int64]]:
         """Return what each entry measured in a step, and of how many rows that hold any element: [entries] each."""
         stats, entry = self._rows_of(view)
         some = holds_any(stats)
@@ -63,7 +63,7 @@ class OwnRows:
         merged[entry] = stats
         return Moments(merged), num_rows
 
-    def _rows_of(self, view: StepView) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int32]]:
+    def _rows_of(self, view: ClosedStep) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int32]]:
         """Return the statistics of the rows that are looked at, in their order, and the entry of each."""
         if native.take_rows is None or any(part.rows.dtype != ROW_DTYPE for part in view.parts):
             none = np.empty(0, np.int32)

@@ -7,25 +7,25 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
+from sentinel.decision import RankPart
 from sentinel.errors import WireError
-from sentinel.ingest.decision import RankPart
-from sentinel.ingest.follow import Life, Record
+from sentinel.ingest.follow import Incarnation, SpoolRecord
 from sentinel.messages import Descriptor, EndStep
 from sentinel.record import ROW_DTYPE
 from sentinel.wire.frame import row_dtype
 
 
 @dataclasses.dataclass(slots=True)
-class Part:
+class RankPartOfStep:
     """What one life said of one step."""
 
-    life: Life
+    life: Incarnation
     generation: int
     first: tuple[int, tuple[int, int]]
     """Lowest seq and lowest place of its frames; they need not be of the same one."""
-    rows: list[tuple[int, int, Record]] = dataclasses.field(default_factory=list)
+    rows: list[tuple[int, int, SpoolRecord]] = dataclasses.field(default_factory=list)
     """(seq, rows, record)"""
-    end: Record | None = None
+    end: SpoolRecord | None = None
     end_step: EndStep | None = None
     num_rows: int = 0
     """Rows that came."""
@@ -41,7 +41,7 @@ class Part:
         """Whether its end_step came, and all the rows that it tells of."""
         return self.end_step is not None and self.num_rows >= self.end_step.num_rows
 
-    def add(self, record: Record) -> None:
+    def add(self, record: SpoolRecord) -> None:
         """Take in a frame of rows, or the end of the step; of several ends the first counts."""
         header, message = record.frame.header, record.message
         if header.seq < self.first[0] or record.begin < self.first[1]:
@@ -101,16 +101,16 @@ class OpenStep:
 
     first_heard: float
     """Monotonic seconds."""
-    parts: dict[tuple[bytes, int], Part] = dataclasses.field(default_factory=dict)
+    parts: dict[tuple[bytes, int], RankPartOfStep] = dataclasses.field(default_factory=dict)
     """By life and generation."""
 
-    def add(self, record: Record, generation: int) -> None:
+    def add(self, record: SpoolRecord, generation: int) -> None:
         """Take in a frame of rows, or an end of the step, of a life's generation."""
         key = (record.life.id, generation)
         part = self.parts.get(key)
         if part is None:
             first = (record.frame.header.seq, record.begin)
-            part = self.parts[key] = Part(record.life, generation, first)
+            part = self.parts[key] = RankPartOfStep(record.life, generation, first)
         part.add(record)
 
 
@@ -119,11 +119,11 @@ def earlier(a: tuple[int, tuple[int, int]], b: tuple[int, tuple[int, int]]) -> t
     return min(a[0], b[0]), min(a[1], b[1])
 
 
-def _by_seq(item: tuple[int, int, Record]) -> int:
+def _by_seq(item: tuple[int, int, SpoolRecord]) -> int:
     return item[0]
 
 
-def _rows_of(record: Record, descriptor: Descriptor) -> npt.NDArray[np.void]:
+def _rows_of(record: SpoolRecord, descriptor: Descriptor) -> npt.NDArray[np.void]:
     """Return the rows of a frame as [rows] ROW_DTYPE, whatever version of the row its writer has; a view where it can be."""
     try:
         theirs = row_dtype(record.descriptor or descriptor)

@@ -8,11 +8,11 @@ from typing import TypeAlias
 
 import msgspec
 
-from sentinel.ingest.naming import Names, segment_of
-from sentinel.ingest.replicas import Shard
+from sentinel.ingest.naming import CanonicalNames, segment_of
 from sentinel.ingest.tables import coupled_modules
 from sentinel.messages import ChunkInfo, Descriptor, TensorInfo
 from sentinel.place import Place
+from sentinel.step_view import LogicalTensor, Shard
 
 MERGED_AXES = ("dp", "tp", "cp", "ep")
 WEIGHT_KINDS = frozenset({"param", "wgrad", "exp_avg", "exp_avg_sq"})
@@ -23,39 +23,6 @@ NAMING_KINDS = ("param", "wgrad")
 """Kinds that the names and couplings of other tensors depend on."""
 
 _Coordinates: TypeAlias = tuple[tuple[str, int], ...]
-
-
-class LogicalTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor of the model, however many ranks hold it; or one rank's part where parts cannot be merged."""
-
-    index: int
-    name: str
-    """Canonical name."""
-    kind: str
-    key: str
-    """Names the series: name, kind, and the coordinates over which it is not merged. The same in every layout of a run."""
-    depth: int
-    site_pos: int
-    pp_stage: int
-    vpp_stage: int
-    ranks: tuple[int, ...]
-    place: dict[str, int] = {}
-    """Coordinates over which this series is not merged; empty: it is the whole tensor."""
-    consumers: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
-    segment: str = ""
-    border: str = ""
-    border_index: int = -1
-    communicates: bool = False
-    is_partial: bool = False
-    """Each rank holds a summand, or it is one (`TensorInfo.is_part`): only what is not finite in it means anything."""
-    num_elements: int = 0
-    dtype: str = ""
-    """As the rank that is named first says it."""
-    functions: tuple[str, ...] | None = None
-    """As `TensorInfo.functions`, with canonical names."""
-    is_part: bool = False
-    """As `TensorInfo.is_part`: nothing that people ask for."""
 
 
 class Placed:
@@ -79,7 +46,9 @@ class Placed:
 class Placing:
     """Places the tensors of one rank."""
 
-    def __init__(self, names: Names, descriptor: Descriptor, known: dict[object, dict[tuple[str, str], str]]) -> None:
+    def __init__(
+        self, names: CanonicalNames, descriptor: Descriptor, known: dict[object, dict[tuple[str, str], str]]
+    ) -> None:
         """known: canonical names found so far, of all ranks: they have much the same."""
         self._names = names
         self._descriptor = descriptor

@@ -8,56 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from sentinel.record import Flag, Kind
+from sentinel.step_view import NAN_CHECKSUM, CopySet, Differing, Holder, Replicas, Shard
 
 if TYPE_CHECKING:
-    from sentinel.ingest.merge import StepView
-
-Holder: TypeAlias = tuple[int, int]
-"""(rank, id of the tensor on that rank)"""
-Shard: TypeAlias = tuple[tuple[str, int | str], ...]
-"""Coordinates of a piece, or its `part` as the ranks say it; empty: the whole tensor."""
-
-NAN_CHECKSUM = 2**64 - 1
-"""Stands for a copy with a NaN in it: NaNs have many bit patterns, and which one tells nothing."""
-
-
-class Replicas(msgspec.Struct, frozen=True):
-    """Copies of one tensor, or of one shard of it, that must be bit-identical."""
-
-    index: int
-    """Of the logical tensor."""
-    shard: Shard
-    holders: tuple[Holder, ...]
-    """Ranks rising; at least two."""
-    number: int = -1
-    """Of the shard in its layout (`Layout.copies_of`)."""
-
-
-class CopySet(msgspec.Struct, frozen=True):
-    """Copies of one tensor that are cut in different ways: what each adds up to must be equal."""
-
-    index: int
-    copies: tuple[tuple[Holder, ...], ...]
-    """The pieces of each; at least two copies, and no two pieces of one overlap."""
-
-
-class Differing(msgspec.Struct, frozen=True):
-    """Copies that should be equal and are not all."""
-
-    index: int
-    """Of the logical tensor."""
-    shard: str
-    """Which piece of it, in words; empty: the whole tensor."""
-    members: tuple[tuple[int, ...], ...]
-    """The ranks of each copy: one, or several that hold it together."""
-    checksums: tuple[int, ...]
-    """Of each copy; NAN_CHECKSUM where it holds a NaN."""
+    from sentinel.ingest.merge import ClosedStep
 
 
 def shard_words(shard: Shard) -> str:
@@ -149,7 +108,7 @@ def _chain(first: int, last: int, left: Mapping[tuple[int, int], Sequence[Holder
     return list(itertools.pairwise(chain)) if chain else None
 
 
-def differing(view: StepView) -> list[Differing]:
+def differing(view: ClosedStep) -> list[Differing]:
     """Return the sets of copies of which two that came in this step are not the same; few, or none.
 
     Left out: ranks that are not there, rows without a checksum or of a failed hook, and gradients of a step that was skipped
@@ -175,7 +134,7 @@ def differing(view: StepView) -> list[Differing]:
     return found
 
 
-def _compared(view: StepView, replicas: Replicas, rows: np.ndarray) -> Differing | None:
+def _compared(view: ClosedStep, replicas: Replicas, rows: np.ndarray) -> Differing | None:
     ranks = view.row_rank[rows].tolist()
     ids = view.rows["tensor"][rows].tolist()
     holders = set(replicas.holders)
@@ -187,7 +146,7 @@ def _compared(view: StepView, replicas: Replicas, rows: np.ndarray) -> Differing
     return _unequal(replicas.index, shard_words(replicas.shard), members, list(said.values()))
 
 
-def _added(view: StepView, sets: Sequence[CopySet]) -> list[Differing]:
+def _added(view: ClosedStep, sets: Sequence[CopySet]) -> list[Differing]:
     wanted = np.zeros(len(view.tensors) + 1, np.bool_)
     wanted[[one.index for one in sets]] = True
     rows = np.flatnonzero(wanted[view.row_logical])
@@ -215,7 +174,7 @@ def _added(view: StepView, sets: Sequence[CopySet]) -> list[Differing]:
     return found
 
 
-def _words(view: StepView, at: int) -> tuple[int, int] | None:
+def _words(view: ClosedStep, at: int) -> tuple[int, int] | None:
     """Return (checksum, number of elements) of a row; None: it cannot be compared."""
     row = view.rows[at]
     if row["flags"] & Flag.DEGRADED:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from sentinel.ingest.decision import Decision
+from sentinel.decision import Decision
 from sentinel.messages import Health
 
 

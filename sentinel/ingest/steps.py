@@ -8,15 +8,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 import msgspec
 
 from sentinel.anomaly import IncidentAct
-from sentinel.ingest.attempts import Attempt, Attempts, AttemptState, Ended, Stint
-from sentinel.ingest.decision import Decision, Described, RankFacts, RankPart, Tick
-from sentinel.ingest.follow import Life, Position, Record
-from sentinel.ingest.merge import Layout, LayoutCache, RankStep, StepView
-from sentinel.ingest.parts import OpenStep, Part, earlier
+from sentinel.decision import Decision, DescribedRank, RankFacts, RankPart, Tick
+from sentinel.ingest.attempts import Attempt, Attempts, AttemptState, EndedSteps, Stint
+from sentinel.ingest.follow import Incarnation, SpoolPosition, SpoolRecord
+from sentinel.ingest.merge import ClosedStep, LayoutCache, ModelLayout
+from sentinel.ingest.parts import OpenStep, RankPartOfStep, earlier
 from sentinel.ingest.run_losses import RunLosses, unheard
 from sentinel.ingest.waiting_health import WaitingHealth
 from sentinel.messages import Bye, Descriptor, EndStep, Health
 from sentinel.run_end import RunEnd
+from sentinel.step_view import RankStep
 from sentinel.wire.frame import FrameType
 
 LATE_AFTER_STEPS = 2
@@ -27,14 +28,14 @@ MAX_OPEN_STEPS = 64
 _ROWS = int(FrameType.ROWS)
 
 
-class _State(msgspec.Struct):
+class _AssemblerState(msgspec.Struct):
     seq: int
     attempts: list[AttemptState]
     declared: dict[int, int]
     stints: list[tuple[bytes, int, int, int]]
     """(life, generation, attempt, order)"""
-    ended: dict[bytes, Ended]
-    positions: dict[str, Position]
+    ended: dict[bytes, EndedSteps]
+    positions: dict[str, SpoolPosition]
     heard: dict[bytes, int] = {}
     blindness: dict[str, int] = {}
     num_late_rows: dict[int, int] = {}
@@ -72,8 +73,8 @@ class StepAssembler:
         self._seq = 0
         self.attempts = Attempts()
         """Which attempt each life belongs to, and which attempts are over."""
-        self._ended: dict[bytes, Ended] = {}
-        self._lives: dict[bytes, Life] = {}
+        self._ended: dict[bytes, EndedSteps] = {}
+        self._lives: dict[bytes, Incarnation] = {}
         self._health = WaitingHealth()
         self._heard: dict[bytes, tuple[int, tuple[int, int]]] = {}
         """Life -> (seq, place behind) of its last frame taken."""
@@ -108,12 +109,12 @@ class StepAssembler:
 
     # -- in ---------------------------------------------------------------------------------------------------------
 
-    def take(self, records: Iterable[Record], now: float) -> None:
+    def take(self, records: Iterable[SpoolRecord], now: float) -> None:
         """Take in what was heard. now: monotonic seconds, the same clock at every call."""
         for record in records:
             self._take(record, now)
 
-    def _take(self, record: Record, now: float) -> None:
+    def _take(self, record: SpoolRecord, now: float) -> None:
         life, header = record.life, record.frame.header
         self._lives[life.id] = life
         seq = header.seq
@@ -130,7 +131,7 @@ class StepAssembler:
             life.has_left = True
             self.attempts.newcomers.pop(life.id, None)
 
-    def _take_health(self, life: Life, seq: int, record: Record) -> None:
+    def _take_health(self, life: Incarnation, seq: int, record: SpoolRecord) -> None:
         assert isinstance(record.message, Health)
         if seq <= self._ended_of(life).health_seq:
             return
@@ -140,13 +141,13 @@ class StepAssembler:
         if message is not None and not self._health.add(life.id, seq, message, record.begin):
             self._blind("lost_health", 1)
 
-    def _ended_of(self, life: Life) -> Ended:
+    def _ended_of(self, life: Incarnation) -> EndedSteps:
         found = self._ended.get(life.id)
         if found is None:
-            found = self._ended[life.id] = Ended()
+            found = self._ended[life.id] = EndedSteps()
         return found
 
-    def _take_step(self, record: Record, now: float) -> None:
+    def _take_step(self, record: SpoolRecord, now: float) -> None:
         life, header = record.life, record.frame.header
         step, seq = header.step, header.seq
         if record.descriptor is None and life.descriptor is None:
@@ -189,7 +190,7 @@ class StepAssembler:
         *,
         settled_step: int | None = None,
         before_attempt: Callable[[int], Iterable[Tick]] | None = None,
-    ) -> Iterator[StepView | Tick]:
+    ) -> Iterator[ClosedStep | Tick]:
         """Yield the steps that can be closed, in order; each decision is journalled before its view is handed out.
 
         Ticks are among them only on a replay, where they were decided.
@@ -211,7 +212,7 @@ class StepAssembler:
                 yield from before_attempt(found[0].number)
             yield self._decide(*found)
 
-    def finish(self, now: float) -> Iterator[StepView | Tick]:
+    def finish(self, now: float) -> Iterator[ClosedStep | Tick]:
         """Yield what is left: the run is over, nobody speaks any more."""
         yield from self.close(now)
         while self._replays:
@@ -281,7 +282,7 @@ class StepAssembler:
             return "late_time"
         return "crowded" if len(attempt.open) > self._max_open_steps else ""
 
-    def _decide(self, attempt: Attempt, step: int, why: str) -> StepView:
+    def _decide(self, attempt: Attempt, step: int, why: str) -> ClosedStep:
         chosen = self.attempts.chosen(attempt, step)
         ranks = tuple(part.decided(rank) for rank, part in chosen.items())
         self._seq += 1
@@ -296,7 +297,7 @@ class StepAssembler:
         self._on_decision(decision)
         return self._view(decision)
 
-    def _missing(self, attempt: Attempt, chosen: Mapping[int, Part]) -> dict[int, str]:
+    def _missing(self, attempt: Attempt, chosen: Mapping[int, RankPartOfStep]) -> dict[int, str]:
         """Return why ranks are not whole in a step, ranks rising."""
         missing = {rank: "unfinished" for rank, part in chosen.items() if not part.is_whole}
         returning = self.attempts.returning()
@@ -307,19 +308,19 @@ class StepAssembler:
                 missing[rank] = "late" if rank in returning else "never started"
         return dict(sorted(missing.items()))
 
-    def _described(self, attempt: Attempt, chosen: Mapping[int, Part]) -> tuple[Described, ...]:
+    def _described(self, attempt: Attempt, chosen: Mapping[int, RankPartOfStep]) -> tuple[DescribedRank, ...]:
         """Return what the table does not say yet of ranks that are not in a step, ranks rising."""
         if not self.attempts.newcomers and len(chosen) == len(attempt.stints):
             return ()
         absent = {life.rank: life for life in self.attempts.newcomers.values() if life.rank not in chosen}
         absent |= {rank: stint.life for rank, stint in attempt.stints.items() if rank not in chosen}
         return tuple(
-            Described(rank=rank, life=life.id, layout_id=life.layout_id)
+            DescribedRank(rank=rank, life=life.id, layout_id=life.layout_id)
             for rank, life in sorted(absent.items())
             if life.descriptor is not None and attempt.state.table.get(rank) != (life.id, life.layout_id)
         )
 
-    def _view(self, decision: Decision) -> StepView:
+    def _view(self, decision: Decision) -> ClosedStep:
         """Make the view that a decision describes, and close the step."""
         attempt = self.attempts.by_number.get(decision.attempt)
         if attempt is None:
@@ -347,11 +348,11 @@ class StepAssembler:
         self.num_incomplete_replays += is_incomplete
         self._count_left_over(decision, opened)
         layout = self._layout(table)
-        return StepView(
+        return ClosedStep(
             run=decision.run, attempt=decision.attempt, step=decision.step, layout=layout, parts=parts, decision=decision
         )
 
-    def _rank_step(self, one: RankPart, part: Part | None) -> RankStep | None:
+    def _rank_step(self, one: RankPart, part: RankPartOfStep | None) -> RankStep | None:
         life = self._lives.get(one.life)
         descriptor = life.layouts.get(one.layout_id, life.descriptor) if life is not None else None
         if life is None or part is None or descriptor is None:
@@ -385,7 +386,7 @@ class StepAssembler:
             if num_rows or num_frames:
                 self._count_late(part.life.rank, num_rows, int(num_frames))
 
-    def _layout(self, table: Mapping[int, tuple[bytes, int]]) -> Layout:
+    def _layout(self, table: Mapping[int, tuple[bytes, int]]) -> ModelLayout:
         key = tuple([(rank, life, layout_id) for rank, (life, layout_id) in sorted(table.items())])
         return self._layouts.of(key, lambda: self._descriptors(key))
 
@@ -421,11 +422,11 @@ class StepAssembler:
             for one in decision.ranks if isinstance(decision, Decision) else ():
                 self.attempts.place_as_decided(one.life, one.generation, decision.attempt)
 
-    def _replay(self, behind: Collection[bytes]) -> Iterator[StepView | Tick]:
+    def _replay(self, behind: Collection[bytes]) -> Iterator[ClosedStep | Tick]:
         while self._replays and (not behind or self._is_replayable(self._replays[0])):
             yield self._replayed()
 
-    def _replayed(self) -> StepView | Tick:
+    def _replayed(self) -> ClosedStep | Tick:
         decision = self._replays.popleft()
         self._seq = max(self._seq, decision.seq)
         if isinstance(decision, Tick):
@@ -449,7 +450,7 @@ class StepAssembler:
                 return False
         return all(one.life in self._lives for one in decision.described)
 
-    def positions(self) -> dict[str, Position]:
+    def positions(self) -> dict[str, SpoolPosition]:
         """Return, per spool folder, up to where nothing is needed any more: to acknowledge, and to go on from."""
         needed: dict[bytes, tuple[int, tuple[int, int]]] = {}
         for attempt in self.attempts.by_number.values():
@@ -463,7 +464,7 @@ class StepAssembler:
             life = self._lives[life_id]
             if life_id in needed:
                 seq, behind = needed[life_id][0] - 1, needed[life_id][1]
-            found[life.folder] = Position(
+            found[life.folder] = SpoolPosition(
                 life_id, life.rank, life.attempt, behind[0], behind[1], seq, life.described_before(behind), life.last_step,
                 life.bye.reason if life.bye is not None and life.has_left and life_id not in needed else None,
             )  # fmt: skip
@@ -471,7 +472,7 @@ class StepAssembler:
 
     def snapshot(self) -> bytes:
         """Return the state after the last view; `restore` and the decisions behind it make the same views again."""
-        state = _State(
+        state = _AssemblerState(
             seq=self._seq,
             attempts=self.attempts.states(),
             declared=self.attempts.declared,
@@ -486,9 +487,9 @@ class StepAssembler:
         )
         return msgspec.msgpack.encode(state)
 
-    def restore(self, snapshot: bytes, lives: Mapping[bytes, Life]) -> None:
+    def restore(self, snapshot: bytes, lives: Mapping[bytes, Incarnation]) -> None:
         """Go on from a snapshot. `lives`: those of a follower restored to `snapshot_positions(snapshot)`."""
-        state = msgspec.msgpack.decode(snapshot, type=_State)
+        state = msgspec.msgpack.decode(snapshot, type=_AssemblerState)
         self._seq = state.seq
         self._ended = state.ended
         self._blindness, self.num_late_rows = state.blindness, state.num_late_rows
@@ -502,6 +503,6 @@ class StepAssembler:
             self._heard[position.life] = (position.seq, (position.file_index, position.offset))
 
 
-def snapshot_positions(snapshot: bytes) -> dict[str, Position]:
+def snapshot_positions(snapshot: bytes) -> dict[str, SpoolPosition]:
     """Return where a follower must go on reading for `StepAssembler.restore`."""
-    return msgspec.msgpack.decode(snapshot, type=_State).positions
+    return msgspec.msgpack.decode(snapshot, type=_AssemblerState).positions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from sentinel.ingest.follow import Life
+from sentinel.ingest.follow import Incarnation
 from sentinel.process import ProcessId
 from sentinel.wire.witness import Witnessed
 
@@ -21,7 +21,9 @@ _Machine = tuple[str, str]
 class Witnesses:
     """Reads the files of those lives alone that were on the same machine as one that is asked about."""
 
-    def __init__(self, lives: Callable[[], Mapping[bytes, Life]], read: Callable[[Life], list[Witnessed]]) -> None:
+    def __init__(
+        self, lives: Callable[[], Mapping[bytes, Incarnation]], read: Callable[[Incarnation], list[Witnessed]]
+    ) -> None:
         self._lives, self._read = lives, read
         self._read_at: dict[_Machine, float] = {}
         self._statuses: dict[tuple[_Machine, int, int], int] = {}

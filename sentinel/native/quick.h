@@ -6,7 +6,7 @@ enum { QUICK_DRIFT, QUICK_PLATEAU, QUICK_HIDDEN, QUICK_BASELINE, QUICK_FINITE, Q
 
 typedef struct {
     const void *parameters;
-    void **arrays;                  /* of the state, whole, in the order of sentinel/rules/quick.py */
+    void **arrays;                  /* of the state, whole, in the order of sentinel/rules/watches/fast_path.py */
     const int32_t *values, *series; /* [num] which of the step's values each point is, and of which series of the state */
     double *scratch;                /* rolling: as sentinel_rolling_medians asks */
     int64_t num;

@@ -11,7 +11,7 @@ KINDS = ("drift", "plateau", "hidden", "baseline", "finite", "rolling", "batch")
 """Ways to judge, by the number that C knows them by."""
 
 
-class Rule(ctypes.Structure):
+class FastRule(ctypes.Structure):
     """One rule as C reads it: QuickRule of quick.h. What its addresses point at must outlive it."""
 
     parameters: int

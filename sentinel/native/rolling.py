@@ -12,7 +12,7 @@ SCORE, LEARN = 1, 2
 """What a call does with each point; both: score it, then take it in."""
 
 
-class Parameters(ctypes.Structure):
+class RollingParameters(ctypes.Structure):
     """The numbers of a detector, as C reads them. `floor` is on the asinh scale: log(1 + rise)."""
 
     k: float
@@ -69,7 +69,7 @@ available = _calls is not None
 """Whether the library is there; where it is not, `sentinel.detect.rolling` does the same in numpy."""
 
 
-def scratch(p: Parameters) -> np.ndarray:
+def scratch(p: RollingParameters) -> np.ndarray:
     """Return room that a call needs; what is in it is of no matter before or after."""
     return np.empty(2 * max(p.window, p.settle_after) + 2)
 
@@ -79,7 +79,7 @@ QUICK_POINTS = 2000
 
 
 def run(
-    p: Parameters, state: dict[str, np.ndarray], values: np.ndarray, steps: int, flags: np.ndarray | None = None
+    p: RollingParameters, state: dict[str, np.ndarray], values: np.ndarray, steps: int, flags: np.ndarray | None = None
 ) -> np.ndarray:
     """Score and take in values [points, series]; return scores of that shape (zeros where `steps` asks for none).
 

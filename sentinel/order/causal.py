@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from sentinel.anomaly import Anomaly
 from sentinel.order.phase import AFTER_FORWARD, AFTER_LOSS, AFTER_PARAM, CONCURRENT, DATAFLOW, Phase
-from sentinel.order.position import ALL_LANES, Position, Site, position
+from sentinel.order.position import ALL_LANES, Position, SiteOrder, position
 
 _NO_MICRO_STEP = 1 << 62
 
@@ -41,7 +41,7 @@ def _is_earlier_call(a: Position, b: Position) -> bool:
 def _is_earlier_site(a: Position, b: Position) -> bool:
     if a.at[0] != b.at[0]:
         return a.at[0] < b.at[0]
-    if a.site is Site.LOCAL or b.site is Site.LOCAL:
+    if a.site is SiteOrder.LOCAL or b.site is SiteOrder.LOCAL:
         return a.site is b.site and _is_earlier_call(a, b)
     if a.chunk != b.chunk:
         return False  # Different models: sites of one say nothing of the other's. Calls of one rank do, above.
@@ -49,16 +49,16 @@ def _is_earlier_site(a: Position, b: Position) -> bool:
         return a.at < b.at
     if a.site is not b.site:
         return False
-    if a.site is not Site.RANKED and a.slot != b.slot:
+    if a.site is not SiteOrder.RANKED and a.slot != b.slot:
         return a.slot < b.slot
-    return a.site is not Site.MERGED and _is_earlier_call(a, b)
+    return a.site is not SiteOrder.MERGED and _is_earlier_call(a, b)
 
 
 def _hangs_off(a: Position, b: Position) -> bool:
     """Tell whether an unreduced weight gradient comes behind a backward of its own lane. It is a leaf."""
     if a.at[0] != b.at[0]:
         return a.at[0] < b.at[0]
-    if a.site is Site.LOCAL or b.site is Site.LOCAL:
+    if a.site is SiteOrder.LOCAL or b.site is SiteOrder.LOCAL:
         return a.site is b.site and _is_earlier_call(a, b)
     return a.chunk == b.chunk and a.at <= b.at
 
@@ -132,7 +132,7 @@ def sort_key(anomaly: Anomaly) -> SortKey:
     micro = _NO_MICRO_STEP if p.micro == ALL_LANES else p.micro
     call = _NO_MICRO_STEP if p.call is None else p.call
     # Program order where there is one; sites, in the order of first appearance, elsewhere.
-    is_local = p.site is Site.LOCAL
+    is_local = p.site is SiteOrder.LOCAL
     badness = (not is_nonfinite(anomaly), -anomaly.severity.level)
     return (
         *p.epoch,
@@ -144,7 +144,7 @@ def sort_key(anomaly: Anomaly) -> SortKey:
         not is_local,
         0 if is_local else p.at[1],
         int(p.site),
-        p.slot if p.site in (Site.COUPLED, Site.MERGED) else 0,
+        p.slot if p.site in (SiteOrder.COUPLED, SiteOrder.MERGED) else 0,
         call,
         micro,
         *badness,

@@ -13,7 +13,7 @@ import msgspec
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.order.causal import is_nonfinite, sort_key
 from sentinel.order.phase import AFTER_LOSS, AFTER_PARAM, DATAFLOW, Phase
-from sentinel.order.position import ALL_LANES, Position, Site, position
+from sentinel.order.position import ALL_LANES, Position, SiteOrder, position
 
 _ANY = -2
 """Key under which all lanes of an axis are gathered."""
@@ -127,15 +127,15 @@ class _StepTable:
         self.depth[lane] = min(p.at[0], self.depth.get(lane, p.at[0]))
         chunk = (lane, p.chunk)
         self.any_floor[chunk] = min(p.at, self.any_floor.get(chunk, p.at))
-        if p.site is Site.LOCAL:
+        if p.site is SiteOrder.LOCAL:
             assert p.call is not None
             self._lower((lane, p.at[0], p.rank), p.call)
             return
         self.floor[chunk] = min(p.at, self.floor.get(chunk, p.at))
-        if p.site is not Site.RANKED:
+        if p.site is not SiteOrder.RANKED:
             self._lower((chunk, p.at, p.site), p.slot)
-        if p.site is not Site.MERGED and p.rank is not None and p.call is not None:
-            slot = p.slot if p.site is Site.COUPLED else 0
+        if p.site is not SiteOrder.MERGED and p.rank is not None and p.call is not None:
+            slot = p.slot if p.site is SiteOrder.COUPLED else 0
             self._lower((chunk, p.at, p.site, slot, p.rank), p.call)
 
     def _param_depths(self, replica: int) -> list[int]:
@@ -190,7 +190,7 @@ class _StepTable:
         chunk = (lane, p.chunk)
         if self.depth[lane] < p.at[0] or (loosely and self.any_floor.get(chunk, p.at) < p.at):
             return True
-        if p.site is Site.LOCAL:
+        if p.site is SiteOrder.LOCAL:
             assert p.call is not None
             return self.least.get((lane, p.at[0], p.rank), p.call) < p.call
         floor = self.floor.get(chunk)
@@ -198,11 +198,11 @@ class _StepTable:
             return False
         if floor < p.at or p.phase is Phase.WGRAD_UNREDUCED:
             return True
-        if p.site is not Site.RANKED and self.least.get((chunk, p.at, p.site), p.slot) < p.slot:
+        if p.site is not SiteOrder.RANKED and self.least.get((chunk, p.at, p.site), p.slot) < p.slot:
             return True
-        if p.site is Site.MERGED or p.rank is None or p.call is None:
+        if p.site is SiteOrder.MERGED or p.rank is None or p.call is None:
             return False
-        slot = p.slot if p.site is Site.COUPLED else 0
+        slot = p.slot if p.site is SiteOrder.COUPLED else 0
         return self.least.get((chunk, p.at, p.site, slot, p.rank), p.call) < p.call
 
 

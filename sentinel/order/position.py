@@ -27,7 +27,7 @@ ALL_LANES = -1
 """Every lane of an axis: the row was merged over it."""
 
 
-class Site(enum.IntEnum):
+class SiteOrder(enum.IntEnum):
     """How anomalies of one lane and one depth are told apart.
 
     A lane of one rank has its program order, call_id: exact also where a module runs twice, or where a tensor was first
@@ -58,7 +58,7 @@ class Position(NamedTuple):
     """Lane of the data-parallel axis, or ALL_LANES."""
     micro: int
     """Lane of the micro-steps, or ALL_LANES."""
-    site: Site
+    site: SiteOrder
     slot: int
     rank: int | None
     call: int | None
@@ -90,13 +90,13 @@ def position(anomaly: Anomaly) -> Position:
     at = (-anomaly.depth, -anomaly.site_pos) if runs_down else (anomaly.depth, anomaly.site_pos)
     micro = ALL_LANES if anomaly.micro_step is None else anomaly.micro_step
     if phase is Phase.COMM:
-        at, micro, site = (0, 0), ALL_LANES, Site.LOCAL
+        at, micro, site = (0, 0), ALL_LANES, SiteOrder.LOCAL
     elif anomaly.rank is None or anomaly.call_id is None:
-        site = Site.COUPLED if anomaly.communicates else Site.MERGED
+        site = SiteOrder.COUPLED if anomaly.communicates else SiteOrder.MERGED
     elif anomaly.tp_size <= 1 and anomaly.ep_size <= 1 and "cp" not in anomaly.place:
-        site = Site.LOCAL
+        site = SiteOrder.LOCAL
     else:
-        site = Site.COUPLED if anomaly.communicates else Site.RANKED
+        site = SiteOrder.COUPLED if anomaly.communicates else SiteOrder.RANKED
     return Position(
         anomaly.run,
         (anomaly.attempt, anomaly.step),

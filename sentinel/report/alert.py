@@ -81,9 +81,7 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         for change in self.changes:
             if change not in CHANGES:
-                raise ConfigError(
-                    f"notify.sinks.route.changes must be among {', '.join(CHANGES)}, got {change!r}"
-                )
+                raise ConfigError(f"notify.sinks.route.changes must be among {', '.join(CHANGES)}, got {change!r}")
 
     def hears(self, incident: Incident) -> bool:
         """Return whether incidents like this one are told at all."""

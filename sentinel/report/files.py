@@ -92,9 +92,7 @@ class AppendLog:
     `problem` says why, and the next `append` or `retry` goes on exactly where the disk stopped.
     """
 
-    def __init__(
-        self, path: Path, *, file_bytes: int = FILE_BYTES, max_pending_bytes: int = MAX_PENDING_BYTES
-    ) -> None:
+    def __init__(self, path: Path, *, file_bytes: int = FILE_BYTES, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
         self.path = path
         self.is_single = path.suffix == ".jsonl"
         self.problem = ""
@@ -195,9 +193,7 @@ class AppendLog:
                 index, offset = self._whereabouts()
                 there = self._read(index, offset, len(whole))
             if there == whole:
-                self._position = LogPosition(
-                    num_lines=self._position.num_lines + 1, index=index, offset=offset + len(whole)
-                )
+                self._position = LogPosition(num_lines=self._position.num_lines + 1, index=index, offset=offset + len(whole))
                 num_found += 1
                 continue
             missing = line

@@ -21,7 +21,7 @@ from sentinel.errors import MALFORMED
 from sentinel.report.alert import Alert, topic, worst_first
 from sentinel.report.metrics import OUTCOMES
 from sentinel.report.outbox import Outbox, WaitingAlert
-from sentinel.report.sinks.delivery import Delivery, Sink, StandingSink
+from sentinel.report.sinks.delivery import Delivery, ResendingSink, Sink
 
 FOREVER = 1e12
 """A time that lies behind every due time, seconds since the epoch."""
@@ -134,7 +134,7 @@ class SinkWorker:
 
     def restore(self, standing: Sequence[Alert]) -> None:
         """Tell a sink that forgets what it had been told before a restart; others need nothing."""
-        if isinstance(self.sink, StandingSink):
+        if isinstance(self.sink, ResendingSink):
             self.sink.restore([alert for alert in standing if alert.sink == self.sink.name])
 
     # Stages, in order.
@@ -216,7 +216,7 @@ class SinkWorker:
             self.problem = ""
             self._num_failures_in_a_row = 0
             for one in batch:
-                is_digest = len(batch) > 1 and not isinstance(self.sink, StandingSink)
+                is_digest = len(batch) > 1 and not isinstance(self.sink, ResendingSink)
                 outcome = "repeated" if one.is_maybe_heard else "digested" if is_digest else "sent"
                 self._failures.pop(one.positions[0], None)
                 self._finish(one.positions[:1], outcome)
@@ -254,7 +254,7 @@ class SinkWorker:
             self.busy_since = None
 
     def _keep_alive(self, now: float) -> float | None:
-        if not isinstance(self.sink, StandingSink):
+        if not isinstance(self.sink, ResendingSink):
             return None
         delivery, due = self.sink.keep_alive(now)
         if delivery is not None and delivery.outcome == "sent":
@@ -339,9 +339,7 @@ class Notifier:
 
     def counts(self) -> dict[tuple[str, str], int]:
         """Return (sink, outcome) -> number, zeros included: `MetricsSnapshot.notifications`."""
-        return {
-            (name, outcome): worker.counts[outcome] for name, worker in self.workers.items() for outcome in OUTCOMES
-        }
+        return {(name, outcome): worker.counts[outcome] for name, worker in self.workers.items() for outcome in OUTCOMES}
 
     def pending(self) -> dict[str, int]:
         """Return sink -> alerts that wait: `MetricsSnapshot.notifications_pending`."""

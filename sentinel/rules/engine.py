@@ -16,36 +16,37 @@ from sentinel.detect.forms import Form
 from sentinel.detect.impossible import ImpossibleFrame
 from sentinel.detect.lost_rows import LostRows
 from sentinel.errors import RuleError
+from sentinel.moments import raw_statistic
 from sentinel.record import STATISTICS
-from sentinel.rules.aggregate_watch import AggregateWatch, Merged
-from sentinel.rules.building import build_detector
-from sentinel.rules.end_watch import EndWatch
-from sentinel.rules.frame_watch import FrameWatch
 from sentinel.rules.guard import Guarded
-from sentinel.rules.liveness_watch import LivenessWatch
-from sentinel.rules.loss_watch import LossWatch
-from sentinel.rules.new_start import begins_anew
-from sentinel.rules.own_row_watch import OwnRowWatch
-from sentinel.rules.programme import NO_HITS, Programme
-from sentinel.rules.quick import quick_of
-from sentinel.rules.rank_watch import RankWatch
-from sentinel.rules.replica_watch import ReplicaWatch
-from sentinel.rules.row_watch import RowWatch, raw_statistic
-from sentinel.rules.scalar_step import ScalarStep
-from sentinel.rules.scalar_watch import ScalarWatch
-from sentinel.rules.scale_search import ScaleSearch, written_down_only
-from sentinel.rules.schema import Pack, Rule
-from sentinel.rules.series_index import Selection, SeriesIndex
-from sentinel.rules.skew_watch import SkewWatch
-from sentinel.rules.tensor_watch import StepRows, TensorWatch
-from sentinel.rules.watch import BACKGROUND_RATE, Plan, Watch
-from sentinel.rules.zero_loss import well_beside_the_step
+from sentinel.rules.language.building import build_detector
+from sentinel.rules.language.schema import Pack, Rule
+from sentinel.rules.watches.aggregate_watch import AggregateWatch, Merged
+from sentinel.rules.watches.compiled_plan import NO_HITS, CompiledPlan
+from sentinel.rules.watches.end_watch import EndWatch
+from sentinel.rules.watches.fast_path import quick_of
+from sentinel.rules.watches.frame_watch import FrameWatch
+from sentinel.rules.watches.liveness_watch import LivenessWatch
+from sentinel.rules.watches.lost_rows_watch import LossWatch
+from sentinel.rules.watches.new_start import begins_anew
+from sentinel.rules.watches.own_row_watch import OwnRowWatch
+from sentinel.rules.watches.rank_watch import RankWatch
+from sentinel.rules.watches.replica_watch import ReplicaWatch
+from sentinel.rules.watches.row_watch import RowWatch
+from sentinel.rules.watches.scalar_step import ScalarStep
+from sentinel.rules.watches.scalar_watch import ScalarWatch
+from sentinel.rules.watches.scale_search import ScaleSearch, written_down_only
+from sentinel.rules.watches.series_index import Selection, SeriesIndex
+from sentinel.rules.watches.skew_watch import SkewWatch
+from sentinel.rules.watches.tensor_watch import RowLookup, TensorWatch
+from sentinel.rules.watches.watch import BACKGROUND_RATE, Watch, WatchPlan
+from sentinel.rules.watches.zero_loss import well_beside_the_step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sentinel.ingest.decision import RankFacts, Tick
-    from sentinel.ingest.merge import Layout, StepView
+    from sentinel.decision import RankFacts, Tick
+    from sentinel.step_view import Layout, StepView
 
 SNAPSHOT_VERSION = 4
 MAX_LAYOUTS = 8
@@ -123,7 +124,7 @@ class Engine:
                 self._forget()
         self._attempt, self._last_step = view.attempt, view.step
         plan = self._plan_for(view.layout)
-        rows = StepRows(view)
+        rows = RowLookup(view)
         # A statistic over what is invalid (NaN in, NaN out) is no news: the counts say it.
         with np.errstate(all="ignore"):
             if plan.programme is not None:
@@ -245,10 +246,10 @@ class Engine:
             watches.extend(_watches_of(rule, detector))
         return watches
 
-    def _judge_forms(self, view: StepView, programme: Programme, rows: StepRows) -> list[Anomaly]:
+    def _judge_forms(self, view: StepView, programme: CompiledPlan, rows: RowLookup) -> list[Anomaly]:
         """Judge all watches that are forms in one call; only those with something to say cost Python."""
         found: list[Anomaly] = []
-        stats, present, is_bad, _, _ = view.digest
+        stats, present, is_bad = view.stats, view.present, view.is_bad
         hits = programme.judge(stats, present, is_bad, missing_scale(view))
         of_watch = iter(_apart(hits, len(programme.watches)) if len(hits) else ())
         for watch, its, num_points in zip(programme.watches, programme.plans, programme.num_points, strict=True):
@@ -271,7 +272,7 @@ class Engine:
                     self._plans.append(self._plans.pop(at))
                 return self._plans[-1]
         selection = Selection(layout, self._series)
-        forms: list[tuple[TensorWatch, Plan]] = []
+        forms: list[tuple[TensorWatch, WatchPlan]] = []
         plan = _LayoutPlan(layout)
         for watch in self._watches:
             if isinstance(watch, TensorWatch):
@@ -288,7 +289,7 @@ class Engine:
             elif not isinstance(watch, ScalarWatch | EndWatch):
                 raise AssertionError(f"{type(watch).__name__} of rule {watch.rule.name} is judged nowhere")
         if forms:
-            plan.programme = Programme([watch for watch, _ in forms], [its for _, its in forms])
+            plan.programme = CompiledPlan([watch for watch, _ in forms], [its for _, its in forms])
         self._plans = [*self._plans[-(MAX_LAYOUTS - 1) :], plan]
         return plan
 
@@ -297,11 +298,11 @@ class _LayoutPlan(msgspec.Struct):
     """What each watch looks at in one layout."""
 
     layout: Layout
-    programme: Programme | None = None
+    programme: CompiledPlan | None = None
     """The watches that are forms; None: there is no such watch, or no C library."""
-    tensors: list[tuple[TensorWatch, Plan]] = []
+    tensors: list[tuple[TensorWatch, WatchPlan]] = []
     """The other watches of tensors."""
-    rows: list[tuple[RowWatch | OwnRowWatch, Plan]] = []
+    rows: list[tuple[RowWatch | OwnRowWatch, WatchPlan]] = []
     whole: list[Callable[[StepView], list[Anomaly]]] = []
     """What judges of watches that look at the whole step."""
     learn: list[Callable[[StepView], None]] = []

@@ -293,8 +293,7 @@ class Journal:
         """Return (seq, state) of the kept snapshots, newest first."""
         with self._mutex:
             return [
-                (seq, bytes(body))
-                for seq, body in self._db.execute("SELECT seq, body FROM snapshots ORDER BY seq DESC")
+                (seq, bytes(body)) for seq, body in self._db.execute("SELECT seq, body FROM snapshots ORDER BY seq DESC")
             ]
 
     def drop_snapshot(self, seq: int) -> None:
@@ -308,7 +307,7 @@ class Journal:
 
     def num_onsets(self) -> int:
         """Return the number of anomalies: onsets alone, neither the records of their ends nor of what was not written."""
-        return int(self._one("SELECT count(*) FROM anomalies WHERE instr(body, CAST('\"event\":\"onset\"' AS BLOB)) > 0"))
+        return int(self._one('SELECT count(*) FROM anomalies WHERE instr(body, CAST(\'"event":"onset"\' AS BLOB)) > 0'))
 
     def bodies(self, table: str, after: int = 0) -> Iterator[tuple[int, bytes]]:
         """Yield (position, body) of `anomalies` or `incidents` after a position, counted from 1."""
@@ -324,9 +323,7 @@ class Journal:
             if len(page) < 1000:
                 return
 
-    def newest_anomalies(
-        self, limit: int, before: int | None = None, step: int | None = None
-    ) -> list[tuple[int, bytes]]:
+    def newest_anomalies(self, limit: int, before: int | None = None, step: int | None = None) -> list[tuple[int, bytes]]:
         """Return (position, body) of the newest anomalies, newest first; `before` pages backwards."""
         where, values = ["position < ?"], [2**62 if before is None else before]
         if step is not None:
@@ -374,9 +371,7 @@ class Journal:
     def finish_delivery(self, positions: Sequence[int], outcome: str) -> None:
         """Write the outcome (`sent`, `refused: ...`): these are done for ever."""
         with self._mutex, self._transaction():
-            self._db.executemany(
-                "UPDATE outbox SET outcome = ? WHERE position = ?", [(outcome, at) for at in positions]
-            )
+            self._db.executemany("UPDATE outbox SET outcome = ? WHERE position = ?", [(outcome, at) for at in positions])
 
     def postpone_delivery(self, positions: Sequence[int], due: float) -> None:
         """Try these again from `due` on, seconds since the epoch."""
@@ -400,8 +395,7 @@ class Journal:
                 "SELECT time, actor, action, body FROM audit ORDER BY position DESC LIMIT ?", (limit,)
             ).fetchall()
         return [
-            AuditEntry(time=at, actor=actor, action=action, details=json.loads(body))
-            for at, actor, action, body in rows
+            AuditEntry(time=at, actor=actor, action=action, details=json.loads(body)) for at, actor, action, body in rows
         ]
 
     def remember(self, key: str, value: str) -> None:

@@ -1,5 +1,7 @@
 """For tests of rules, sinks and daemons, here and elsewhere: a clock that stands still, and runs with planted faults.
 
+In: what a test plants. Out: spools, steps, frames. Never: torch, sleeping, the network.
+
     run = SyntheticRun(tmp_path / "run", pp=2, dp=2)
     run.plant(Nan(step=5, module="layers.2.mlp", rank=2, micro_step=1))
     run.write(8)
@@ -9,8 +11,8 @@ writes the spools of four ranks as a trainer would, byte for byte through the sa
 """
 
 from sentinel.testing.clock import EPOCH_S, FakeClock
-from sentinel.testing.faults import BitFlip, BlowUp, Fault, LossSpike, Nan
+from sentinel.testing.faults import BitFlip, BlowUp, Fault, LossJump, Nan
 from sentinel.testing.run import SyntheticRun
 from sentinel.wire.frame import Message
 
-__all__ = ["EPOCH_S", "BitFlip", "BlowUp", "FakeClock", "Fault", "LossSpike", "Message", "Nan", "SyntheticRun"]
+__all__ = ["EPOCH_S", "BitFlip", "BlowUp", "FakeClock", "Fault", "LossJump", "Message", "Nan", "SyntheticRun"]

@@ -62,7 +62,7 @@ class BlowUp:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LossSpike:
+class LossJump:
     """The loss is larger by a factor, on every rank that reports it, or on one."""
 
     step: int
@@ -81,4 +81,4 @@ class BitFlip:
     for_steps: int = 2**40
 
 
-Fault = Nan | BlowUp | LossSpike | BitFlip
+Fault = Nan | BlowUp | LossJump | BitFlip

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from sentinel.messages import ChunkInfo, Descriptor, TensorInfo
 from sentinel.place import Place, canonical, depth, layer_offsets
 from sentinel.record import NONE_ID, ROW_DTYPE, Flag, Kind
-from sentinel.testing.schedules import Work, program_order
+from sentinel.testing.schedules import MicroStepPass, program_order
 from sentinel.version import VERSION
 from sentinel.wire.frame import row_fields
 
@@ -74,7 +74,7 @@ class SyntheticModel:
         self._seed = seed
         self._offsets = layer_offsets({at: self._blocks(at) for at in range(self.num_depths)})
         order = program_order(schedule, pp, vpp, micro_steps) if schedule else []
-        self._work: list[list[Work]] = order
+        self._work: list[list[MicroStepPass]] = order
         """By pipeline rank; empty: one micro-step after the other, forward then backward."""
 
     @property
@@ -211,9 +211,7 @@ class SyntheticModel:
 
         def add(name: str, kind: str, at: int, **more: Any) -> int:
             number = len(tensors)
-            tensors.append(
-                TensorInfo(id=number, name=name, kind=kind, dtype="float32", chunk=chunk, site_pos=at, **more)
-            )
+            tensors.append(TensorInfo(id=number, name=name, kind=kind, dtype="float32", chunk=chunk, site_pos=at, **more))
             origins.append((stage, before + at))
             return number
 

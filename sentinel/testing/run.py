@@ -17,7 +17,7 @@ from sentinel.native import fold_rows
 from sentinel.place import Place
 from sentinel.record import Flag, Kind
 from sentinel.testing.clock import FakeClock
-from sentinel.testing.faults import Fault, LossSpike
+from sentinel.testing.faults import Fault, LossJump
 from sentinel.testing.model import SyntheticModel, Table
 from sentinel.testing.values import SyntheticValues
 from sentinel.wire.frame import (
@@ -161,7 +161,7 @@ class SyntheticRun:
     def plant(self, *faults: Fault) -> SyntheticRun:
         """Have faults happen at their steps; returns the run."""
         for fault in faults:
-            if not isinstance(fault, LossSpike) and fault.module not in self.modules():
+            if not isinstance(fault, LossJump) and fault.module not in self.modules():
                 raise ValueError(f"no module {fault.module!r}; there are {', '.join(self.modules())}")
         self.faults.extend(faults)
         return self

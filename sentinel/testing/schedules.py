@@ -7,7 +7,7 @@ from typing import NamedTuple
 from sentinel.place import depth
 
 
-class Work(NamedTuple):
+class MicroStepPass(NamedTuple):
     """One pass of one micro-step through one chunk."""
 
     is_forward: bool
@@ -15,17 +15,17 @@ class Work(NamedTuple):
     micro_step: int
 
 
-def program_order(schedule: str, pp: int, vpp: int, micro_steps: int) -> list[list[Work]]:
+def program_order(schedule: str, pp: int, vpp: int, micro_steps: int) -> list[list[MicroStepPass]]:
     """Return what each pipeline rank does, in its order: a feasible one, of the kind that the schedule makes.
 
     gpipe: all forwards, then all backwards. loopedbfs: chunk by chunk, backwards with the last micro-step first. All
     others: a backward as soon as there is one, and no more forwards ahead than the pipeline is deep. Empty: no pipeline.
     """
     if not schedule:
-        return [[Work(is_forward, 0, m) for m in range(micro_steps) for is_forward in (True, False)]] * pp
+        return [[MicroStepPass(is_forward, 0, m) for m in range(micro_steps) for is_forward in (True, False)]] * pp
     depths = {depth(schedule, stage, chunk, pp): (stage, chunk) for stage in range(pp) for chunk in range(vpp)}
     last = len(depths) - 1
-    order: list[list[Work]] = [[] for _ in range(pp)]
+    order: list[list[MicroStepPass]] = [[] for _ in range(pp)]
     done: set[tuple[bool, int, int]] = set()
     left = {(is_forward, at, m) for is_forward in (True, False) for at in depths for m in range(micro_steps)}
 
@@ -58,7 +58,7 @@ def program_order(schedule: str, pp: int, vpp: int, micro_steps: int) -> list[li
             ready = [one for one in left if depths[one[1]][0] == stage and is_ready(one) and may_run(one)]
             if ready:
                 item = min(ready, key=wish)
-                order[stage].append(Work(item[0], depths[item[1]][1], item[2]))
+                order[stage].append(MicroStepPass(item[0], depths[item[1]][1], item[2]))
                 ran.append(item)
         assert ran, f"{schedule}: no rank can go on"
         left -= set(ran)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from sentinel.place import Place
 from sentinel.record import Kind
-from sentinel.testing.faults import BitFlip, BlowUp, Fault, LossSpike, Nan
+from sentinel.testing.faults import BitFlip, BlowUp, Fault, LossJump, Nan
 from sentinel.testing.model import SyntheticModel, Table
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -148,7 +148,7 @@ class SyntheticValues:
                 norm *= fault.factor**fault.in_loss
                 if fault.rank is None or place.dp_rank == self._place(fault.rank).dp_rank:
                     loss *= fault.factor**fault.in_loss
-            elif isinstance(fault, LossSpike) and fault.step <= step < fault.step + fault.for_steps:
+            elif isinstance(fault, LossJump) and fault.step <= step < fault.step + fault.for_steps:
                 loss *= fault.factor if fault.rank in (None, place.rank) else 1.0
         if self._poisoned_from is not None and step >= self._poisoned_from:
             loss = norm = math.nan

@@ -33,7 +33,7 @@ from sentinel.wire.losses import Losses
 from sentinel.wire.pulse import PulseWriter
 from sentinel.wire.spool import FILE_BYTES, SPOOL_BYTES, SpoolWriter, life_folder
 from sentinel.wire.step_batch import StepBatch
-from sentinel.wire.witness import Witness
+from sentinel.wire.witness import ExitWitness
 
 log = logging.getLogger("sentinel")
 
@@ -93,7 +93,7 @@ class Handover:
             max_bytes=max_bytes, file_bytes=file_bytes, clock=self._clock,
         )  # fmt: skip
         self._pulse = PulseWriter(self.spool.directory)
-        self._witness = Witness(self.spool.directory)
+        self._witness = ExitWitness(self.spool.directory)
         self._control = ControlFolder(Path(directory) / "control", on_refused or _log_refused)
         self._position = position
         self._on_command = on_command

@@ -1,4 +1,4 @@
-"""Witness: how processes of the same launcher on this machine ended, written down by a rank that was still there.
+"""ExitWitness: how processes of the same launcher on this machine ended, written down by a rank that was still there.
 
 A rank that is killed says nothing. Its launcher ends the others a moment later, and a daemon that looks when all is over, or
 runs on another host, would find several ranks gone without a word. So each rank waits for the launcher's other children,
@@ -31,7 +31,7 @@ class Witnessed(msgspec.Struct, frozen=True, kw_only=True):
     wall_ns: int = 0
 
 
-class Witness:
+class ExitWitness:
     """Waits for the children of our parent, and writes their ends into a life's folder."""
 
     def __init__(self, folder: Path, proc: Path = PROC) -> None:

@@ -12,11 +12,11 @@ import pytest
 
 from sentinel.anomaly import Anomaly, Incident, Severity
 from sentinel.cli.demo_falsehoods import falsehoods
-from sentinel.cli.demo_plan import Outcome, Plan, judge
+from sentinel.cli.demo_plan import DemoOutcome, DemoPlan, judge
 from sentinel.cli.demo_receiver import Message, Receiver
 from sentinel.cli.demo_story import Scene, story
 
-PLAN = Plan()
+PLAN = DemoPlan()
 
 
 def anomaly(step: int, name: str, **others: Any) -> Anomaly:
@@ -46,7 +46,7 @@ BORDER = anomaly(PLAN.nan_steps[0], PLAN.segment, border="block_output")
 INNER = anomaly(PLAN.nan_steps[1], PLAN.module)
 
 
-def outcome(anomalies: list[Anomaly], module: str = PLAN.module, early: bool = False, **counts: int) -> Outcome:
+def outcome(anomalies: list[Anomaly], module: str = PLAN.module, early: bool = False, **counts: int) -> DemoOutcome:
     incidents = [incident(SPIKE), incident(BORDER, module=module, segment=PLAN.segment)]
     told = [*incidents, *([incident(anomaly(3, "x"))] if early else [])]
     return judge(PLAN, anomalies, incidents, told, **{"num_judged": PLAN.num_steps, "num_dropped": 0, **counts})
@@ -77,7 +77,7 @@ def test_what_was_planted_and_found_satisfies_it() -> None:
         outcome([SPIKE, BORDER, INNER], num_dropped=1),
     ],
 )
-def test_anything_less_does_not(found: Outcome) -> None:
+def test_anything_less_does_not(found: DemoOutcome) -> None:
     assert not found.holds
 
 

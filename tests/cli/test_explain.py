@@ -71,4 +71,3 @@ def test_wrong_incidents_are_usage_errors(home, capsys):
     assert "known: i" in capsys.readouterr().err
     assert run_cli(["explain", "i"]) == 2
     assert "2 runs have such an incident: one, two" in capsys.readouterr().err
-

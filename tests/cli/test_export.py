@@ -17,17 +17,17 @@ from torch import nn
 import sentinel
 from sentinel.cli.main import run_cli
 from sentinel.daemon.config import DaemonConfig
-from sentinel.daemon.packs import RulePacks
 from sentinel.daemon.serving import ServedRun
+from sentinel.exports.text_tables import TableText
 from sentinel.ingest.follow import RunFollower
-from sentinel.ingest.merge import StepView
+from sentinel.ingest.merge import ClosedStep
 from sentinel.ingest.steps import StepAssembler
+from sentinel.judge.packs import RulePacks
 from sentinel.messages import TensorInfo
 from sentinel.moments import Moments
 from sentinel.record import STATISTICS
-from sentinel.report.export import TableText
 from sentinel.store.journal import Journal
-from sentinel.store.whereabouts import RunPaths
+from sentinel.store.run_paths import RunPaths
 from sentinel.testing import Nan, SyntheticRun
 
 NOW = 1_800_000_000.0
@@ -37,11 +37,11 @@ def synthetic(directory: Path, **options: Any) -> SyntheticRun:
     return SyntheticRun(directory, **{"pp": 2, "dp": 2, "tp": 2, "layers": 12, "d_model": 16, "elements": 8, **options})
 
 
-def heard(run_dir: Path) -> list[StepView]:
+def heard(run_dir: Path) -> list[ClosedStep]:
     """The steps as a daemon hears them that is in no hurry."""
     follower = RunFollower(run_dir)
     assembler = StepAssembler(run_dir.name, on_decision=lambda decision: None, late_after_steps=0, late_after_s=0.0)
-    views: list[StepView] = []
+    views: list[ClosedStep] = []
     while records := follower.poll(final=True):
         assembler.take(records, 0.0)
         views += assembler.close(0.0, follower.behind)
@@ -82,9 +82,7 @@ def test_a_group_is_the_root_of_the_sum_of_squares_of_its_tensors(
 
     for view in views:
         of_step = {one["name"]: one for one in found if one["step"] == view.step}
-        norms = {
-            tensor.name: view.moments.norm()[tensor.index] for tensor in view.tensors if tensor.kind == "wgrad"
-        }
+        norms = {tensor.name: view.moments.norm()[tensor.index] for tensor in view.tensors if tensor.kind == "wgrad"}
         for name, prefix in {"global_grad_norm": "", "layers.1.*": "layers.1.", "layer10": "layers.10."}.items():
             members = [norm for tensor, norm in norms.items() if tensor.startswith(prefix)]
             assert of_step[name]["num_tensors"] == len(members) > 1

@@ -99,9 +99,7 @@ def test_they_are_chosen_and_resumed_runs_joined(tmp_path: Path, capsys: pytest.
         (["--format", "parquet"], "give -o FILE"),
     ],
 )
-def test_what_cannot_be_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], what: str
-) -> None:
+def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], what: str) -> None:
     write(synthetic(tmp_path / "run"), 1)
 
     assert rows(capsys, tmp_path / "run", *arguments, code=2) == []

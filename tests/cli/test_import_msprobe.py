@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from sentinel.cli.main import run_cli
 from sentinel.csv_text import guarded, unguarded
+from sentinel.exports.msprobe_reading import Observation, stats_of
 from sentinel.moments import Moments
-from sentinel.report.msprobe_reading import Observation, stats_of
 
 HEAD = "vpp_stage,name,step,min,max,mean,norm,nans,zeros,shape,dtype"
 MICRO = "vpp_stage,name,step,micro_step,min,max,mean,norm,nans,zeros,shape,dtype"
@@ -439,7 +439,8 @@ def test_features_go_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str
             ["0,layers.0.attn.attention,3,0,1.25,0.5", "0,layers.0.attn.attention,3,1,1.5,0.75"],
         ),
         "moe_router_weight_hook_3-3.csv": (
-            "vpp_stage,name,step,router_weight_similarity", ["0,layers.0.moe.moe_router,3,0.125"],
+            "vpp_stage,name,step,router_weight_similarity",
+            ["0,layers.0.moe.moe_router,3,0.125"],
         ),
     }
     for name, (header, lines) in tables.items():

@@ -16,14 +16,14 @@ import pytest
 
 from sentinel.cli.main import run_cli
 from sentinel.daemon.config import DaemonConfig
-from sentinel.daemon.packs import RulePacks
 from sentinel.daemon.serving import ServedRun
-from sentinel.ingest.log_views import log_views
-from sentinel.ingest.logs import read_log
+from sentinel.judge.packs import RulePacks
+from sentinel.logs.reading import read_log
+from sentinel.logs.views import log_views
 from sentinel.rules.engine import Engine
-from sentinel.rules.loader import load_pack
-from sentinel.store.whereabouts import RunPaths
-from sentinel.testing import BlowUp, LossSpike, Nan, SyntheticRun
+from sentinel.rules.language.loader import load_pack
+from sentinel.store.run_paths import RunPaths
+from sentinel.testing import BlowUp, LossJump, Nan, SyntheticRun
 
 pytestmark = pytest.mark.slow
 
@@ -210,7 +210,7 @@ def test_severity_decides_what_an_alarm_is(tmp_path: Path, capsys: pytest.Captur
 def record(directory: Path, seed: int = 0) -> Path:
     run = SyntheticRun(directory, dp=2, layers=2, d_model=16, elements=16, seed=seed)
     run.plant(
-        Nan(step=30, module="layers.1.mlp", rank=1), LossSpike(step=45, factor=12.0),
+        Nan(step=30, module="layers.1.mlp", rank=1), LossJump(step=45, factor=12.0),
         BlowUp(step=52, module="layers.0.mlp", factor=40.0, kind="wgrad", for_steps=4),
     )  # fmt: skip
     run.write(60)

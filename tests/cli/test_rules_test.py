@@ -12,9 +12,9 @@ import pytest
 
 from sentinel.cli.main import run_cli
 from sentinel.errors import ConfigError
-from sentinel.ingest.paper_views import PaperSeries, paper_views, stats_of
+from sentinel.ingest.synthetic_views import SyntheticSeries, stats_of, synthetic_views
 from sentinel.moments import Moments
-from sentinel.rules.notation import BadNotation, expand
+from sentinel.rules.language.notation import BadNotation, expand
 
 PACK_TESTS = sorted((Path(__file__).parents[1] / "rules" / "packs").glob("*.yaml"))
 
@@ -78,9 +78,9 @@ def test_what_contradicts_itself_is_said() -> None:
 
 
 def test_noise_is_the_same_in_each_run_and_on_each_rank() -> None:
-    series = [PaperSeries(name="loss", kind="scalar", values={"value": [2.0] * 50}, noise=0.1)]
+    series = [SyntheticSeries(name="loss", kind="scalar", values={"value": [2.0] * 50}, noise=0.1)]
 
-    one, two = ([view.scalars["loss"] for view in paper_views("a", series, num_ranks=2)] for _ in range(2))
+    one, two = ([view.scalars["loss"] for view in synthetic_views("a", series, num_ranks=2)] for _ in range(2))
 
     assert one == two and all(each.by_rank[0] == each.by_rank[1] for each in one)
     assert 0.05 < np.std([math.log(each.mean) for each in one]) < 0.2

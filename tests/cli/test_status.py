@@ -8,7 +8,7 @@ from sentinel.cli.main import CLEAN, run_cli
 from sentinel.control.edits import EditState
 from sentinel.daemon.commanding import EDITS_FACT
 from sentinel.store.journal import Journal
-from sentinel.store.whereabouts import RunPaths
+from sentinel.store.run_paths import RunPaths
 
 
 @pytest.mark.parametrize("problem", ["", 'monitor.yaml:2: unknown key "kindz"'])

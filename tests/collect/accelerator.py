@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from sentinel.collect.buffer import DeviceStats, StepRows
+from sentinel.collect.rows.buffer import DeviceStats, StepRows
 
 
 class Stream:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from sentinel.collect.buffer import StepRows
 from sentinel.collect.kernels.native import NativeKernel
 from sentinel.collect.kernels.torch_ops import TorchKernel
-from sentinel.collect.placements import arrived, is_async
+from sentinel.collect.parallel.placements import arrived, is_async
+from sentinel.collect.rows.buffer import StepRows
 from sentinel.errors import SentinelError
 from sentinel.record import Kind
 

@@ -15,7 +15,9 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 import sentinel
-from sentinel.collect import compiled, compiled_ops, compiled_trial
+from sentinel.collect.compiled import capability as compiled_trial
+from sentinel.collect.compiled import graphs as compiled
+from sentinel.collect.compiled import ops as compiled_ops
 from sentinel.record import Flag
 
 from .compiled_runs import BLACK_BOX, FULL, STYLES, assert_same_rows, cross_entropy, lines, train, whole

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from sentinel.collect.buffer import EPOCH, SEAL, SLOT_WORDS, WORDS, DeviceStats, StepRows, seals
 from sentinel.collect.kernels import TorchKernel, choose_kernel
+from sentinel.collect.rows.buffer import EPOCH, SEAL, SLOT_WORDS, WORDS, DeviceStats, StepRows, seals
 from sentinel.record import Flag, Kind
 from tests.collect.accelerator import Runtime, device_rows
 
@@ -274,7 +274,7 @@ def test_seals_of_both_sides_agree():
 AFTER_AN_ASSERT = """
     import sys
     import torch
-    from sentinel.collect.buffer import StepRows
+    from sentinel.collect.rows.buffer import StepRows
     from sentinel.collect.kernels import TorchKernel, choose_kernel
 
     kernel = TorchKernel("cuda") if sys.argv[1] == "torch" else choose_kernel("cuda")

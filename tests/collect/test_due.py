@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import sentinel
-from sentinel.collect import taps
-from sentinel.collect.gradient_taps import GradientTap
-from sentinel.collect.module_tap import ModuleTap
+from sentinel.collect.hooks import chunk as taps
+from sentinel.collect.hooks.gradient_taps import GradientTap
+from sentinel.collect.hooks.module_tap import ModuleTap
 from sentinel.place import Place
 
 from .conftest import Said, TinyModel, loss_of

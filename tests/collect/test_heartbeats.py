@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import sentinel
+from sentinel.collect.lifecycle.standstill import AFTER
 from sentinel.collect.monitor import Monitor
-from sentinel.collect.standstill import AFTER
 from sentinel.wire.handover import Handover
 
 from .conftest import TinyModel

@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import sentinel
 from sentinel import native
-from sentinel.collect import gradient_taps, module_tap, taps
-from sentinel.collect.gradient_taps import hang
+from sentinel.collect.hooks import chunk as taps
+from sentinel.collect.hooks import gradient_taps, module_tap
+from sentinel.collect.hooks.gradient_taps import hang
 from sentinel.errors import ConfigError
 
 from .conftest import ALL_KINDS, Block, Said, TinyModel, loss_of, norm
@@ -489,7 +490,7 @@ def test_borders_and_segments(run: Path) -> None:
 
 @pytest.mark.parametrize("how", ["modulelist", "sequential", "attributes", "moduledict", "namespace"])
 def test_blocks_are_found_by_structure(how: str) -> None:
-    from sentinel.collect.structure import find_blocks
+    from sentinel.collect.hooks.structure import find_blocks
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -714,7 +715,7 @@ def test_attach_that_fails_leaves_the_model_as_it_was(run: Path, monkeypatch: py
     def explode(self: Any) -> None:
         raise TypeError("no such thing")
 
-    monkeypatch.setattr("sentinel.collect.clipping.ClipWatch.install", explode)
+    monkeypatch.setattr("sentinel.collect.hooks.clipping.ClipWatch.install", explode)
     monitor = sentinel.attach(model, optimizer)
     losses = train(model)
 

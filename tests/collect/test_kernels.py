@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sentinel.collect.buffer import StepRows
 from sentinel.collect.kernels import NativeKernel, TorchKernel, choose_kernel
 from sentinel.collect.kernels import native as native_kernel
 from sentinel.collect.kernels.reading import CONVERTED
+from sentinel.collect.rows.buffer import StepRows
 from sentinel.errors import SentinelError
 from sentinel.moments import Moments
 from sentinel.native import fallback, implementation

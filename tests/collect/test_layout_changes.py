@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import sentinel
-from sentinel.ingest.follow import Record, RunFollower
+from sentinel.ingest.follow import RunFollower, SpoolRecord
 from sentinel.messages import Descriptor, EndStep
 from sentinel.wire.frame import FrameType
 
@@ -45,7 +45,7 @@ class Run:
         self.optimizer.zero_grad()
         self.monitor.step()
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[SpoolRecord]:
         self.monitor.flush()
         follower, found = RunFollower(self.run_dir), []
         while records := follower.poll(final=True):

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import sentinel
-from sentinel.collect import waiting
 from sentinel.collect.attempt import agree
 from sentinel.collect.environment import read_environment
+from sentinel.collect.parallel import waiting
 from sentinel.monitor_config import MonitorConfig
 from sentinel.wire.frame import decode_message
 from sentinel.wire.spool_reader import SpoolReader
@@ -230,9 +230,7 @@ def test_ranks_of_one_launch_are_one_run_without_a_group(
     assert "attached before" not in caplog.text
 
 
-def test_ranks_of_one_process_group_say_that_they_began_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_one_process_group_say_that_they_began_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dist = pytest.importorskip("torch.distributed")
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())

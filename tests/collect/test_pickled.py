@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import sentinel
-from sentinel.collect.inert import inert_hook, inert_methods
+from sentinel.collect.hooks.pickle_stub import inert_hook, inert_methods
 
 KINDS = [
     ["activation", "activation_in", "dgrad", "dgrad_in", "param", "wgrad"],

@@ -19,12 +19,13 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 from torch.utils.checkpoint import checkpoint
 
 import sentinel
-from sentinel.collect import module_tap, nesting, taps
-from sentinel.collect.boundary import Boundary
-from sentinel.collect.clipping import ClipWatch
-from sentinel.collect.loss_scale import LossScale
-from sentinel.collect.recording import Recording
-from sentinel.collect.taps import Chunk, GradientTap
+from sentinel.collect.hooks import chunk as taps
+from sentinel.collect.hooks import module_tap, nesting
+from sentinel.collect.hooks.chunk import Chunk, GradientTap
+from sentinel.collect.hooks.clipping import ClipWatch
+from sentinel.collect.hooks.loss_scale import LossScale
+from sentinel.collect.rows.recording import Recording
+from sentinel.collect.step import Boundary
 
 from .conftest import ALL_KINDS, Said, TinyModel, loss_of, norm, tokens
 

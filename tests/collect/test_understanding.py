@@ -15,7 +15,7 @@ import sentinel
 from sentinel.messages import LOSS_NAMES
 
 from .conftest import Said, TinyModel, loss_of
-from .test_several_models import Critic, Generator, adams
+from .parallel.test_several_models import Critic, Generator, adams
 
 NO_LOSS = "no loss was logged"
 

@@ -13,10 +13,10 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sentinel.collect.buffer import StepRows
 from sentinel.collect.kernels import NativeKernel, TorchKernel
 from sentinel.collect.kernels import triton_moments as device_code
-from sentinel.collect.kernels.triton_kernel import Gate, TritonKernel, tiles_of
+from sentinel.collect.kernels.triton_kernel import CaptureSwitch, TritonKernel, tiles_of
+from sentinel.collect.rows.buffer import StepRows
 from sentinel.errors import SentinelError
 from sentinel.moments import Moments
 from sentinel.record import STATISTICS, Flag, Kind
@@ -388,7 +388,7 @@ def test_counters_are_zero_again():
 
 def test_a_gate_opens_and_closes_captured_launches():
     kernel = kernel_of()
-    gate = Gate(torch.device("cpu"))
+    gate = CaptureSwitch(torch.device("cpu"))
     x = torch.ones(20_000)
     first, second = begun(2), begun(3)
 

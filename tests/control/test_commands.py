@@ -7,7 +7,7 @@ import pytest
 
 from sentinel.command import Command, EnableMonitoring, WithdrawCommand
 from sentinel.control import commands
-from sentinel.control.commands import STATES, CommandDesk
+from sentinel.control.commands import STATES, RunCommands
 from sentinel.errors import StoreError
 from sentinel.messages import Ack
 from sentinel.report.metrics import COMMAND_STATES
@@ -60,7 +60,7 @@ def states(desk):
 
 
 def test_command_obeyed_at_one_step(tmp_path):
-    desk, now = CommandDesk(tmp_path), 100.0
+    desk, now = RunCommands(tmp_path), 100.0
     ranks = Ranks(tmp_path, dict.fromkeys(range(4), 10))
 
     command = desk.enable(at_step=13, for_steps=5, now=now)
@@ -84,7 +84,7 @@ def test_command_obeyed_at_one_step(tmp_path):
 
 
 def test_late_command_is_withdrawn(tmp_path):
-    desk, now = CommandDesk(tmp_path), 100.0
+    desk, now = RunCommands(tmp_path), 100.0
     ranks = Ranks(tmp_path, {0: 10, 1: 14})
 
     command = desk.enable(at_step=13, now=now)
@@ -103,7 +103,7 @@ def test_late_command_is_withdrawn(tmp_path):
 
 
 def test_a_rank_that_never_reads_makes_a_command_late(tmp_path):
-    desk = CommandDesk(tmp_path)
+    desk = RunCommands(tmp_path)
     command = desk.enable(at_step=13, now=0.0)
 
     desk.tick({0: 12, 1: 12}, 0.0)
@@ -114,7 +114,7 @@ def test_a_rank_that_never_reads_makes_a_command_late(tmp_path):
 
 
 def test_where_some_obey_already_the_command_is_partial(tmp_path):
-    desk = CommandDesk(tmp_path)
+    desk = RunCommands(tmp_path)
     ranks = Ranks(tmp_path, {0: 10, 1: 10})
     command = desk.enable(at_step=12, for_steps=3, now=0.0)
     ranks.poll(desk, 0.0, only=[0])
@@ -134,7 +134,7 @@ def test_where_some_obey_already_the_command_is_partial(tmp_path):
 
 
 def test_a_rank_whose_spool_lags_is_waited_for_a_moment(tmp_path):
-    desk = CommandDesk(tmp_path)
+    desk = RunCommands(tmp_path)
     command = desk.enable(at_step=5, now=0.0)
     desk.acknowledge(0, Ack(command=command.id, state="armed", step=3), 0.0)
 
@@ -148,7 +148,7 @@ def test_a_rank_whose_spool_lags_is_waited_for_a_moment(tmp_path):
 
 
 def test_ranks_that_are_not_meant_need_not_answer(tmp_path):
-    desk = CommandDesk(tmp_path)
+    desk = RunCommands(tmp_path)
     ranks = Ranks(tmp_path, dict.fromkeys(range(4), 1))
     command = desk.enable(at_step=3, ranks=(2, 3), now=0.0)
 
@@ -159,7 +159,7 @@ def test_ranks_that_are_not_meant_need_not_answer(tmp_path):
 
 
 def test_dead_ranks_need_not_answer(tmp_path):
-    desk = CommandDesk(tmp_path)
+    desk = RunCommands(tmp_path)
     command = desk.enable(at_step=3, now=0.0)
     desk.acknowledge(0, Ack(command=command.id, state="armed", step=1), 0.0)
 
@@ -169,7 +169,7 @@ def test_dead_ranks_need_not_answer(tmp_path):
 
 
 def test_refused_by_all_and_by_some(tmp_path):
-    desk = CommandDesk(tmp_path)
+    desk = RunCommands(tmp_path)
     by_all, by_some = desk.enable(at_step=9, now=0.0), desk.enable(at_step=9, now=1.0)
     for rank, state in ((0, "refused"), (1, "armed")):
         desk.acknowledge(rank, Ack(command=by_all.id, state="refused", step=1, reason="not allowed"), 0.0)
@@ -183,7 +183,7 @@ def test_refused_by_all_and_by_some(tmp_path):
 
 
 def test_a_command_nobody_answers_expires(tmp_path):
-    desk = CommandDesk(tmp_path, expires_s=60.0)
+    desk = RunCommands(tmp_path, expires_s=60.0)
     command = desk.enable(at_step=9, now=100.0)
 
     desk.tick({}, 159.0)
@@ -196,7 +196,7 @@ def test_a_command_nobody_answers_expires(tmp_path):
 
 
 def test_disable_ends_what_was_enabled(tmp_path):
-    desk = CommandDesk(tmp_path)
+    desk = RunCommands(tmp_path)
     ranks = Ranks(tmp_path, {0: 1})
     enable = desk.enable(at_step=3, now=0.0)
     ranks.poll(desk, 0.0)
@@ -217,7 +217,7 @@ def test_disable_ends_what_was_enabled(tmp_path):
 
 
 def test_a_disable_that_is_late_somewhere_still_holds_elsewhere(tmp_path):
-    desk = CommandDesk(tmp_path)
+    desk = RunCommands(tmp_path)
     disable = desk.disable(at_step=5, now=0.0)
     desk.acknowledge(0, Ack(command=disable.id, state="missed", step=6), 0.0)
 
@@ -228,7 +228,7 @@ def test_a_disable_that_is_late_somewhere_still_holds_elsewhere(tmp_path):
 
 
 def test_files_are_whole_private_and_numbered(tmp_path):
-    desk = CommandDesk(tmp_path)
+    desk = RunCommands(tmp_path)
 
     for step in range(3):
         desk.enable(at_step=step, now=0.0)
@@ -243,16 +243,16 @@ def test_files_are_whole_private_and_numbered(tmp_path):
 
 
 def test_numbers_go_on_after_a_restart_and_beside_another_writer(tmp_path):
-    daemon, shell = CommandDesk(tmp_path), CommandDesk(tmp_path)
+    daemon, shell = RunCommands(tmp_path), RunCommands(tmp_path)
 
     seqs = [desk.enable(at_step=9, now=0.0).seq for desk in (daemon, shell, shell, daemon)]
-    seqs.append(CommandDesk(tmp_path).enable(at_step=9, now=0.0).seq)
+    seqs.append(RunCommands(tmp_path).enable(at_step=9, now=0.0).seq)
 
     assert seqs == [1, 2, 3, 4, 5]
 
 
 def test_a_number_taken_at_the_same_instant_is_not_overwritten(tmp_path, monkeypatch):
-    desk, other = CommandDesk(tmp_path), CommandDesk(tmp_path)
+    desk, other = RunCommands(tmp_path), RunCommands(tmp_path)
     desk.enable(at_step=1, now=0.0)
     link = os.link
 
@@ -271,7 +271,7 @@ def test_a_number_taken_at_the_same_instant_is_not_overwritten(tmp_path, monkeyp
 
 
 def test_a_daemon_follows_what_a_shell_ordered(tmp_path):
-    daemon, shell = CommandDesk(tmp_path), CommandDesk(tmp_path)
+    daemon, shell = RunCommands(tmp_path), RunCommands(tmp_path)
     command = shell.enable(at_step=9, now=0.0)
 
     daemon.acknowledge(0, Ack(command=command.id, state="armed", step=1), 0.0)
@@ -281,11 +281,11 @@ def test_a_daemon_follows_what_a_shell_ordered(tmp_path):
 
 
 def test_a_restart_keeps_answers(tmp_path):
-    desk = CommandDesk(tmp_path)
+    desk = RunCommands(tmp_path)
     command = desk.enable(at_step=9, now=0.0, key="k")
     desk.acknowledge(0, Ack(command=command.id, state="armed", step=1), 0.0)
 
-    after = CommandDesk(tmp_path)
+    after = RunCommands(tmp_path)
     after.load(desk.dump())
     after.tick({0: 9}, 0.0)
 
@@ -298,7 +298,7 @@ def test_foreign_files_are_counted_and_left_alone(tmp_path, body):
     (tmp_path / "control").mkdir()
     (tmp_path / "control" / "000007.json").write_bytes(body)
     (tmp_path / "control" / "readme.txt").write_bytes(b"")
-    desk = CommandDesk(tmp_path)
+    desk = RunCommands(tmp_path)
 
     command = desk.enable(at_step=1, now=0.0)
 
@@ -310,7 +310,7 @@ def test_a_link_in_place_of_a_file_is_foreign(tmp_path):
     (tmp_path / "elsewhere.json").write_bytes(msgspec.json.encode(EnableMonitoring(id="x", seq=1, at_step=3)))
     (tmp_path / "control").mkdir()
     (tmp_path / "control" / "000001.json").symlink_to(tmp_path / "elsewhere.json")
-    desk = CommandDesk(tmp_path)
+    desk = RunCommands(tmp_path)
 
     desk.tick({0: 1}, 0.0)
 
@@ -321,11 +321,11 @@ def test_a_directory_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "control").write_text("in the way")
 
     with pytest.raises(StoreError, match="cannot write a command"):
-        CommandDesk(tmp_path).enable(at_step=1, now=0.0)
+        RunCommands(tmp_path).enable(at_step=1, now=0.0)
 
 
 def test_a_new_attempt_withdraws_what_stands(tmp_path):
-    desk = CommandDesk(tmp_path)
+    desk = RunCommands(tmp_path)
     command = desk.enable(at_step=9, now=0.0)
 
     desk.begin_attempt(1.0)
@@ -335,7 +335,7 @@ def test_a_new_attempt_withdraws_what_stands(tmp_path):
 
 def test_every_change_is_audited(tmp_path):
     entries = []
-    desk = CommandDesk(tmp_path, audit=lambda *entry: entries.append(entry))
+    desk = RunCommands(tmp_path, audit=lambda *entry: entries.append(entry))
     command = desk.enable(at_step=9, now=5.0, source="policy")
     desk.acknowledge(3, Ack(command=command.id, state="armed", step=1), 6.0)
     desk.tick({3: 0}, 7.0)
@@ -353,7 +353,7 @@ def test_every_change_is_audited(tmp_path):
 
 def test_what_is_remembered_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "MAX_REMEMBERED", 5)
-    desk = CommandDesk(tmp_path)
+    desk = RunCommands(tmp_path)
     for number in range(10):
         desk.withdraw(f"c{number}", now=0.0)
 

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from sentinel.collect.orders import Orders
-from sentinel.collect.plan import Plan
-from sentinel.control.commands import CommandDesk
-from sentinel.control.edits import MAX_TRIES, ConfigInUse, EditDesk
+from sentinel.collect.schedule.command_inbox import Orders
+from sentinel.collect.schedule.plan import Plan
+from sentinel.control.commands import RunCommands
+from sentinel.control.edits import MAX_TRIES, ConfigFileEdits, ConfigInUse
 from sentinel.control.policy import ControlConfig
 from sentinel.messages import Ack
 from sentinel.monitor_config import ConfigSource, as_told, read_source
@@ -85,8 +85,8 @@ class Run:
         self.ranks = [Rank(self.dir, source, number, step, self.attempt) for number in range(4)]
 
     def start_daemon(self, kept: tuple[bytes, bytes] | None = None, host: str = "here") -> None:
-        self.desk = CommandDesk(self.dir, audit=lambda *entry: self.audit.append(entry))
-        self.edits = EditDesk(self.config, self.desk, lambda *entry: self.audit.append(entry), host)
+        self.desk = RunCommands(self.dir, audit=lambda *entry: self.audit.append(entry))
+        self.edits = ConfigFileEdits(self.config, self.desk, lambda *entry: self.audit.append(entry), host)
         if kept is not None:
             self.desk.load(kept[0])
             self.edits.load(kept[1])
@@ -174,7 +174,7 @@ def test_a_broken_edit_keeps_the_old_config_and_says_so_once(tmp_path: Path) -> 
     run.train(20)
 
     assert run.commands() == []
-    assert 'monitor.yaml:2: unknown key \'black_bocks\'; did you mean "black_box"?' in run.edits.state.problem
+    assert "monitor.yaml:2: unknown key 'black_bocks'; did you mean \"black_box\"?" in run.edits.state.problem
     assert [entry[2] for entry in run.audit] == ["config.broken"]
     assert run.edits.counts["broken"] == 1
     assert run.ranks[0].collected["param"] == list(range(11, 41))
@@ -192,7 +192,7 @@ def test_a_broken_edit_keeps_the_old_config_and_says_so_once(tmp_path: Path) -> 
         ("run: first\nkinds: [param, wgrad]\nspool:\n  file_bytes: 100000\n", "monitor.yaml:3: spool cannot change"),
         ("run: first\nallow_commands: []\n", "monitor.yaml:2: allow_commands cannot change"),
         ("", "the file is empty"),
-        ("run: first\nkinds: [parm]\n", 'monitor.yaml:2: kinds[0]: unknown kind \'parm\'; did you mean "param"?'),
+        ("run: first\nkinds: [parm]\n", "monitor.yaml:2: kinds[0]: unknown kind 'parm'; did you mean \"param\"?"),
         ("run: first\ncollect_times: 0\n", "monitor.yaml:2: collect_times must be at least 1"),
         ("run: first\nkinds: [param", "monitor.yaml:2: not valid YAML: expected"),
     ],

@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from sentinel.anomaly import Anomaly, Severity
-from sentinel.control.commands import CommandDesk
+from sentinel.control.commands import RunCommands
 from sentinel.control.policy import DUMP, ControlConfig, Escalator, Proposal, blast_radius, first_step, propose
 from sentinel.errors import ConfigError
 from sentinel.messages import Ack
@@ -95,7 +95,7 @@ def test_the_first_step_leaves_time_to_read_the_command(step_time_s, latency_s, 
 class Bench:
     def __init__(self, tmp_path, **config):
         self.entries = []
-        self.desk = CommandDesk(tmp_path, audit=self.note)
+        self.desk = RunCommands(tmp_path, audit=self.note)
         self.escalator = Escalator(ControlConfig(**config), self.desk, self.note)
         self.now = 1000.0
 

@@ -3,9 +3,9 @@
 import pytest
 
 from sentinel.anomaly import Anomaly, Severity
-from sentinel.collect.orders import Orders
-from sentinel.collect.plan import Plan
-from sentinel.control.commands import CommandDesk
+from sentinel.collect.schedule.command_inbox import Orders
+from sentinel.collect.schedule.plan import Plan
+from sentinel.control.commands import RunCommands
 from sentinel.control.policy import ControlConfig, Escalator, Proposal, propose
 from sentinel.monitor_config import MonitorConfig
 from sentinel.place import Place
@@ -51,7 +51,7 @@ class Run:
         }
         self.ranks = [Rank(run_dir, self.places[rank], step) for rank, step in enumerate(steps)]
         self.audit = []
-        self.desk = CommandDesk(run_dir, audit=lambda *entry: self.audit.append(entry))
+        self.desk = RunCommands(run_dir, audit=lambda *entry: self.audit.append(entry))
         self.escalator = Escalator(ControlConfig(), self.desk, lambda *entry: self.audit.append(entry))
         self.step_time_s, self.now = step_time_s, 1000.0
 

@@ -8,11 +8,12 @@ import msgspec
 import pytest
 
 from sentinel.anomaly import Anomaly
-from sentinel.daemon.config import DaemonConfig, JudgingConfig
-from sentinel.daemon.packs import RulePacks
-from sentinel.daemon.replay import replay
+from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.serving import ServedRun
-from sentinel.store.whereabouts import RunPaths
+from sentinel.judge.config import JudgingConfig
+from sentinel.judge.packs import RulePacks
+from sentinel.judge.replay import replay
+from sentinel.store.run_paths import RunPaths
 from sentinel.testing import BlowUp, Nan, SyntheticRun
 
 NOW = 1_800_000_000.0

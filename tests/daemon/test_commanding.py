@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from sentinel.command import DescribeStructure, DumpTensors
-from sentinel.control.commands import CommandDesk
+from sentinel.control.commands import RunCommands
 from sentinel.control.policy import ControlConfig
 from sentinel.daemon.commanding import Commanding
 from sentinel.errors import ConfigError
 from sentinel.store.journal import Journal
-from sentinel.store.whereabouts import RunPaths
+from sentinel.store.run_paths import RunPaths
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def commanding(tmp_path: Path) -> Commanding:
 
 
 def written(tmp_path: Path) -> list[object]:
-    desk = CommandDesk(tmp_path / "run")
+    desk = RunCommands(tmp_path / "run")
     desk.scan(1.0)
     return [status.command for status in desk.statuses()]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from sentinel.daemon.config import DaemonConfig, load_config
-from sentinel.daemon.packs import RulePacks
 from sentinel.daemon.serving import ServedRun
 from sentinel.errors import ConfigError, StoreError
 from sentinel.explain.topk import topk
-from sentinel.store.whereabouts import RunPaths
+from sentinel.judge.packs import RulePacks
+from sentinel.store.run_paths import RunPaths
 from sentinel.testing import Nan, SyntheticRun
 
 

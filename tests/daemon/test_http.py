@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from sentinel.daemon.http import Gate, HttpConfig, HttpServer, Unavailable, UnknownRun, make_app
+from sentinel.daemon.http import HttpConfig, HttpServer, RequestGate, Unavailable, UnknownRun, make_app
 from sentinel.daemon.series_api import Busy, SeriesRequest
 from sentinel.daemon.tokens import Scope, Tokens, load_tokens
 from sentinel.errors import ConfigError, StoreError
@@ -84,7 +84,7 @@ def console() -> FakeConsole:
 
 def client_of(console: FakeConsole, listen: str = "127.0.0.1:9464", **options: Any) -> TestClient:
     config = HttpConfig.parse(listen, **options)
-    return TestClient(make_app(console, Gate(config, TOKENS)), base_url="http://127.0.0.1:9464")
+    return TestClient(make_app(console, RequestGate(config, TOKENS)), base_url="http://127.0.0.1:9464")
 
 
 READS = ["/", "/metrics", "/api/v1/runs", "/api/v1/anomalies", "/api/v1/incidents", "/api/v1/series", "/api/v1/control"]
@@ -121,9 +121,7 @@ def test_control_needs_the_control_token_even_on_loopback(console: FakeConsole, 
     assert client.post(path, json=order, headers=CONTROL).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:9464", "127.0.0.1.evil.example", "10.0.0.1", "", "[::2]:1"]
-)
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:9464", "127.0.0.1.evil.example", "10.0.0.1", "", "[::2]:1"])
 def test_a_foreign_host_header_is_refused(console: FakeConsole, host: str) -> None:
     assert client_of(console).get("/", headers={"Host": host}).status_code == 421
 
@@ -351,6 +349,6 @@ def test_a_request_for_series_that_cannot_be_answered_now_says_try_again(console
 
 @pytest.mark.parametrize("body", [b"[" * 60_000, b'{"a":' * 12_000, b'{"run": "a\xff"}'])
 def test_a_body_that_is_no_order_is_the_callers_mistake(body: bytes) -> None:
-    client = TestClient(make_app(FakeConsole(), Gate(HttpConfig(), TOKENS)), base_url="http://127.0.0.1")
+    client = TestClient(make_app(FakeConsole(), RequestGate(HttpConfig(), TOKENS)), base_url="http://127.0.0.1")
 
     assert client.post("/api/v1/control", content=body, headers=CONTROL).status_code == 400

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sentinel.daemon.judge import Judge, truncate
-from sentinel.ingest.merge import Layout, RankStep, StepView
+from sentinel.ingest.merge import ClosedStep, ModelLayout
+from sentinel.judge.judge import Judge, truncate
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
 from sentinel.moments import EMPTY
 from sentinel.place import Place
 from sentinel.record import NONE_ID, ROW_DTYPE, Kind
-from sentinel.rules.loader import load_pack
+from sentinel.rules.language.loader import load_pack
+from sentinel.step_view import RankStep
 
 NUM_TENSORS = 40
 
@@ -21,7 +22,7 @@ def layout():
     tensors = tuple(
         TensorInfo(id=at, name=f"layers.{at}.w", kind="wgrad", shape=(10,), site_pos=at) for at in range(NUM_TENSORS)
     )
-    return Layout(
+    return ModelLayout(
         {
             0: Descriptor(
                 version="1", place=Place(), chunks=(ChunkInfo(vpp_stage=0, depth=0),), tensors=tensors, row_fields=(),
@@ -42,7 +43,7 @@ def view(layout, step, num_bad):
     rows["num_nan"][:num_bad] = 1
     end = EndStep(step=step, num_rows=NUM_TENSORS, num_calls=NUM_TENSORS)
     part = RankStep(rank=0, descriptor=layout.descriptors[0], rows=rows, end_step=end, time=float(step))
-    return StepView(run="r", attempt=0, step=step, layout=layout, parts=[part])
+    return ClosedStep(run="r", attempt=0, step=step, layout=layout, parts=[part])
 
 
 def test_the_cap_comes_after_the_order_and_counts_what_it_left_out(layout):
@@ -68,9 +69,7 @@ def test_an_incident_ends_although_its_ends_were_not_written(layout):
 
 def test_one_rule_without_ends_does_not_stop_the_waiting_for_others(layout, tmp_path):
     pack = tmp_path / "pack.yaml"
-    pack.write_text(
-        "rules:\n- {name: brief, detector: AnomalyNan, match: {kind: activation}, episode_quiet_steps: 0}\n"
-    )
+    pack.write_text("rules:\n- {name: brief, detector: AnomalyNan, match: {kind: activation}, episode_quiet_steps: 0}\n")
     judge = Judge(load_pack([pack]))
     judge.judge(None, view(layout, 0, 1))
     states = {}

@@ -11,8 +11,8 @@ import pytest
 
 from sentinel.anomaly import Anomaly
 from sentinel.daemon.config import DaemonConfig
-from sentinel.daemon.replay import replay
-from sentinel.store.whereabouts import RunPaths
+from sentinel.judge.replay import replay
+from sentinel.store.run_paths import RunPaths
 from sentinel.testing import BlowUp, FakeClock, SyntheticRun
 from sentinel.testing.faults import Fault
 from sentinel.wire.clock import Clock

@@ -13,7 +13,7 @@ from sentinel.cli.main import CLEAN, run_cli
 from sentinel.daemon.notes import MAX_NOTES, Notes, note_lines
 from sentinel.messages import EndStep, Health
 from sentinel.store.journal import Journal
-from sentinel.store.whereabouts import RunPaths
+from sentinel.store.run_paths import RunPaths
 
 
 def view(step: int, *, attempt: int = 0, scalars: tuple[str, ...] = ("lr",), health: Any = ()) -> Any:

@@ -12,12 +12,12 @@ import pytest
 from sentinel.anomaly import Anomaly, Incident, Severity
 from sentinel.cli.status import run_status
 from sentinel.daemon import serving
-from sentinel.daemon.replay import replay
 from sentinel.daemon.serving import ServedRun
-from sentinel.ingest.decision import TICK
+from sentinel.decision import TICK
+from sentinel.judge.replay import replay
 from sentinel.messages import Bye, Heartbeat
 from sentinel.store.journal import Journal
-from sentinel.store.whereabouts import RunPaths
+from sentinel.store.run_paths import RunPaths
 from sentinel.testing import FakeClock, SyntheticRun
 
 from .test_serving import EVERY_STEP, Killed, abandon, kill_at, served, written

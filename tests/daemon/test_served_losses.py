@@ -9,10 +9,10 @@ import pytest
 
 from sentinel.cli.status import run_status
 from sentinel.daemon.config import DaemonConfig
-from sentinel.daemon.packs import RulePacks
-from sentinel.daemon.replay import replay
 from sentinel.daemon.serving import ServedRun
-from sentinel.store.whereabouts import RunPaths
+from sentinel.judge.packs import RulePacks
+from sentinel.judge.replay import replay
+from sentinel.store.run_paths import RunPaths
 from sentinel.testing import Nan, SyntheticRun
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,8 @@ import pytest
 
 from sentinel.anomaly import Anomaly, Incident, Severity
 from sentinel.cli.status import run_status
-from sentinel.daemon.replay import replay
-from sentinel.store.whereabouts import RunPaths
+from sentinel.judge.replay import replay
+from sentinel.store.run_paths import RunPaths
 from sentinel.testing import BitFlip, SyntheticRun
 
 from .test_serving import judge_all, written
@@ -55,9 +55,7 @@ def test_healthy_replicas_are_silent_through_late_ranks_and_skipped_steps(tmp_pa
     assert written(tmp_path / "run") == (b"", b"")
 
 
-@pytest.mark.parametrize(
-    ("dp", "says"), [(1, "cannot be checked: of "), (2, " weights are compared with their copies")]
-)
+@pytest.mark.parametrize(("dp", "says"), [(1, "cannot be checked: of "), (2, " weights are compared with their copies")])
 def test_status_says_whether_replicas_can_be_checked(tmp_path: Path, dp: int, says: str) -> None:
     source = run_of(tmp_path / "run", dp=dp)
     source.write(5)

@@ -16,17 +16,18 @@ import pytest
 from sentinel.anomaly import Incident, Severity
 from sentinel.command import EnableMonitoring
 from sentinel.daemon import serving
-from sentinel.daemon.config import DaemonConfig, JudgingConfig, load_config
-from sentinel.daemon.packs import RulePacks
-from sentinel.daemon.replay import replay
+from sentinel.daemon.config import DaemonConfig, load_config
 from sentinel.daemon.serving import ServedRun
+from sentinel.decision import Decision, decode_decision
 from sentinel.errors import StoreError
-from sentinel.ingest.decision import Decision, decode_decision
+from sentinel.judge.config import JudgingConfig
+from sentinel.judge.packs import RulePacks
+from sentinel.judge.replay import replay
 from sentinel.messages import Health
 from sentinel.report.files import AppendLog
 from sentinel.store.journal import Journal
-from sentinel.store.whereabouts import RunPaths
-from sentinel.testing import LossSpike, Nan, SyntheticRun
+from sentinel.store.run_paths import RunPaths
+from sentinel.testing import LossJump, Nan, SyntheticRun
 from sentinel.wire.spool import read_ack
 
 pytestmark = pytest.mark.slow
@@ -37,7 +38,7 @@ EVERY_STEP = DaemonConfig(judging=JudgingConfig(snapshot_interval_s=0.0))
 
 def synthetic(directory: Path, **options: Any) -> SyntheticRun:
     options = {"pp": 2, "dp": 2, "layers": 4, "d_model": 16, "elements": 8, **options}
-    return SyntheticRun(directory, **options).plant(Nan(step=12, module="layers.2"), LossSpike(step=40))
+    return SyntheticRun(directory, **options).plant(Nan(step=12, module="layers.2"), LossJump(step=40))
 
 
 def packs(*paths: Path) -> RulePacks:

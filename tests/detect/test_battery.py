@@ -26,8 +26,17 @@ CASES: dict[str, Any] = {
     "AttentionCollapse": DETECTORS["AttentionCollapse"](quantity="entropy"),
     "AttentionCollapse max_logit": DETECTORS["AttentionCollapse"](quantity="max_logit"),
 }
-ABSOLUTE = ("AnomalyNan", "NanStorm", "HiddenNan", "DeadTensor", "DeadExpert", "Threshold", "PrecisionLoss", "SameBatch",
-            "DominantExpert")
+ABSOLUTE = (
+    "AnomalyNan",
+    "NanStorm",
+    "HiddenNan",
+    "DeadTensor",
+    "DeadExpert",
+    "Threshold",
+    "PrecisionLoss",
+    "SameBatch",
+    "DominantExpert",
+)
 """Detectors of states, which no new level excuses."""
 SLOW = ("Drift", "Plateau")
 """What they tell of takes longer than a battery: tests/detect/test_drift.py."""

@@ -10,7 +10,7 @@ import pytest
 from sentinel.detect import GradNormSpike, LossSpike
 from sentinel.detect.reference import SAME, Beside, exponential, logarithm
 from sentinel.reference import MOST_RUNS, combine
-from sentinel.rules.sisters import Lookup
+from sentinel.rules.watches.reference_runs import Lookup
 
 POINTS = 180
 OWN = 150

@@ -12,8 +12,17 @@ from sentinel.errors import ConfigError
 
 
 def run(
-    busy: Any, group: Any, *, step_s: Any = None, num_steps: int = 40, begin: int = 20, jitter: float = 0.01,
-    known: bool = True, detector: SlowRank | None = None, until: int = 10_000, unit_s: float = 1.0,
+    busy: Any,
+    group: Any,
+    *,
+    step_s: Any = None,
+    num_steps: int = 40,
+    begin: int = 20,
+    jitter: float = 0.01,
+    known: bool = True,
+    detector: SlowRank | None = None,
+    until: int = 10_000,
+    unit_s: float = 1.0,
 ) -> list[list[int]]:
     """Return the ranks accused at each step: all work 1.0 unit, then from `begin` on as `busy` says, in steps of step_s."""
     detector = detector or SlowRank()

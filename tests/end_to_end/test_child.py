@@ -84,9 +84,7 @@ def test_signals_reach_the_whole_group_once(tmp_path: Path) -> None:
 
 
 def test_stdin_stdout_and_stderr_are_the_commands_own() -> None:
-    process = parent(
-        "sh", "-c", "cat; echo err >&2", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    process = parent("sh", "-c", "cat; echo err >&2", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     out, err = process.communicate(b"in", 20)
 

@@ -143,9 +143,7 @@ def test_new_runs_appear_while_serving(tmp_path: Path, serve: Callable[..., Serv
         live.step(step)
 
     wait_for("the second run", lambda: daemon.judged("second") == 19)
-    code, body = daemon.post(
-        "/api/v1/control", {"run": "second", "action": "enable", "for_steps": 5, "kinds": ["dgrad"]}
-    )
+    code, body = daemon.post("/api/v1/control", {"run": "second", "action": "enable", "for_steps": 5, "kinds": ["dgrad"]})
     assert (code, body["command"]["kinds"]) == (200, ["dgrad"])
     assert body["command"]["at_step"] >= 20
     assert (directory / "second" / "control" / "000001.json").exists()

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from sentinel.cli.status import run_status
-from sentinel.ingest.decision import Decision
+from sentinel.decision import Decision
 from sentinel.store.journal import Journal
 from sentinel.store.lock import holder
 from sentinel.wire.spool_files import list_kept

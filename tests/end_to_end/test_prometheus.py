@@ -126,7 +126,7 @@ def test_a_real_prometheus_scrapes_and_fires(tmp_path):
         # From zero on, so that `increase` sees the very first one.
         snapshots.append(MetricsSnapshot(runs=(a_run(num_rows_dropped=5),), sinks=("slack",), is_last_reload_ok=False))
         wait_for(lambda: {"SentinelBlind", "SentinelReloadFailed"} <= firing())
-        num_series = int(query("count({job=\"sentinel\", run!=\"\"})")[0][1])
+        num_series = int(query('count({job="sentinel", run!=""})')[0][1])
         targets = get_json(f"{url}/api/v1/targets")["data"]["activeTargets"]
 
     assert 50 < num_series < 500

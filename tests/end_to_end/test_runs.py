@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sentinel.ingest.decision import Decision
+from sentinel.decision import Decision
 from sentinel.order.causes import leading_causes
 from sentinel.order.origin import origin
 from sentinel.store.journal import Journal

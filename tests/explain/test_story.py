@@ -10,7 +10,7 @@ import pytest
 from sentinel.anomaly import Anomaly, Incident, Severity, anomaly_id
 from sentinel.command import EnableMonitoring
 from sentinel.errors import ConfigError
-from sentinel.explain.story import Told, story_of, tell
+from sentinel.explain.story import SentAlert, story_of, tell
 from sentinel.incidents.peers import IncidentConfig
 from sentinel.incidents.revisions import incident_revisions
 from sentinel.incidents.tracker import IncidentTracker
@@ -69,9 +69,9 @@ def run(tmp_path):
 def alerts(run):
     (incident,) = {i.id for i in incident_revisions(run)}
     return [
-        (incident, Told(sink="slack", change="opened", revision=1, is_page=True, outcome="sent")),
-        (incident, Told(sink="slack", change="refined", revision=2, is_page=False, outcome="")),
-        ("iother", Told(sink="slack", change="opened", revision=1, is_page=True, outcome="sent")),
+        (incident, SentAlert(sink="slack", change="opened", revision=1, is_page=True, outcome="sent")),
+        (incident, SentAlert(sink="slack", change="refined", revision=2, is_page=False, outcome="")),
+        ("iother", SentAlert(sink="slack", change="opened", revision=1, is_page=True, outcome="sent")),
     ]
 
 

@@ -15,9 +15,9 @@ from sentinel.incidents.diagnosis.step_facts import (
     Maker,
     OddWeight,
     Outlier,
-    Reading,
     ReplicaDeviation,
     StepFacts,
+    TensorReading,
     Upstream,
 )
 from sentinel.incidents.tracker import IncidentTracker
@@ -535,9 +535,9 @@ def test_verdicts_survive_a_snapshot_and_any_order() -> None:
 
 LOG = Maker(
     name="layers.2.mlp", functions=("log",), dtype="float32",
-    inputs=(Reading(name="layers.2.norm", smallest=-0.9, largest=1.1, num_zero=0, is_bad=False),),
+    inputs=(TensorReading(name="layers.2.norm", smallest=-0.9, largest=1.1, num_zero=0, is_bad=False),),
 )  # fmt: skip
-OF_INPUT = Reading(name="layers.2.norm", smallest=0.1, largest=1.1, num_zero=0, is_bad=False)
+OF_INPUT = TensorReading(name="layers.2.norm", smallest=0.1, largest=1.1, num_zero=0, is_bad=False)
 
 
 @pytest.mark.parametrize(

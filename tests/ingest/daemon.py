@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sentinel.ingest.decision import Decision
+from sentinel.decision import Decision
 from sentinel.ingest.follow import RunFollower
-from sentinel.ingest.merge import StepView
+from sentinel.ingest.merge import ClosedStep
 from sentinel.ingest.steps import StepAssembler
 
 
@@ -16,7 +16,7 @@ class Ears:
     def __init__(self, run_dir: Path, *, late_after_steps: int = 2, late_after_s: float = 30.0, **more: int) -> None:
         self.problems: list[str] = []
         self.decisions: list[Decision] = []
-        self.views: list[StepView] = []
+        self.views: list[ClosedStep] = []
         self.follower = RunFollower(run_dir, on_problem=self.problems.append)
         self.assembler = StepAssembler(
             run_dir.name,
@@ -26,9 +26,9 @@ class Ears:
             **more,
         )
 
-    def listen(self, now: float = 0.0, *, final: bool = False) -> list[StepView]:
+    def listen(self, now: float = 0.0, *, final: bool = False) -> list[ClosedStep]:
         """Hear what there is; return the steps that closed."""
-        closed: list[StepView] = []
+        closed: list[ClosedStep] = []
         while True:
             records = self.follower.poll(final=final)
             self.assembler.take(records, now)
@@ -38,7 +38,7 @@ class Ears:
         self.views += closed
         return closed
 
-    def finish(self, now: float = 0.0) -> list[StepView]:
+    def finish(self, now: float = 0.0) -> list[ClosedStep]:
         """The run is over: close what is left."""
         closed = self.listen(now, final=True)
         closed += self.assembler.finish(now)
@@ -46,7 +46,7 @@ class Ears:
         return closed
 
 
-def seen(view: StepView) -> tuple[object, ...]:
+def seen(view: ClosedStep) -> tuple[object, ...]:
     """All that a judge can see of a step, to compare."""
     return (
         view.run,

@@ -7,17 +7,18 @@ import pytest
 
 from sentinel import native
 from sentinel.ingest.digest import digest, digest_in_numpy
-from sentinel.ingest.merge import Layout, RankStep, StepView
+from sentinel.ingest.merge import ClosedStep, ModelLayout
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
 from sentinel.moments import Moments
 from sentinel.place import Place
 from sentinel.record import ROW_DTYPE, STATS_DTYPE
+from sentinel.step_view import RankStep
 from sentinel.version import VERSION
 
 NUM_RANKS, NUM_TENSORS = 4, 30
 
 
-def make_layout() -> Layout:
+def make_layout() -> ModelLayout:
     """Two data-parallel by two tensor-parallel ranks: copies, shards, summands, and what nobody may merge."""
     kinds = ("param", "wgrad", "activation", "dgrad")
     words = ("replicate", "shard", "partial", "unknown")
@@ -25,7 +26,7 @@ def make_layout() -> Layout:
         TensorInfo(id=at + at // 10, name=f"t{at}", kind=kinds[at % 4], shape=(8,), placements={"tp": words[at // 4 % 4]})
         for at in range(NUM_TENSORS)
     )
-    return Layout(
+    return ModelLayout(
         {
             rank: Descriptor(
                 version=VERSION,
@@ -37,7 +38,7 @@ def make_layout() -> Layout:
     )  # fmt: skip
 
 
-def make_view(layout: Layout, rng: np.random.Generator, step: int) -> StepView:
+def make_view(layout: ModelLayout, rng: np.random.Generator, step: int) -> ClosedStep:
     """Return rows in any order, some twice, some of unknown tensors, some without elements, some not finite."""
     parts = []
     for rank in range(NUM_RANKS):
@@ -58,7 +59,7 @@ def make_view(layout: Layout, rng: np.random.Generator, step: int) -> StepView:
             rows = np.repeat(rows, 2)[::2]
         end = EndStep(step=step, num_rows=len(rows), num_calls=len(rows))
         parts.append(RankStep(rank=rank, descriptor=layout.descriptors[rank], rows=rows, end_step=end, time=float(step)))
-    return StepView(run="made", attempt=0, step=step, layout=layout, parts=parts)
+    return ClosedStep(run="made", attempt=0, step=step, layout=layout, parts=parts)
 
 
 @pytest.mark.skipif(native.prepare_digest is None, reason="the C library was not built")

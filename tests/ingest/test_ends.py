@@ -9,7 +9,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from sentinel.ingest.decision import RankFacts
+from sentinel.decision import RankFacts
 from sentinel.ingest.ends import Ends, run_end
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.memory_kills import MemoryKills
@@ -197,8 +197,6 @@ def test_what_is_not_in_this_table_is_not_gone(tmp_path: Path, rank: ProcessId) 
 
 def test_a_process_that_is_not_there_is_gone(tmp_path: Path) -> None:
     assert ProcessTable(tmp_path, own=lambda proc: OWN_PROCESS).look(RANK).state == GONE
-
-
 
 
 class Lives:

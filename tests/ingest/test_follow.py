@@ -6,21 +6,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sentinel.ingest.follow import Record, RunFollower
+from sentinel.ingest.follow import RunFollower, SpoolRecord
 from sentinel.messages import Bye, EndStep, Health
 from sentinel.testing import SyntheticRun
 from sentinel.wire import spool
 from sentinel.wire.frame import FrameType, encode_message
 
 
-def drain(follower: RunFollower, *, final: bool = False) -> list[Record]:
-    records: list[Record] = []
+def drain(follower: RunFollower, *, final: bool = False) -> list[SpoolRecord]:
+    records: list[SpoolRecord] = []
     while found := follower.poll(final=final):
         records += found
     return records
 
 
-def spoken(records: list[Record]) -> list[tuple[int, int]]:
+def spoken(records: list[SpoolRecord]) -> list[tuple[int, int]]:
     """(rank, step) of the ends of steps."""
     return [(r.life.rank, r.message.step) for r in records if isinstance(r.message, EndStep)]
 

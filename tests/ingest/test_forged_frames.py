@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from sentinel.daemon.judge import Judge
-from sentinel.daemon.packs import RulePacks
-from sentinel.ingest.decision import Tick
-from sentinel.ingest.follow import Record, RunFollower
+from sentinel.decision import Tick
+from sentinel.ingest.follow import RunFollower, SpoolRecord
 from sentinel.ingest.liveness import LivenessTracker
 from sentinel.ingest.steps import StepAssembler
 from sentinel.ingest.trust import MAX_GAPS
+from sentinel.judge.judge import Judge
+from sentinel.judge.packs import RulePacks
 from sentinel.messages import IMPOSSIBLE, START, Bye, EndStep, Health, Heartbeat
 from sentinel.testing import Nan, SyntheticRun
 from sentinel.wire.frame import FRAME_TYPES, FrameType, Header, Message, encode_frame, encode_message, run_id_of
@@ -40,7 +40,7 @@ class Judged:
         """Rank -> steps of which it is whole."""
         self.health: list[tuple[int, Health]] = []
         self.anomalies: list[Any] = []
-        self.records: list[Record] = []
+        self.records: list[SpoolRecord] = []
         assembler = StepAssembler("run", on_decision=lambda decision: None)
         judge = Judge(RulePacks([]).load())
         begun = time.process_time()

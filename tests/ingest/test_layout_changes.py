@@ -11,15 +11,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from sentinel.daemon.judge import Judge
 from sentinel.ingest.follow import RunFollower
-from sentinel.ingest.merge import Layout, LayoutCache
+from sentinel.ingest.merge import LayoutCache, ModelLayout
 from sentinel.ingest.steps import StepAssembler, snapshot_positions
+from sentinel.judge.judge import Judge
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
 from sentinel.moments import Moments
 from sentinel.place import Place
 from sentinel.record import NONE_ID, ROW_DTYPE, STATS_DTYPE, Kind
-from sentinel.rules.loader import load_pack
+from sentinel.rules.language.loader import load_pack
 from sentinel.testing import FakeClock
 from sentinel.wire.frame import FrameType, encode_message, row_fields, run_id_of
 from sentinel.wire.spool import SpoolWriter, life_folder
@@ -122,7 +122,7 @@ class Daemon:
         rules.write_text(RULES)
         self.pack = load_pack([rules])
         self.found: list[bytes] = []
-        self.layouts: list[Layout] = []
+        self.layouts: list[ModelLayout] = []
         self._begin(None)
 
     def _begin(self, saved: tuple[bytes, bytes] | None) -> None:
@@ -195,7 +195,7 @@ def test_a_layout_made_after_another_is_the_same_as_one_made_alone(seed: int, tm
             tensors=(), row_fields=(), row_bytes=1,
         )  # fmt: skip
     num_kept = 0
-    former: Layout | None = None
+    former: ModelLayout | None = None
     for turn in range(60):
         rank = rng.randrange(3)
         one = descriptors[rank]
@@ -213,7 +213,7 @@ def test_a_layout_made_after_another_is_the_same_as_one_made_alone(seed: int, tm
         else:
             one = msgspec.structs.replace(one, name_map={"a": f"x{turn}"})
         descriptors = {**descriptors, rank: msgspec.structs.replace(one, tensors=tuple(tensors))}
-        layout, alone = cache.of(turn, lambda now=descriptors: now), Layout(descriptors)  # type: ignore[misc]
+        layout, alone = cache.of(turn, lambda now=descriptors: now), ModelLayout(descriptors)  # type: ignore[misc]
         assert layout.tensors == alone.tensors and layout.names == alone.names
         assert layout.replicas == alone.replicas and layout.num_copies == alone.num_copies
         assert layout._pieces == alone._pieces

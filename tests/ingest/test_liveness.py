@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sentinel.ingest.decision import RankFacts
+from sentinel.decision import RankFacts
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.liveness import LivenessTracker
 from sentinel.ingest.steps import StepAssembler

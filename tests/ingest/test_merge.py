@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sentinel.ingest.merge import Layout, StepView
+from sentinel.ingest.merge import ClosedStep, ModelLayout
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
 from sentinel.moments import Moments
 from sentinel.place import Place
@@ -67,7 +67,7 @@ def speak(
     out.close()
 
 
-def only_view(run_dir: Path) -> StepView:
+def only_view(run_dir: Path) -> ClosedStep:
     ears = Ears(run_dir)
     ears.listen(final=True)
     ears.views += ears.assembler.finish(0.0)
@@ -75,7 +75,7 @@ def only_view(run_dir: Path) -> StepView:
     return view
 
 
-def named(view: StepView, key: str) -> np.void:
+def named(view: ClosedStep, key: str) -> np.void:
     (tensor,) = [one for one in view.tensors if one.key == key]
     assert view.present[tensor.index]
     return view.stats[tensor.index]
@@ -325,7 +325,7 @@ def test_a_layout_is_built_once_for_a_set_of_descriptors(run_dir: Path) -> None:
 
 def test_segments_name_where_a_tensor_was_made(run_dir: Path) -> None:
     run = SyntheticRun(run_dir, pp=2, layers=4, kinds=(), ranks=[])
-    layout = Layout({rank: run.descriptor(rank) for rank in range(2)})
+    layout = ModelLayout({rank: run.descriptor(rank) for rank in range(2)})
 
     made = {tensor.key: tensor.segment for tensor in layout.tensors}
 
@@ -342,7 +342,7 @@ def test_segments_name_where_a_tensor_was_made(run_dir: Path) -> None:
 
 def test_other_names_of_a_tensor_are_canonical(run_dir: Path) -> None:
     run = SyntheticRun(run_dir, pp=2, layers=4, ranks=[])
-    layout = Layout({rank: run.descriptor(rank) for rank in range(2)})
+    layout = ModelLayout({rank: run.descriptor(rank) for rank in range(2)})
     by_key = {tensor.key: tensor for tensor in layout.tensors}
 
     assert by_key["layers.2/activation"].consumers == ("layers.3", "layers.3.norm")
@@ -353,7 +353,7 @@ def test_other_names_of_a_tensor_are_canonical(run_dir: Path) -> None:
 @pytest.mark.parametrize(("tp", "coupled"), [(1, set()), (2, {"embed", "head", "attn", "mlp", "layers"})])
 def test_modules_cut_over_the_tensor_group_communicate(run_dir: Path, tp: int, coupled: set[str]) -> None:
     run = SyntheticRun(run_dir, tp=tp, layers=1, ranks=[])
-    layout = Layout({rank: run.descriptor(rank) for rank in range(tp)})
+    layout = ModelLayout({rank: run.descriptor(rank) for rank in range(tp)})
 
     found = {tensor.name for tensor in layout.tensors if tensor.kind == "activation" and tensor.communicates}
     assert found == ({"embed", "head", "layers.0", "layers.0.attn", "layers.0.mlp"} if coupled else set())

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from sentinel.ingest.merge import Layout
+from sentinel.ingest.merge import ModelLayout
 from sentinel.ingest.naming import make_names, segment_of
 from sentinel.messages import ChunkInfo, Descriptor, TensorInfo
 from sentinel.place import Place
@@ -35,7 +35,7 @@ def rank(
 
 
 def names(descriptors: Mapping[int, Descriptor]) -> list[str]:
-    return [tensor.name for tensor in Layout(descriptors).tensors]
+    return [tensor.name for tensor in ModelLayout(descriptors).tensors]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_loss_over_all_layers_of_which_each_stage_has_some_is_one_series() -> 
         loss = TensorInfo(id=9, name=":load_balancing_loss", kind="router", placements={"pp": "shard"})
         return number, msgspec.structs.replace(descriptor, tensors=(*descriptor.tensors, loss))
 
-    layout = Layout(dict([with_loss(0), with_loss(1)]))
+    layout = ModelLayout(dict([with_loss(0), with_loss(1)]))
 
     (loss,) = [tensor for tensor in layout.tensors if tensor.kind == "router"]
     assert (loss.key, loss.ranks) == ("model:load_balancing_loss/router", (0, 1))

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import pytest
 
-from sentinel.ingest.merge import Layout, RankStep, StepView
-from sentinel.ingest.replicas import NAN_CHECKSUM, Differing, added_copies
+from sentinel.ingest.merge import ClosedStep, ModelLayout
+from sentinel.ingest.replicas import added_copies
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
 from sentinel.moments import Moments
 from sentinel.place import Place
 from sentinel.record import NONE_ID, ROW_DTYPE, STATS_DTYPE, Flag, Kind
+from sentinel.step_view import NAN_CHECKSUM, Differing, RankStep
 
 WHOLE = np.random.default_rng(3).normal(2.0, 1.0, 16)
 N = len(WHOLE)
@@ -56,7 +57,7 @@ def view_of(
     unended: Sequence[int] = (),
     change: Callable[[int, np.ndarray], None] | None = None,
     is_skipped: bool = False,
-) -> StepView:
+) -> ClosedStep:
     """A step in which rank i holds pieces[i] of the weight `w`."""
     descriptors, parts = {}, []
     for rank, piece in enumerate(pieces):
@@ -79,10 +80,10 @@ def view_of(
             change(rank, rows)
         end = None if rank in unended else EndStep(step=0, num_rows=1, num_calls=1, is_skipped=is_skipped)
         parts.append(RankStep(rank=rank, descriptor=descriptors[rank], rows=rows, end_step=end, time=0.0))
-    return StepView(run="r", attempt=0, step=0, layout=Layout(descriptors), parts=parts)
+    return ClosedStep(run="r", attempt=0, step=0, layout=ModelLayout(descriptors), parts=parts)
 
 
-def told(view: StepView) -> list[tuple[str, dict[tuple[int, ...], int]]]:
+def told(view: ClosedStep) -> list[tuple[str, dict[tuple[int, ...], int]]]:
     """(piece, ranks of each copy -> which of the different words it has) of each set of copies that differs."""
     found = []
     for one in view.differing:

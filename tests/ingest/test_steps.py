@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from sentinel.decision import Decision
 from sentinel.ingest.attempts import MAX_UNHEARD
-from sentinel.ingest.decision import Decision
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.steps import StepAssembler, snapshot_positions
 from sentinel.messages import Health

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sentinel.ingest.merge import StepView
+from sentinel.ingest.merge import ClosedStep
 from sentinel.moments import Moments
 
 from ..forked import CONTEXT
@@ -27,7 +27,6 @@ from .net import NUM_STEPS
 
 KINDS = ["param", "wgrad", "activation", "activation_in", "dgrad", "dgrad_in", "exp_avg", "exp_avg_sq"]
 EVERYTHING = {"kinds": KINDS}
-
 
 
 @dataclasses.dataclass
@@ -133,7 +132,7 @@ def _rank(
         raise
 
 
-def heard(folder: Path) -> list[StepView]:
+def heard(folder: Path) -> list[ClosedStep]:
     """Return the steps as a daemon closes them."""
     ears = Ears(folder / "run")
     ears.listen(final=True)
@@ -145,7 +144,7 @@ def heard(folder: Path) -> list[StepView]:
 STATISTICS = ("mean", "std", "norm", "min", "max", "skew", "kurtosis")
 
 
-def statistics(view: StepView, kind: str) -> dict[str, dict[str, float]]:
+def statistics(view: ClosedStep, kind: str) -> dict[str, dict[str, float]]:
     """Return key -> statistics (and the number of elements) of every logical tensor of a kind that the step has."""
     moments: Moments = view.moments
     found = {}
@@ -156,7 +155,7 @@ def statistics(view: StepView, kind: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def gradient_norm(view: StepView) -> float:
+def gradient_norm(view: ClosedStep) -> float:
     """Return the norm of the whole gradient, from the merged rows."""
     norms = [one["norm"] for one in statistics(view, "wgrad").values()]
     return math.sqrt(sum(norm**2 for norm in norms))

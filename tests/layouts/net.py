@@ -90,9 +90,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """`first` of `num` equal pieces of the model: 4 blocks in all; the first piece embeds, the last has the head."""
 
-    def __init__(
-        self, first: int = 0, num: int = 1, attend: Attend = attend, tied: bool = False, moe: bool = False
-    ) -> None:
+    def __init__(self, first: int = 0, num: int = 1, attend: Attend = attend, tied: bool = False, moe: bool = False) -> None:
         super().__init__()
         torch.manual_seed(7)
         blocks = nn.ModuleList([Block(attend, moe) for _ in range(4)])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.ingest.merge import StepView
+from sentinel.ingest.merge import ClosedStep
 from sentinel.record import STREAM_KINDS, is_of_kind
 
 from .builds import LAYOUTS, REFERENCES, one
@@ -31,7 +31,7 @@ def of_the_model(found: dict[str, dict[str, float]]) -> dict[str, dict[str, floa
     return {key: one for key, one in found.items() if not key.startswith("stage")}
 
 
-def residual(view: StepView) -> dict[str, dict[str, float]]:
+def residual(view: ClosedStep) -> dict[str, dict[str, float]]:
     """Key -> statistics of what counts as `residual`."""
     stream = {one.key for one in view.tensors if is_of_kind(one.kind, one.border, ("residual",))}
     found = {key: one for kind in STREAM_KINDS for key, one in statistics(view, kind).items()}
@@ -39,7 +39,7 @@ def residual(view: StepView) -> dict[str, dict[str, float]]:
 
 
 @functools.cache
-def alone(build: Build) -> list[StepView]:
+def alone(build: Build) -> list[ClosedStep]:
     """The steps of one process, as heard."""
     with tempfile.TemporaryDirectory() as folder:
         train(Path(folder), build, 1, config=EVERYTHING)

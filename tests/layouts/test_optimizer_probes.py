@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from sentinel.ingest.merge import StepView
+from sentinel.ingest.merge import ClosedStep
 from sentinel.record import ROW_DTYPE, Flag
 
 from ..end_to_end.ranks import Spoken
@@ -101,7 +101,7 @@ def build_one() -> Trainer:
 
 
 @functools.cache
-def alone() -> list[StepView]:
+def alone() -> list[ClosedStep]:
     with tempfile.TemporaryDirectory() as folder:
         train(Path(folder), build_one, 1, config=CONFIG)
         return heard(Path(folder))
@@ -148,7 +148,7 @@ def test_two_ranks_with_two_micro_batches_merge_to_one_process(name: str, tmp_pa
     assert all("no matrix" in h.message for h in health)
 
 
-def assert_formed(view: StepView, whole: StepView) -> None:
+def assert_formed(view: ClosedStep, whole: ClosedStep) -> None:
     """Ratios and cosines are those of whole tensors, by name, and of the very numbers of this step."""
     ours, truth = statistics(view, "update_ratio"), statistics(whole, "update_ratio")
     assert ours.keys() == truth.keys() and not any("@" in key for key in ours)
@@ -201,7 +201,7 @@ def test_updates_merge_to_those_of_one_process_on_layouts(name: str, tmp_path: P
 
 
 @functools.cache
-def one_of_layouts() -> list[StepView]:
+def one_of_layouts() -> list[ClosedStep]:
     from .builds import one
 
     with tempfile.TemporaryDirectory() as folder:

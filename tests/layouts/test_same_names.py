@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from sentinel.ingest.merge import StepView
+from sentinel.ingest.merge import ClosedStep
 
 from .builds import one, pipeline
 from .layout import Build, differences, heard, statistics, train
@@ -49,13 +49,13 @@ class WithTables(Net):
 
 
 @functools.cache
-def alone(build: Build, kinds: tuple[str, ...]) -> list[StepView]:
+def alone(build: Build, kinds: tuple[str, ...]) -> list[ClosedStep]:
     with tempfile.TemporaryDirectory() as folder:
         train(Path(folder), build, 1, config={"kinds": list(kinds)}, num_steps=2)
         return heard(Path(folder))
 
 
-def rows_of(view: StepView) -> set[tuple[str, str]]:
+def rows_of(view: ClosedStep) -> set[tuple[str, str]]:
     """(name, kind) of all rows, but those of what a later stage receives: one process has no such tensor."""
     found = {(one.name, one.kind) for at, one in enumerate(view.tensors) if view.present[at]}
     received = ("activation_in", "dgrad_in")

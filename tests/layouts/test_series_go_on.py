@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.utils.checkpoint import checkpoint
 
-from sentinel.ingest.merge import StepView
+from sentinel.ingest.merge import ClosedStep
 
 from .builds import LAYOUTS, fsdp2, one
 from .layout import Build, heard, statistics, train
@@ -45,7 +45,7 @@ BUILDS: dict[str, tuple[Any, int]] = {
 }
 
 
-def borders(view: StepView) -> dict[tuple[str, str], dict[str, float]]:
+def borders(view: ClosedStep) -> dict[tuple[str, str], dict[str, float]]:
     """(kind, key) -> statistics of what lies at a border."""
     at_border = {one.key for one in view.tensors if one.border}
     kinds = ("activation", "activation_in", "dgrad", "dgrad_in")
@@ -53,7 +53,7 @@ def borders(view: StepView) -> dict[tuple[str, str], dict[str, float]]:
     return {place: {name: value for name, value in one.items() if value == value} for place, one in found.items()}
 
 
-def twice(view: StepView) -> list[tuple[str, str, int]]:
+def twice(view: ClosedStep) -> list[tuple[str, str, int]]:
     """(name, other name, rank) of forward tensors that have two rows in one micro-step, by their numbers.
 
     Not what one stage of a pipeline hands to the next: that is measured where it leaves and where it arrives.

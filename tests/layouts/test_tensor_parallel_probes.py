@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.ingest.merge import StepView
+from sentinel.ingest.merge import ClosedStep
 
 from .builds import LAYOUTS, one
 from .layout import differences, heard, statistics, train
@@ -17,7 +17,7 @@ KINDS = ["attention"]
 
 
 @functools.cache
-def alone() -> list[StepView]:
+def alone() -> list[ClosedStep]:
     with tempfile.TemporaryDirectory() as folder:
         train(Path(folder), one, 1, config={"kinds": KINDS})
         return heard(Path(folder))

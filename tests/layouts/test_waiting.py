@@ -16,8 +16,6 @@ from .layout import Trainer, heard, train
 SLOW, SLEEP_S = 1, 0.25
 
 
-
-
 def with_straggler(build: Any) -> Trainer:
     trainer: Trainer = build()
     if dist.get_rank() == SLOW:

@@ -14,7 +14,7 @@ from sentinel.moments import Moments
 from sentinel.native.layout import FORM, HIT, HIT_SETTLED
 from sentinel.native.library import ISAS, Library, find_library
 from sentinel.record import STATISTICS, STATS_DTYPE
-from sentinel.rules.programme import describe
+from sentinel.rules.watches.compiled_plan import describe
 
 pytestmark = pytest.mark.slow
 

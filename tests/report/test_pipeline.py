@@ -55,9 +55,7 @@ class Bench:
     def __init__(self, sink, outbox=None, rate_per_s=1000.0, **policy):
         self.sink = sink
         self.outbox = outbox or MemoryOutbox()
-        self.worker = SinkWorker(
-            self.outbox, sink, RetryPolicy(**policy), rate_per_s=rate_per_s, rng=random.Random(0)
-        )
+        self.worker = SinkWorker(self.outbox, sink, RetryPolicy(**policy), rate_per_s=rate_per_s, rng=random.Random(0))
         self.now = 1000.0
 
     def add(self, before, after):

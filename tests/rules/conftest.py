@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sentinel.ingest.merge import Layout, RankStep, StepView
+from sentinel.ingest.merge import ClosedStep, ModelLayout
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
 from sentinel.moments import EMPTY
 from sentinel.place import Place
 from sentinel.record import NONE_ID, ROW_DTYPE, Kind
+from sentinel.step_view import RankStep
 from sentinel.version import VERSION
 
 
@@ -40,7 +41,7 @@ class PaperRun:
             )
             for rank in range(num_ranks)
         }
-        self.layout = Layout(self.descriptors)
+        self.layout = ModelLayout(self.descriptors)
 
     def rows(self, norms: Sequence[float], kurtosis: Sequence[float] | None = None) -> np.ndarray:
         """Return one rank's rows: 100 elements of mean 0 each, with these norms and kurtoses."""
@@ -70,7 +71,7 @@ class PaperRun:
         change: Callable[[int, np.ndarray], None] | None = None,
         is_skipped: bool = False,
         keep: Sequence[int] | None = None,
-    ) -> StepView:
+    ) -> ClosedStep:
         """Return a step. norms: [tensors], the same on each rank; scalars: name -> value, or list by rank.
 
         change: called with each rank and its rows, which it may alter; keep: indices of the tensors that are there.
@@ -85,7 +86,7 @@ class PaperRun:
             logged = {k: v[rank] if isinstance(v, list) else v for k, v in (scalars or {}).items()}
             end = EndStep(step=step, num_rows=len(rows), num_calls=len(rows), scalars=logged, is_skipped=is_skipped)
             parts.append(RankStep(rank=rank, descriptor=descriptor, rows=rows, end_step=end, time=1000.0 + step))
-        return StepView(run="paper", attempt=attempt, step=step, layout=self.layout, parts=parts)
+        return ClosedStep(run="paper", attempt=attempt, step=step, layout=self.layout, parts=parts)
 
 
 def plant_nan(rows: np.ndarray, at: int, *, num: int = 3, micro_step: int = 0, call_id: int | None = None) -> None:

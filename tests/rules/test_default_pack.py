@@ -7,7 +7,7 @@ import pytest
 
 from sentinel.anomaly import Severity
 from sentinel.rules.engine import Engine
-from sentinel.rules.loader import load_pack
+from sentinel.rules.language.loader import load_pack
 
 HEALTHY_STEPS, FAULTY_STEPS = 300, 40
 

@@ -15,10 +15,10 @@ import pytest
 
 from sentinel.cli.main import FOUND, run_cli
 from sentinel.detect import DETECTORS, ENTRY_POINTS, dotted, state_bytes
-from sentinel.rules.building import detector_arguments
-from sentinel.rules.fields import MATCH_KEYS
-from sentinel.rules.loader import PACK_KEYS, RULE_KEYS, builtin_packs, load_pack
-from sentinel.rules.schema import RULE_KINDS
+from sentinel.rules.language.building import detector_arguments
+from sentinel.rules.language.fields import MATCH_KEYS
+from sentinel.rules.language.loader import PACK_KEYS, RULE_KEYS, builtin_packs, load_pack
+from sentinel.rules.language.schema import RULE_KINDS
 from sentinel.testing import BlowUp, SyntheticRun
 
 TEXT = (Path(__file__).parents[2] / "docs" / "rules.md").read_text()

@@ -6,15 +6,13 @@ import numpy as np
 import pytest
 
 from sentinel.rules.engine import Engine
-from sentinel.rules.loader import load_pack
+from sentinel.rules.language.loader import load_pack
 
 TENSORS = [("a", "activation"), ("b", "activation"), ("c", "activation")]
 
 
 def judge(engine, run, steps, norm):
-    return [
-        one for step in steps for one in engine.judge(run.view(step, norm * np.ones(3))) if one.rule == "turbulent-norm"
-    ]
+    return [one for step in steps for one in engine.judge(run.view(step, norm * np.ones(3))) if one.rule == "turbulent-norm"]
 
 
 @pytest.mark.parametrize(("word", "is_local"), [("unknown", True), ("replicate", False)])

@@ -6,8 +6,8 @@ import pytest
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.rules.engine import Engine
-from sentinel.rules.loader import load_pack
-from sentinel.rules.schema import Match, Pack, Rule
+from sentinel.rules.language.loader import load_pack
+from sentinel.rules.language.schema import Match, Pack, Rule
 
 TENSORS = [(f"layers.{i}.mlp", kind) for i in range(12) for kind in ("param", "wgrad", "activation", "dgrad")]
 

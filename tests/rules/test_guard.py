@@ -8,8 +8,8 @@ from sentinel.detect import DETECTORS, Scores
 from sentinel.detect.group import GroupDetector
 from sentinel.rules.engine import Engine
 from sentinel.rules.guard import guarded
-from sentinel.rules.loader import read_pack
-from sentinel.rules.schema import Match, Pack, Rule
+from sentinel.rules.language.loader import read_pack
+from sentinel.rules.language.schema import Match, Pack, Rule
 
 TENSORS = [(f"layers.{at}.mlp", "wgrad") for at in range(4)]
 

@@ -7,7 +7,7 @@ import pytest
 from sentinel.anomaly import Severity
 from sentinel.errors import RuleError
 from sentinel.rules.engine import Engine
-from sentinel.rules.loader import load_pack
+from sentinel.rules.language.loader import load_pack
 
 
 def pack_of(tmp_path, match: str, args: str):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sentinel.ingest.decision import RankFacts
-from sentinel.rules.wording import ended
+from sentinel.decision import RankFacts
+from sentinel.rules.watches.wording import ended
 from sentinel.run_end import ALL_TOGETHER, EXCEPTION, FOLLOWS, SIGNAL, RankEnd, RunEnd
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sentinel.ingest.decision import RankFacts
-from sentinel.rules.wording import stale
+from sentinel.decision import RankFacts
+from sentinel.rules.watches.wording import stale
 
 
 def facts(rank: int, is_waiting: int, site: str = "", call_id: int = 0) -> RankFacts:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 PRELOADED = (
     "numpy", "torch", "torch.distributed.pipelining", "torch.distributed.tensor.parallel", "torch.distributed.fsdp",
-    "torch.distributed.run", "sentinel.collect", "sentinel.daemon.app", "tests.support.frozen",
+    "torch.distributed.run", "sentinel.collect.attach", "sentinel.daemon.app", "tests.support.frozen",
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from ..layouts.net import BATCH, Net, loss_of, tokens
 from ..ports import free_port
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "deepspeed", "sentinel.collect"])
+_context.set_forkserver_preload(["torch", "deepspeed", "sentinel.collect.attach"])
 
 EVERYTHING = {"kinds": ["param", "wgrad", "activation", "activation_in", "dgrad", "dgrad_in"]}
 
@@ -145,9 +145,7 @@ JOBS: dict[str, Job] = {
         3, zero={"contiguous_gradients": False, "reduce_scatter": False, "overlap_comm": True}, num_steps=2
     ),
     "zero3-offload": Job(3, "bf16", zero={**OFFLOAD, "offload_param": {"device": "cpu"}}, accumulate=2, num_steps=2),
-    "zero3-small-groups": Job(
-        3, zero={"sub_group_size": 100}, groups=two_groups, accumulate=2, is_plain=False, num_steps=2
-    ),
+    "zero3-small-groups": Job(3, zero={"sub_group_size": 100}, groups=two_groups, accumulate=2, is_plain=False, num_steps=2),
     "zero3-tied-all-kept": Job(
         3, model=tied, zero={"stage3_param_persistence_threshold": 100_000}, is_plain=False, num_steps=2
     ),

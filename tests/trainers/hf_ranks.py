@@ -1,6 +1,6 @@
 """One rank of a training with Trainer or with an Accelerator; `launch` starts them, over gloo.
 
-    python -m tests.trainers.hf_ranks trainer|accelerate FOLDER CONFIG-OR-EMPTY SETTINGS
+python -m tests.trainers.hf_ranks trainer|accelerate FOLDER CONFIG-OR-EMPTY SETTINGS
 """
 
 from __future__ import annotations

@@ -271,9 +271,7 @@ def build(job: Job) -> tuple[list[Any], Any, Any]:
         overlap_param_gather=job.overlap and job.distributed_optimizer, grad_reduce_in_fp32=job.grads_in_fp32,
         bucket_size=400 if job.overlap else None,
     )  # fmt: skip
-    model = [
-        DistributedDataParallel(config, ddp, chunk, disable_bucketing=at > 0) for at, chunk in enumerate(chunks)
-    ]
+    model = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=at > 0) for at, chunk in enumerate(chunks)]
     # A gradient that is nothing but rounding (of a key's bias) would move its weight by a whole step with a smaller eps.
     settings = OptimizerConfig(
         optimizer="adam", adam_eps=1e-4, lr=0.01, min_lr=0.001, weight_decay=0.01, clip_grad=job.clip,

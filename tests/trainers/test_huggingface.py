@@ -259,9 +259,7 @@ def test_wgrad_is_reduced_over_micro_steps_and_before_clipping(run: Path, tmp_pa
     settings = {"gradient_accumulation_steps": 2, "optim": "sgd", "max_steps": 3}
     make(tmp_path, reference, max_grad_norm=0.0, learning_rate=0.0, **settings).train()
 
-    make(
-        tmp_path, sentinel.HuggingFaceCallback(), seen, max_grad_norm=max_grad_norm, learning_rate=0.0, **settings
-    ).train()
+    make(tmp_path, sentinel.HuggingFaceCallback(), seen, max_grad_norm=max_grad_norm, learning_rate=0.0, **settings).train()
 
     said = Said(run)
     for step, expected in reference.norms.items():
@@ -312,9 +310,7 @@ def test_skipped_step_is_a_step_and_its_gradients_are_unscaled(
 ) -> None:
     reference = Gradients()
     make(tmp_path, reference, max_grad_norm=0.0, max_steps=1).train()
-    trainer = make(
-        tmp_path, sentinel.HuggingFaceCallback(), kind=Scaling, max_grad_norm=max_grad_norm, optim=optim
-    )
+    trainer = make(tmp_path, sentinel.HuggingFaceCallback(), kind=Scaling, max_grad_norm=max_grad_norm, optim=optim)
 
     trainer.train()
 

@@ -102,9 +102,7 @@ def test_state_of_the_callback_is_restored_where_the_trainer_restores_such(run: 
     config = {"kinds": ["wgrad"], "black_box": False}
     first = make(tmp_path, sentinel.HuggingFaceCallback(config), max_steps=2, save_strategy="steps", save_steps=2)
     first.train()
-    again = make(
-        tmp_path, sentinel.HuggingFaceCallback(), max_steps=4, restore_callback_states_from_checkpoint=True
-    )
+    again = make(tmp_path, sentinel.HuggingFaceCallback(), max_steps=4, restore_callback_states_from_checkpoint=True)
 
     again.train(resume_from_checkpoint=True)
 
@@ -273,9 +271,7 @@ def test_failing_attach_or_detach_does_not_reach_the_trainer(
     assert "attach failed" in caplog.text
 
 
-def test_failing_hook_of_ours_does_not_reach_the_trainer(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_hook_of_ours_does_not_reach_the_trainer(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     callback = sentinel.HuggingFaceCallback()
     monkeypatch.setattr(callback, "_note_loss", lambda monitor: 1 / 0)
     trainer = make(tmp_path, callback, max_steps=2)

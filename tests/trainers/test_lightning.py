@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import sentinel
-from sentinel.ingest.merge import StepView
+from sentinel.ingest.merge import ClosedStep
 
 from ..collect.conftest import ALL_KINDS, Said, norm, run  # noqa: F401
 from ..end_to_end.ranks import ROOT, Spoken, run_command
@@ -564,9 +564,7 @@ def test_what_there_is_is_on_disk_when_lightning_raises(
             seen.append([(end.step, end.is_partial) for end in Said(run).ends])
 
     with pytest.raises((RuntimeError, SystemExit)):
-        trainer(tmp_path, sentinel.LightningCallback(EVERYTHING), Looks(), val_check_interval=3).fit(
-            model, data(6), data(1)
-        )
+        trainer(tmp_path, sentinel.LightningCallback(EVERYTHING), Looks(), val_check_interval=3).fit(model, data(6), data(1))
 
     assert seen == [[(0, False), (1, False), (2, where == "after backward")]]
     said = Said(run)
@@ -823,9 +821,7 @@ assert isinstance(sentinel.LightningCallback(), pl.Callback) == {is_own}
     ],
     ids=["pytorch_lightning alone", "bound to the other package first"],
 )
-def test_it_works_for_pytorch_lightning_too(
-    tmp_path: Path, first: str, second: str, callbacks: str, is_own: bool
-) -> None:
+def test_it_works_for_pytorch_lightning_too(tmp_path: Path, first: str, second: str, callbacks: str, is_own: bool) -> None:
     script = FLAVOUR.format(first=first, second=second, callbacks=callbacks, is_own=is_own)
 
     run_command(tmp_path, [sys.executable, "-W", "ignore", "-c", script], None, 120)
@@ -862,7 +858,7 @@ def ranks(folder: Path, world: int) -> list[dict[str, dict[str, Any]]]:
     ]
 
 
-def heard(folder: Path) -> list[StepView]:
+def heard(folder: Path) -> list[ClosedStep]:
     """Return the steps as a daemon closes them."""
     ears = Ears(folder / "run")
     ears.listen(final=True)
@@ -871,7 +867,7 @@ def heard(folder: Path) -> list[StepView]:
     return ears.views
 
 
-def statistics(view: StepView, kind: str) -> dict[str, dict[str, float]]:
+def statistics(view: ClosedStep, kind: str) -> dict[str, dict[str, float]]:
     """Return key -> statistics of every logical tensor of a kind that the step has."""
     return {
         one.key: {name: float(getattr(view.moments, name)()[at]) for name in ("mean", "std", "norm", "min", "max")}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sentinel.ingest.merge import StepView
+from sentinel.ingest.merge import ClosedStep
 
 from ..layouts.layout import differences, gradient_norm, heard, statistics
 from .megatron_launch import Launcher, launched, truth_of
@@ -29,9 +29,9 @@ def launcher() -> Iterator[Launcher]:
 @pytest.fixture(scope="module")
 def alone(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The steps of one process, by what is trained; each trained once."""
-    known: dict[str, tuple[list[dict[str, Any]], list[StepView]]] = {}
+    known: dict[str, tuple[list[dict[str, Any]], list[ClosedStep]]] = {}
 
-    def train(**job: Any) -> tuple[list[dict[str, Any]], list[StepView]]:
+    def train(**job: Any) -> tuple[list[dict[str, Any]], list[ClosedStep]]:
         key = json.dumps(job, sort_keys=True)
         if key not in known:
             folder = tmp_path_factory.mktemp("alone")
@@ -69,7 +69,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 """Name -> (ranks, how they are laid out, what is trained)."""
 
 
-def of_modules(view: StepView, kind: str) -> dict[str, dict[str, float]]:
+def of_modules(view: ClosedStep, kind: str) -> dict[str, dict[str, float]]:
     """Statistics of module kinds; without what a later stage receives: one process has none."""
     return {key: one for key, one in statistics(view, kind).items() if ":hidden_states/" not in key}
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sentinel.ingest.merge import StepView
+from sentinel.ingest.merge import ClosedStep
 
 from ..end_to_end.ranks import Spoken
 from ..layouts.layout import differences, gradient_norm, heard, statistics
@@ -201,7 +201,7 @@ def test_torch_optimizer_over_reduced_gradients(launcher: Launcher, tmp_path: Pa
         assert gradient_norm(view) == pytest.approx(ranks[0]["watched"]["told"][at]["grad_norm"], rel=1e-5)
 
 
-def per_micro_step(view: StepView, with_received: bool = False) -> dict[tuple[str, str, int], tuple[float, float]]:
+def per_micro_step(view: ClosedStep, with_received: bool = False) -> dict[tuple[str, str, int], tuple[float, float]]:
     """(name, kind, micro_step) -> mean and second moment of the rows of module kinds."""
     found = {}
     for row, at in zip(view.rows, view.row_logical, strict=True):

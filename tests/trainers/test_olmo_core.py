@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sentinel
-from sentinel.ingest.merge import StepView
+from sentinel.ingest.merge import ClosedStep
 from sentinel.record import Flag
 
 from ..collect.conftest import Said, norm, run  # noqa: F401
@@ -437,7 +437,7 @@ def test_ranks_merge_to_what_one_process_measures(tmp_path: Path, one_process: P
     assert not any(Spoken(tmp_path / layout / "run", rank).health for rank in range(2))
 
 
-def heard(folder: Path) -> dict[int, StepView]:
+def heard(folder: Path) -> dict[int, ClosedStep]:
     """Return the steps as a daemon closes them."""
     ears = Ears(folder / "run")
     ears.listen(final=True)
@@ -446,7 +446,7 @@ def heard(folder: Path) -> dict[int, StepView]:
     return {view.step: view for view in ears.views}
 
 
-def statistics(view: StepView, kind: str) -> dict[str, dict[str, float]]:
+def statistics(view: ClosedStep, kind: str) -> dict[str, dict[str, float]]:
     """Return key -> statistics of every logical tensor of a kind that the step has."""
     return {
         one.key: {name: float(getattr(view.moments, name)()[at]) for name in ("mean", "std", "norm", "min", "max")}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sentinel.ingest.merge import StepView
+from sentinel.ingest.merge import ClosedStep
 
 from ..end_to_end.ranks import Spoken
 from ..ingest.daemon import Ears
@@ -56,7 +56,7 @@ def train(folder: Path, runs: list[dict[str, Any]], world: int = 1) -> Results:
     return [json.loads((folder / f"results.{rank}").read_text()) for rank in range(world)]
 
 
-def heard(run_dir: Path) -> list[StepView]:
+def heard(run_dir: Path) -> list[ClosedStep]:
     """Return the steps as a daemon closes them; at least two."""
     ears = Ears(run_dir)
     ears.listen(final=True)
@@ -137,7 +137,6 @@ def test_learning_rate_is_the_one_the_step_is_taken_with(alone: tuple[Path, dict
 
     assert {step: end.scalars["lr"] for step, end in Spoken(folder / "seen", 0).ends.items()} == rates
     assert len(set(rates.values())) > 2  # They do change.
-
 
 
 def test_training_is_bit_identical_without_a_further_wait(alone: tuple[Path, dict[str, dict[str, Any]]]) -> None:

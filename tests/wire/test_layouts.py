@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from sentinel.ingest import follow, looking_back
+from sentinel.ingest import descriptor_lookup as looking_back
+from sentinel.ingest import follow
 from sentinel.ingest.follow import RunFollower
 from sentinel.messages import Descriptor, LayoutChange, TensorInfo
 from sentinel.place import Place

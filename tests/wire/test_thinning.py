@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sentinel.ingest.follow import RunFollower
-from sentinel.ingest.merge import StepView
+from sentinel.ingest.merge import ClosedStep
 from sentinel.ingest.steps import snapshot_positions
 from sentinel.testing import Nan, SyntheticRun
 from sentinel.wire.spool import SpoolWriter, write_ack
@@ -29,16 +29,16 @@ def small(directory: Path, *, max_kib: int, file_kib: int = 64, **more: int) -> 
     )
 
 
-def read(run: SyntheticRun) -> tuple[Ears, list[StepView]]:
+def read(run: SyntheticRun) -> tuple[Ears, list[ClosedStep]]:
     ears = Ears(run.directory)
     return ears, ears.finish()
 
 
-def num_judged(views: list[StepView]) -> int:
+def num_judged(views: list[ClosedStep]) -> int:
     return sum(view.num_rows for view in views)
 
 
-def bad_steps(views: list[StepView]) -> list[int]:
+def bad_steps(views: list[ClosedStep]) -> list[int]:
     return [view.step for view in views if is_nonfinite(view.rows).any()]
 
 
@@ -125,7 +125,7 @@ def test_a_daemon_that_reads_while_files_are_thinned_counts_each_row_once(tmp_pa
     rng = random.Random(seed)
     run = small(tmp_path, max_kib=rng.choice([128, 256, 512])).plant(Nan(step=100, module=BAD))
     ears = Ears(run.directory)
-    views: list[StepView] = []
+    views: list[ClosedStep] = []
     num_steps = 0
     while num_steps < 900:
         number = rng.choice([1, 5, 60, 250])

@@ -23,9 +23,9 @@ for rank in ranks:
 RANK = """
 import pathlib, sys, time
 sys.path.insert(0, {root!r})
-from sentinel.wire.witness import Witness, read_witness
+from sentinel.wire.witness import ExitWitness, read_witness
 folder = pathlib.Path({folder!r})
-witness = Witness(folder)
+witness = ExitWitness(folder)
 witness.start()
 (folder / "ready").touch()
 until = time.monotonic() + 60

@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from sentinel.collect import attach
+from sentinel.collect.attach import attach
 from sentinel.collect.monitor import Monitor
 from sentinel.collect.unmeasured import Unmeasured
 from sentinel.monitor_config import MonitorConfig

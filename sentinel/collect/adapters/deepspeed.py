@@ -20,9 +20,9 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank
 
-from sentinel.collect import attach
-from sentinel.collect.adapters.deepspeed_holding import DeepSpeedHolding
-from sentinel.collect.aliases import Aliases
+from sentinel.collect.adapters.deepspeed_holding import DeepSpeedStorage
+from sentinel.collect.attach import attach
+from sentinel.collect.hooks.aliases import Aliases
 from sentinel.collect.monitor import Monitor
 from sentinel.collect.unmeasured import Unmeasured
 from sentinel.errors import ConfigError
@@ -78,7 +78,7 @@ class Followed:
     def __init__(self, engine: Any, monitor: Monitor) -> None:
         self._engine = engine
         self._monitor = monitor
-        self._holding = DeepSpeedHolding(engine.optimizer, monitor.place, self._tell)
+        self._holding = DeepSpeedStorage(engine.optimizer, monitor.place, self._tell)
         self._loss: torch.Tensor | None = None
         """Of the micro-steps of this step so far, each divided by their number as DeepSpeed does."""
         self._scales_losses = isinstance(engine.optimizer, ZeROOptimizer)

@@ -17,8 +17,8 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from sentinel.collect.holding import Held, Master, TorchHolding
-from sentinel.collect.placements import placements_of
+from sentinel.collect.parallel.parameter_storage import HeldPiece, Master, TorchStorage
+from sentinel.collect.parallel.placements import placements_of
 from sentinel.place import Place
 from sentinel.record import Kind
 
@@ -45,7 +45,7 @@ class Stretch(NamedTuple):
         return self.end - self.start
 
 
-class DeepSpeedHolding(TorchHolding):
+class DeepSpeedStorage(TorchStorage):
     """Reduced gradients between `open` and `close`, at other times none: there is one moment at which they are whole."""
 
     def __init__(self, optimizer: Any, place: Place, tell: Callable[[str, str], None]) -> None:
@@ -72,7 +72,7 @@ class DeepSpeedHolding(TorchHolding):
         if isinstance(self._optimizer, DeepSpeedZeroOptimizer) and not self._stretches:
             self._stretches = {id(param): stretch for param, stretch in _zero12_stretches(self._optimizer)}
 
-    def param(self, param: torch.Tensor) -> Held | None:
+    def param(self, param: torch.Tensor) -> HeldPiece | None:
         """Return the whole parameter, or ZeRO-3's partition of it without its padding."""
         if not hasattr(param, "ds_tensor"):
             return super().param(param)
@@ -83,7 +83,7 @@ class DeepSpeedHolding(TorchHolding):
             return None
         return self._cut(param, cut.view(-1).narrow(0, 0, stretch.numel), stretch, Kind.PARAM)
 
-    def wgrad(self, param: torch.Tensor) -> Held | None:
+    def wgrad(self, param: torch.Tensor) -> HeldPiece | None:
         """Return what is this rank's of the reduced gradient, while `open`."""
         if not self._is_open:
             return None
@@ -91,10 +91,10 @@ class DeepSpeedHolding(TorchHolding):
         if self.is_partitioned:
             return None if grad is None else self._cut(param, grad, self._stretches[id(param)], Kind.WGRAD)
         if grad is not None:
-            return Held(grad, placements_of(grad, Kind.WGRAD, self.place), "", tuple(param.shape))
+            return HeldPiece(grad, placements_of(grad, Kind.WGRAD, self.place), "", tuple(param.shape))
         return super().wgrad(param)
 
-    def state(self, param: torch.Tensor, tensor: torch.Tensor) -> Held:
+    def state(self, param: torch.Tensor, tensor: torch.Tensor) -> HeldPiece:
         """Return how a piece of the optimizer's state lies: as this rank's stretch of the parameter, if as long."""
         stretch = self._stretches.get(id(param))
         if self.is_partitioned and stretch is not None and tensor.numel() == stretch.numel:
@@ -113,10 +113,10 @@ class DeepSpeedHolding(TorchHolding):
             return Master(optimizer.fp32_partitioned_groups_flat[number], int(begin), stretch.numel)
         return None
 
-    def _cut(self, param: Any, piece: torch.Tensor, stretch: Stretch, kind: Kind) -> Held:
+    def _cut(self, param: Any, piece: torch.Tensor, stretch: Stretch, kind: Kind) -> HeldPiece:
         placements = placements_of(piece, kind, self.place)
         placements.update((axis, "shard") for axis in CUT_AXES if axis in placements)
-        return Held(piece, placements, stretch.part, tuple(getattr(param, "ds_shape", param.shape)))
+        return HeldPiece(piece, placements, stretch.part, tuple(getattr(param, "ds_shape", param.shape)))
 
     def open(self) -> None:
         """Find the reduced gradients: the step's last backward is over, DeepSpeed's optimizer comes next."""

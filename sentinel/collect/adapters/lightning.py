@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sentinel.collect import attach
+from sentinel.collect.attach import attach
 from sentinel.collect.environment import read_environment
+from sentinel.collect.hooks.optimizers import InstanceWrap
 from sentinel.collect.monitor import Monitor
-from sentinel.collect.optimizers import InstanceWrap
 from sentinel.collect.unmeasured import Unmeasured
 from sentinel.monitor_config import ConfigSource, MonitorConfig, read_source
 from sentinel.run_name import given_name
@@ -277,7 +277,7 @@ class TrainingStep(nn.Module):
         """Have Lightning call this instead of `training_step`; return what undoes it."""
         owner = self._orig_mod
         former = owner.__dict__.get("training_step")
-        ours = owner.__dict__["training_step"] = _Routed(owner, self)
+        ours = owner.__dict__["training_step"] = _WrappedTrainingStep(owner, self)
 
         def undo() -> None:
             if owner.__dict__.get("training_step") is ours:
@@ -289,7 +289,7 @@ class TrainingStep(nn.Module):
         return undo
 
 
-class _Routed(InstanceWrap):
+class _WrappedTrainingStep(InstanceWrap):
     """`training_step` on its way through a TrainingStep; a copy of the LightningModule has the plain one."""
 
     def __init__(self, owner: Any, step: TrainingStep) -> None:

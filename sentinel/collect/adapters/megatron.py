@@ -21,20 +21,20 @@ import torch
 from megatron.core import parallel_state  # noqa: F401  A missing megatron-core says so by itself.
 from torch import nn
 
-from sentinel.collect import attach
 from sentinel.collect.adapters.megatron_holding import (
-    MegatronHolding,
+    MegatronStorage,
     leaves,
     offsets_of,
     tied_names,
     unwrap_chunk,
 )
 from sentinel.collect.adapters.megatron_placements import SitePlaces
-from sentinel.collect.inert import inert_hook
+from sentinel.collect.attach import attach
+from sentinel.collect.hooks.chunk import Chunk
+from sentinel.collect.hooks.optimizers import InstanceWrap
+from sentinel.collect.hooks.pickle_stub import inert_hook
 from sentinel.collect.monitor import Monitor
-from sentinel.collect.optimizers import InstanceWrap
-from sentinel.collect.scalars import on_its_way
-from sentinel.collect.taps import Chunk
+from sentinel.collect.rows.scalars import on_its_way
 from sentinel.collect.unmeasured import Unmeasured
 from sentinel.monitor_config import MonitorConfig
 from sentinel.place import Place
@@ -59,9 +59,9 @@ def attach_megatron(
     plain = [one for one in given if not hasattr(one, "prepare_grads")]
     stand_in = [Iterations()] if own else []
     monitor = attach(chunks, [*plain, *stand_in] or None, config, place=place, first_step=first_step)
-    if isinstance(monitor, Monitor) and not isinstance(monitor.parameters.holding, MegatronHolding):
+    if isinstance(monitor, Monitor) and not isinstance(monitor.parameters.holding, MegatronStorage):
         try:
-            Following(monitor, chunks, own, [model] if isinstance(model, nn.Module) else list(model), stand_in)
+            MegatronTrainer(monitor, chunks, own, [model] if isinstance(model, nn.Module) else list(model), stand_in)
         except Exception as error:
             monitor.guard("attach_megatron", error)
             monitor.detach()  # Half followed, its steps would never end.
@@ -69,7 +69,7 @@ def attach_megatron(
 
 
 class Iterations:
-    """What the boundary watches in the place of Megatron's optimizers: it never steps, `Following` says when one did."""
+    """What the boundary watches in the place of Megatron's optimizers: it never steps, `MegatronTrainer` says when."""
 
     def __init__(self) -> None:
         self.param_groups: list[dict[str, Any]] = []
@@ -112,7 +112,7 @@ class FirstCall:
             self._look(args, kwargs)
 
 
-class Following:
+class MegatronTrainer:
     """Follows one trainer: its optimizer's step, its schedules' forward steps, its zeroing of gradients."""
 
     def __init__(
@@ -129,7 +129,7 @@ class Following:
         self._sums: dict[str, tuple[Any, Any]] = {}
         """Scalar -> (sum, count) over the micro-batches of the running step, on the device."""
         self._sums_of = -1
-        self.holding = MegatronHolding(chunks, optimizers, monitor.place)
+        self.holding = MegatronStorage(chunks, optimizers, monitor.place)
         self.holding.look(())
         monitor.parameters.holding = self.holding
         for mine in monitor.chunks:
@@ -328,11 +328,11 @@ def _sum_and_count(value: Any) -> tuple[Any, Any] | None:
 
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-_followers: list[Following] = []
+_followers: list[MegatronTrainer] = []
 _restore: list[tuple[Any, str, Any, Any]] = []
 
 
-def _follow(one: Following) -> None:
+def _follow(one: MegatronTrainer) -> None:
     """Wrap the schedules' own steps while somebody follows: they are looked up in their module at each call."""
     _followers.append(one)
     if _restore:
@@ -346,7 +346,7 @@ def _follow(one: Following) -> None:
             setattr(module, name, ours)
 
 
-def _leave(one: Following) -> None:
+def _leave(one: MegatronTrainer) -> None:
     if one in _followers:
         _followers.remove(one)
     while not _followers and _restore:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sentinel.collect.adapters.megatron_placements import expert_tensor_size
-from sentinel.collect.holding import Held, Master
+from sentinel.collect.parallel.parameter_storage import HeldPiece, Master
 from sentinel.place import Place, strip_wrappers
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -28,7 +28,7 @@ def leaves(optimizer: Any) -> list[Any]:
     return [leaf for one in inner for leaf in leaves(one)]
 
 
-class MegatronHolding:
+class MegatronStorage:
     """Parameters as the model holds them, gradients as the optimizer is about to use them."""
 
     def __init__(self, chunks: Sequence[nn.Module], optimizers: Sequence[Any], place: Place) -> None:
@@ -90,14 +90,14 @@ class MegatronHolding:
             for param, main in _pairs(leaf, model, shard):
                 self._main.setdefault(id(param), []).append(main)
 
-    def param(self, param: torch.Tensor) -> Held | None:
+    def param(self, param: torch.Tensor) -> HeldPiece | None:
         """Return the model's own weight, not the optimizer's copy in fp32."""
         if self._is_gathered_late and param.requires_grad:
             start, end = self._stretch(param)
             return self._held(param, param.detach().view(-1)[start:end], (start, end))
         return self._held(param, param, None)
 
-    def wgrad(self, param: torch.Tensor) -> Held | None:
+    def wgrad(self, param: torch.Tensor) -> HeldPiece | None:
         """Return the gradient: unscaled once the optimizer took it over, as it was accumulated until then."""
         stretch = self._stretch(param) if self._is_flat and param.requires_grad else None
         if self.is_prepared:
@@ -116,7 +116,7 @@ class MegatronHolding:
             return None
         return self._held(param, grad if stretch is None else grad.view(-1)[stretch[0] : stretch[1]], stretch)
 
-    def state(self, param: torch.Tensor, tensor: torch.Tensor) -> Held:
+    def state(self, param: torch.Tensor, tensor: torch.Tensor) -> HeldPiece:
         """Return the state's piece: cut as the gradient is."""
         stretch = self._stretch(param) if self._is_flat and param.requires_grad else None
         if stretch is not None and tensor.numel() != stretch[1] - stretch[0]:
@@ -132,7 +132,7 @@ class MegatronHolding:
         # Megatron gives a tied embedding a bucket of its own: its copy on the last stage is cut at the same places.
         return self._ranges.get(id(param), (0, 0))
 
-    def _held(self, param: torch.Tensor, tensor: torch.Tensor, stretch: tuple[int, int] | None) -> Held:
+    def _held(self, param: torch.Tensor, tensor: torch.Tensor, stretch: tuple[int, int] | None) -> HeldPiece:
         placements, cuts, shape = self._placed(param)
         part = ""
         if stretch is not None:
@@ -142,7 +142,7 @@ class MegatronHolding:
             part = ",".join([f"{axis}={at}" for axis, at in cuts.items()] + [f"{stretch[0]}:{stretch[1]}"])
         elif "etp" in cuts:
             part = ",".join(f"{axis}={at}" for axis, at in cuts.items())
-        return Held(tensor, placements, part, shape)
+        return HeldPiece(tensor, placements, part, shape)
 
     def _placed(self, param: torch.Tensor) -> tuple[dict[str, str], dict[str, int], tuple[int, ...]]:
         """Return (axis -> word, axis or `etp` -> coordinate where it is cut, shape of the whole parameter)."""

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from olmo_core.train.callbacks import Callback, CheckpointerCallback, EvaluatorCallback
 from olmo_core.train.common import OPTIM_GRAD_NORM_METRIC, TRAIN_CE_LOSS_METRIC
 
-from sentinel.collect import attach
+from sentinel.collect.attach import attach
 from sentinel.collect.environment import read_environment
 from sentinel.collect.monitor import Monitor
 from sentinel.collect.unmeasured import Unmeasured

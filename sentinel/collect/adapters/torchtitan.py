@@ -22,10 +22,10 @@ from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.trainer import Trainer
 
-from sentinel.collect import attach
+from sentinel.collect.attach import attach
 from sentinel.collect.environment import read_environment
 from sentinel.collect.monitor import Monitor
-from sentinel.collect.placements import local_of
+from sentinel.collect.parallel.placements import local_of
 from sentinel.collect.unmeasured import Unmeasured
 from sentinel.monitor_config import MODULE_KINDS, ConfigSource, MonitorConfig, read_source
 from sentinel.place import Place
@@ -62,13 +62,13 @@ def attach_torchtitan(
                     "forward and backward are replayed as a CUDA graph, in which no hook runs: parameters, gradients and "
                     "scalars are measured, the black box and modules are not; training.disable_cuda_graphs shows them",
                 )
-            Following(trainer, monitor, replays)
+            TorchtitanTrainer(trainer, monitor, replays)
         except Exception as error:
             monitor.guard("attach_torchtitan", error)
     return monitor
 
 
-class Following:
+class TorchtitanTrainer:
     """What is wrapped on one Trainer, until its monitor ends."""
 
     def __init__(self, trainer: Trainer, monitor: Monitor, replays: bool) -> None:
@@ -221,7 +221,7 @@ class Following:
         states = getattr(checkpointer, "states", None)
         if not isinstance(states, dict) or not hasattr(checkpointer, "dcp_load") or STATE in states:
             return  # The step is in the Trainer's own state, whatever keeps it.
-        states[STATE] = Kept(self._monitor)
+        states[STATE] = MonitorState(self._monitor)
         self._undo.append(lambda: states.pop(STATE, None) and None)
         self._wrap(checkpointer, "dcp_load", self._dcp_load)
 
@@ -234,7 +234,7 @@ class Following:
         return original(state_dict, checkpoint_id, *args, **kwargs)
 
 
-class Kept:
+class MonitorState:
     """The monitor's state as a Stateful of torch.distributed.checkpoint, in which nothing can fail."""
 
     def __init__(self, monitor: Monitor) -> None:

@@ -1,5 +1,7 @@
 """Kernels: from tensors to the statistics of their rows, each element read once, without waiting for the device.
 
+In: tensors. Out: STATS words of rows. Never: copies a tensor whole, changes it, or raises for what can be measured.
+
     native          C, for CPU tensors
     triton_kernel   Triton, for GPUs; what runs there is triton_moments
     torch_ops       plain torch, any device, chunked: where there is nothing better
@@ -18,9 +20,9 @@ from typing import Protocol
 
 import torch
 
-from sentinel.collect.buffer import StepRows
 from sentinel.collect.kernels.native import NativeKernel
 from sentinel.collect.kernels.torch_ops import TorchKernel
+from sentinel.collect.rows.buffer import StepRows
 from sentinel.native import implementation
 
 log = logging.getLogger("sentinel")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from sentinel import native
-from sentinel.collect.buffer import StepRows
 from sentinel.collect.kernels.reading import pieces, plain
-from sentinel.collect.placements import ORDINARY
+from sentinel.collect.parallel.placements import ORDINARY
+from sentinel.collect.rows.buffer import StepRows
 from sentinel.errors import SentinelError
 from sentinel.native import layout
 from sentinel.native.library import ISAS

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sentinel.collect.buffer import StepRows
 from sentinel.collect.kernels import torch_host
 from sentinel.collect.kernels.native import NativeKernel
 from sentinel.collect.kernels.reading import CONVERTED, in_storage_order, is_dense, pieces, plain
+from sentinel.collect.rows.buffer import StepRows
 from sentinel.errors import SentinelError
 
 BLOCK = 2048

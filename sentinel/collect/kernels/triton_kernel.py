@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from sentinel.collect.buffer import SLOT_BYTES, DeviceStats, StepRows
 from sentinel.collect.kernels import triton_entries
 from sentinel.collect.kernels import triton_moments as device_code
 from sentinel.collect.kernels.native import NativeKernel
 from sentinel.collect.kernels.reading import CONVERTED, is_dense, pieces, plain
 from sentinel.collect.kernels.torch_ops import TorchKernel
+from sentinel.collect.rows.buffer import SLOT_BYTES, DeviceStats, StepRows
 from sentinel.errors import SentinelError
 
 log = logging.getLogger("sentinel")
@@ -101,7 +101,7 @@ class Tables:
         return self._addresses.data_ptr()
 
 
-class Gate:
+class CaptureSwitch:
     """A switch on the device for launches that a CUDA graph has captured: whether they measure, and into which rows.
 
     Change it on the stream that replays the graph: a launch must not see it change.
@@ -253,7 +253,9 @@ class TritonKernel:
             stats.stage + SLOT_BYTES * row, slot, stats.epoch, limit, int(checksum), 0,
         )  # fmt: skip
 
-    def capture(self, tensor: torch.Tensor, gate: Gate, row: int, *, zero_eps: float = 0.0, checksum: bool = False) -> None:
+    def capture(
+        self, tensor: torch.Tensor, gate: CaptureSwitch, row: int, *, zero_eps: float = 0.0, checksum: bool = False
+    ) -> None:
         """Launch what fills row `row` of the buffer that `gate` is open for: for a CUDA graph that is being captured.
 
         The tensor is dense and of a type that is read as it is; SentinelError otherwise.

@@ -1,5 +1,7 @@
 """Probes: what is measured beyond weights, gradients and activations, one file each.
 
+In: the events of a step. Out: rows and vectors of kinds of their own. Never: waits for the device, or communicates.
+
 A probe is a class that is given a ProbeContext, subscribes to the events it needs, and measures only what the plan wants:
 a kind that nobody wants costs neither a hook nor a call in a step.
 """
@@ -18,7 +20,7 @@ from sentinel.collect.probes.histogram import Histogram
 from sentinel.collect.probes.optimizer_state import OptimizerState
 from sentinel.collect.probes.precision import Precision
 from sentinel.collect.probes.router import RouterProbe
-from sentinel.collect.probes.saturation import Saturation
+from sentinel.collect.probes.saturation import SaturationProbe
 from sentinel.collect.probes.structure_print import StructurePrint
 from sentinel.collect.probes.update import Update
 from sentinel.collect.probes.weight_spectrum import WeightSpectrum
@@ -39,7 +41,7 @@ PROBES: tuple[Probe, ...] = (
     Attention,
     RouterProbe,
     Precision,
-    Saturation,
+    SaturationProbe,
     Channel,
 )
 """In the order in which they are told of each event."""

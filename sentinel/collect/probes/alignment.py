@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sentinel.collect.placements import is_dense, local_of
+from sentinel.collect.parallel.placements import is_dense, local_of
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.optimizer_state import STATE_KEYS
 from sentinel.collect.probes.pieces import ROOM, side_by_side
@@ -19,7 +19,7 @@ from sentinel.collect.probes.prepared_rows import device_shares
 from sentinel.collect.probes.single_values import NUM_NAN, observe_words, value_words
 from sentinel.collect.probes.stepped import Stepped, describe_formed, stepped_by
 from sentinel.collect.probes.update_rules import adam, as_number, is_cut_alike, lion, muon, rule_of, sgd
-from sentinel.collect.tensors import Entry
+from sentinel.collect.rows.tensor_table import TensorEntry
 from sentinel.record import NO_ANGLE, Kind
 
 COSINE = ":cosine"
@@ -73,7 +73,7 @@ class Alignment:
     def _measure(self, found: list[tuple[Stepped, torch.Tensor | None, Any]]) -> None:
         """Measure (parameter, its momentum, share of the gradient that is in there already)."""
         plan, table = self._context.plan, self._context.table
-        by_device: dict[torch.device, list[tuple[Entry, Entry, tuple[Entry, ...], torch.Tensor, int]]] = {}
+        by_device: dict[torch.device, list[tuple[TensorEntry, TensorEntry, tuple[TensorEntry, ...], torch.Tensor, int]]] = {}
         for stepped, momentum, share in found:
             if momentum is None or stepped.grad is None or momentum.numel() == 0:
                 continue

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from sentinel.collect.compiled import is_inside
-from sentinel.collect.placements import axes_of, is_dtensor, is_shard, local_of
+from sentinel.collect.compiled.graphs import is_inside
+from sentinel.collect.hooks.chunk import Chunk, in_backward
+from sentinel.collect.parallel.placements import axes_of, is_dtensor, is_shard, local_of
 from sentinel.collect.probes.attention_calls import Attended, calls
-from sentinel.collect.probes.attention_scores import Logits, Scores, measure
+from sentinel.collect.probes.attention_scores import AttentionScores, Logits, measure
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.derived import describe_site
 from sentinel.collect.probes.prepared_rows import observe_some
-from sentinel.collect.taps import Chunk, in_backward
-from sentinel.collect.tensors import Entry
+from sentinel.collect.rows.tensor_table import TensorEntry
 from sentinel.place import strip_wrappers
 from sentinel.record import Kind
 from sentinel.target import Target
@@ -55,7 +55,7 @@ class Attention:
         """(vpp_stage, module) -> the forward that called last, and how often."""
         self._is_written: dict[int, bool] = {}
         """Id of a module -> whether its softmax is that of attention."""
-        self._entries: dict[tuple[int, str], Entry] = {}
+        self._entries: dict[tuple[int, str], TensorEntry] = {}
         context.events.planned.subscribe("attention", self._plan)
         context.events.begun.subscribe("attention", self._begin)
         context.events.ending.subscribe("attention", self._end)
@@ -183,8 +183,8 @@ class Attention:
         wanted = [context.plan.measures(entry) for entry in entries]
         if not any(wanted):
             return
-        asked: Scores | Logits = scores()
-        if is_flat and isinstance(asked, Scores):
+        asked: AttentionScores | Logits = scores()
+        if is_flat and isinstance(asked, AttentionScores):
             heads = self._heads(chunk, name, module)
             if heads and asked.shape[1] != heads and asked.shape[1] % heads == 0:
                 asked = _split(asked, heads)
@@ -200,7 +200,7 @@ class Attention:
                                      chunk.micro_step)  # fmt: skip
             self._num_rows += 1
 
-    def _entry(self, chunk: Chunk, name: str) -> Entry:
+    def _entry(self, chunk: Chunk, name: str) -> TensorEntry:
         key = (chunk.vpp_stage, name)
         entry = self._entries.get(key)
         if entry is None:
@@ -285,13 +285,13 @@ class Attention:
         return 0
 
 
-def _split(scores: Scores, heads: int) -> Scores:
+def _split(scores: AttentionScores, heads: int) -> AttentionScores:
     """Return the scores of a call that had [batch * heads, queries, width], with the heads apart."""
     q, k = scores.q[0], scores.k[0]
     if k.shape[0] != q.shape[0]:
         return scores
     mask = None if scores.mask is None else _with_heads(scores.mask[0], heads)
-    return Scores(
+    return AttentionScores(
         _with_heads(q, heads), _with_heads(k, heads), mask, causal=scores.causal, scale=scores.scale,
         score_mod=scores.score_mod, mask_mod=scores.mask_mod,
     )  # fmt: skip

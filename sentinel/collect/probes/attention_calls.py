@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
-from sentinel.collect.interception import Interception
-from sentinel.collect.probes.attention_scores import Scores
+from sentinel.collect.hooks.interception import Interception
+from sentinel.collect.probes.attention_scores import AttentionScores
 
 LOWER_RIGHT = 2
 """torch.nn.attention.bias.CausalVariant.LOWER_RIGHT."""
@@ -41,7 +41,9 @@ class Attending(Protocol):
 class Attended:
     """One call of a function for attention: its queries and keys, and how to form its scores where they are wanted."""
 
-    def __init__(self, q: torch.Tensor, k: torch.Tensor, scores: Callable[[torch.Tensor, torch.Tensor], Scores]) -> None:
+    def __init__(
+        self, q: torch.Tensor, k: torch.Tensor, scores: Callable[[torch.Tensor, torch.Tensor], AttentionScores]
+    ) -> None:
         self.q = q
         self.k = k
         self.scores = scores
@@ -167,7 +169,7 @@ def _of_sdpa(
     if variant is not None and type(attn_mask) is not torch.Tensor:
         # torch.nn.attention.bias: a causal mask that is never formed.
         causal, mask = key.shape[-2] - query.shape[-2] if variant.value == LOWER_RIGHT else 0, None
-    return Attended(query, key, lambda q, k: Scores(q, k, mask, causal=causal, scale=scale))
+    return Attended(query, key, lambda q, k: AttentionScores(q, k, mask, causal=causal, scale=scale))
 
 
 def _of_flex(
@@ -182,4 +184,4 @@ def _of_flex(
     **kwargs: Any,
 ) -> Attended | None:
     mask_mod = None if block_mask is None else block_mask.mask_mod
-    return Attended(query, key, lambda q, k: Scores(q, k, scale=scale, score_mod=score_mod, mask_mod=mask_mod))
+    return Attended(query, key, lambda q, k: AttentionScores(q, k, scale=scale, score_mod=score_mod, mask_mod=mask_mod))

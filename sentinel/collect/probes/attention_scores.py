@@ -43,7 +43,7 @@ class Measured:
         return mean.float(), torch.where(largest == -torch.inf, torch.nan, largest).float()
 
 
-class Scores:
+class AttentionScores:
     """The logits of softmax(q @ k.T * scale + mask), by blocks.
 
     q: [batch, heads, queries, width]; k: [batch, key heads, keys, width], where a key head serves as many heads as there
@@ -120,7 +120,7 @@ class Logits:
         self.dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
 
     def block(self, batch: slice, heads: slice, rows: torch.Tensor, keys: slice) -> torch.Tensor:
-        """As `Scores.block`."""
+        """As `AttentionScores.block`."""
         return self.logits[batch, heads, :, keys].index_select(2, rows).to(self.dtype)
 
 
@@ -134,7 +134,7 @@ def _floor(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min / 2.0
 
 
-def measure(scores: Scores | Logits) -> Measured:
+def measure(scores: AttentionScores | Logits) -> Measured:
     """Return entropy and largest logit of each query of a call, or of a strided sample of the queries. Does not wait.
 
     Cost: that of forming at most MOST_LOGITS logits. Temporaries of at most 16 MiB.
@@ -160,13 +160,13 @@ def measure(scores: Scores | Logits) -> Measured:
     return Measured(entropy, counts, torch.where(counts, top, -torch.inf).amax(-1))
 
 
-def _strided(queries: int, rows: int, scores: Scores | Logits) -> torch.Tensor:
+def _strided(queries: int, rows: int, scores: AttentionScores | Logits) -> torch.Tensor:
     """Return the positions of `rows` queries, evenly spread: all of them where there are no more."""
     device = (scores.logits if isinstance(scores, Logits) else scores.q).device
     return (torch.arange(rows, device=device) * 2 + 1) * queries // (2 * rows)
 
 
-def _tiles(scores: Scores | Logits, most_batch: int, rows: int) -> Iterator[tuple[slice, slice]]:
+def _tiles(scores: AttentionScores | Logits, most_batch: int, rows: int) -> Iterator[tuple[slice, slice]]:
     """Yield (batch, heads): so many that their logits and keys stay small, the heads of one sample one behind the other."""
     batch, heads, _, keys = scores.shape
     keys = min(keys, max(1, BLOCK_KEYS // scores.width))
@@ -187,7 +187,9 @@ def _tiles(scores: Scores | Logits, most_batch: int, rows: int) -> Iterator[tupl
             yield slice(first, min(batch, first + num_batch)), slice(head, min(heads, head + num_heads))
 
 
-def _rows(scores: Scores | Logits, batch: slice, heads: slice, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(
+    scores: AttentionScores | Logits, batch: slice, heads: slice, at: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (entropy, largest logit) of the queries at `at`: [batch, heads, rows] each."""
     keys = scores.shape[3]
     keys_each = min(keys, max(1, BLOCK_KEYS // scores.width), BLOCK_LOGITS)

@@ -8,7 +8,7 @@ from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.derived import DerivedEntries, producer
 from sentinel.collect.probes.step_sums import StepSums
 from sentinel.collect.probes.token_blocks import blocks, by_channel, leading, tokens_of
-from sentinel.collect.tensors import Entry
+from sentinel.collect.rows.tensor_table import TensorEntry
 from sentinel.record import Kind
 
 QUANTITIES = ("channel_rms", "mean_over_std")
@@ -32,12 +32,12 @@ class Channel:
         self._context = context
         self._derived = DerivedEntries(context, Kind.CHANNEL, "channel")
         self._sums = StepSums(context, "channel")
-        self._entries: dict[int, list[Entry]] = {}
+        self._entries: dict[int, list[TensorEntry]] = {}
         """Id of a source -> its entries of this step."""
         context.look_while("channel", lambda: context.plan.wants(Kind.CHANNEL), self.look)
         context.events.ending.subscribe("channel", self._end)
 
-    def look(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
+    def look(self, entry: TensorEntry, tensor: torch.Tensor, micro_step: int) -> None:
         """Add an activation to the sums of its channels. Reads it twice; does not wait."""
         if entry.kind != Kind.ACTIVATION:
             return

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from sentinel.collect.interception import Interception
+from sentinel.collect.hooks.interception import Interception
 
 
 class Form(NamedTuple):
@@ -87,7 +87,7 @@ OBJECT_OPS = frozenset({
 """They send pickled Python objects, which are no tensors of the training."""
 
 
-class Listener(Protocol):
+class CallListener(Protocol):
     """Is told of calls while it is due. What it raises would end in the trainer: it raises nothing."""
 
     is_due: bool
@@ -126,7 +126,7 @@ def argument(form: Form, at: int, args: tuple[Any, ...], kwargs: Mapping[str, An
     return kwargs.get(form.names[at]) if at < len(form.names) else None
 
 
-def _replace_all(calls: Interception[Listener]) -> None:
+def _replace_all(calls: Interception[CallListener]) -> None:
     group = getattr(sys.modules.get("torch._C._distributed_c10d"), "ProcessGroup", None)
     if group is None:
         return
@@ -147,7 +147,7 @@ def _replace_all(calls: Interception[Listener]) -> None:
             _everywhere(calls, "wait_tensor", wait, _awaited(wait))
 
 
-def _everywhere(calls: Interception[Listener], name: str, original: Any, ours: Any) -> None:
+def _everywhere(calls: Interception[CallListener], name: str, original: Any, ours: Any) -> None:
     """Replace a function of torch in every module that has imported it under this name."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
@@ -155,7 +155,7 @@ def _everywhere(calls: Interception[Listener], name: str, original: Any, ours: A
             calls.replace(module, name, ours)
 
 
-calls: Interception[Listener] = Interception(_replace_all)
+calls: Interception[CallListener] = Interception(_replace_all)
 """Who is told. While nobody is, torch is as it was."""
 
 

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from sentinel.collect.placements import arrived, is_async, local_of
-from sentinel.collect.plan import Wish
+from sentinel.collect.hooks.chunk import Chunk, in_backward
+from sentinel.collect.parallel.placements import arrived, is_async, local_of
+from sentinel.collect.parallel.waiting import WORKS
 from sentinel.collect.probes.call_sites import CallSite, CallSites
 from sentinel.collect.probes.collectives import OBJECT_OPS, Form, argument, calls, tensors_of
 from sentinel.collect.probes.context import ProbeContext
-from sentinel.collect.taps import Chunk, in_backward
-from sentinel.collect.tensors import Entry
-from sentinel.collect.waiting import WORKS
+from sentinel.collect.rows.tensor_table import TensorEntry
+from sentinel.collect.schedule.plan import Wish
 from sentinel.place import AXES
 from sentinel.record import Flag, Kind
 from sentinel.target import Target
@@ -38,7 +38,7 @@ CALL_FIELDS = "call,field"
 and in waiting for it, ranks of the group, 1 when its result was waited for)."""
 
 
-class Site:
+class CommSite:
     """One op at one line of code."""
 
     def __init__(self, op: str, where: CallSite, name: str) -> None:
@@ -73,10 +73,10 @@ class Site:
         return any(fnmatch.fnmatchcase(name, target.text) for name in names)
 
 
-class Call:
+class CommCall:
     """One call under way."""
 
-    def __init__(self, site: Site, fields: list[float], is_measured: bool, micro_step: int) -> None:
+    def __init__(self, site: CommSite, fields: list[float], is_measured: bool, micro_step: int) -> None:
         self.site = site
         self.fields = fields
         self.is_measured = is_measured
@@ -90,7 +90,7 @@ class Call:
 class Awaited:
     """Calls that went out as one piece of work, until somebody waits for it, or for a future of it."""
 
-    def __init__(self, calls: list[Call]) -> None:
+    def __init__(self, calls: list[CommCall]) -> None:
         self.calls = calls
         self.num_holders = 0
         """Objects left by which it can be waited for."""
@@ -106,8 +106,8 @@ class Communication:
         self._plan = context.plan
         self.is_due = False
         self._where = CallSites()
-        self._sites: dict[tuple[str, CallSite], Site] = {}
-        self._entries: dict[tuple[Site, str], Entry] = {}
+        self._sites: dict[tuple[str, CallSite], CommSite] = {}
+        self._entries: dict[tuple[CommSite, str], TensorEntry] = {}
         self._due: list[Wish] = []
         self._told: dict[int, Any] = {}
         """id of an entry -> shape and dtype as the table knows them in this step."""
@@ -117,9 +117,9 @@ class Communication:
         self._is_inside = False
         self._works: dict[int, tuple[weakref.ref[Any], list[Awaited]]] = {}
         """id of a Work, or of a future of some, that nobody has waited for yet -> what it stands for."""
-        self._results: dict[int, tuple[weakref.ref[torch.Tensor], Call]] = {}
+        self._results: dict[int, tuple[weakref.ref[torch.Tensor], CommCall]] = {}
         """Address of the memory that a functional collective still writes -> (its tensor, the call)."""
-        self._held: dict[int, list[Call]] = {}
+        self._held: dict[int, list[CommCall]] = {}
         """id of a group that is coalescing -> its calls."""
         self._streams: set[Any] = set()
         self._is_installed = False
@@ -189,7 +189,7 @@ class Communication:
             if site.calls:
                 self._ship(site)
 
-    def _ship(self, site: Site) -> None:
+    def _ship(self, site: CommSite) -> None:
         entry = self._entry(site, "", None)
         values = torch.tensor(site.calls, dtype=torch.float64)
         site.calls = []
@@ -203,7 +203,7 @@ class Communication:
 
     # -- what collectives.py and waiting.py tell ---------------------------------------------------------------------
 
-    def began(self, form: Form, group: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | None:
+    def began(self, form: Form, group: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CommCall | None:
         """A call is about to be made: look at what it sends."""
         if self._is_inside or not self.is_due or not self._context.is_measuring():
             return None
@@ -217,7 +217,7 @@ class Communication:
             self._context.guard(f"comm {form.op}", error)
             return None
 
-    def _begin_call(self, form: Form, group: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | None:
+    def _begin_call(self, form: Form, group: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CommCall | None:
         where = self._where.here(OBJECT_OPS)
         if where is None:
             return None
@@ -238,7 +238,7 @@ class Communication:
         if group is not None and site.group is None and not site.is_group_told:
             site.group = group
         is_measured = any(wish.schedule is None or not wish.schedule.log_only for wish in wishes)
-        call = Call(site, fields, is_measured, self._micro_step())
+        call = CommCall(site, fields, is_measured, self._micro_step())
         call.group = group
         if call.is_measured:
             if is_root or form.root != "sends":
@@ -249,11 +249,11 @@ class Communication:
         call.began = time.perf_counter()
         return call
 
-    def failed(self, call: Call) -> None:
+    def failed(self, call: CommCall) -> None:
         """The call raised: nothing came out."""
         self._is_inside = False
 
-    def ended(self, call: Call, result: Any) -> None:
+    def ended(self, call: CommCall, result: Any) -> None:
         """The call returned: its result is read now, or when it is waited for."""
         self._is_inside = False
         call.fields[2] += time.perf_counter() - call.began
@@ -262,7 +262,7 @@ class Communication:
         except Exception as error:
             self._context.guard(f"comm {call.site.op}", error)
 
-    def _expect(self, call: Call, result: Any) -> None:
+    def _expect(self, call: CommCall, result: Any) -> None:
         held = self._held.get(id(call.group))
         if held is not None:
             held.append(call)
@@ -273,7 +273,7 @@ class Communication:
         else:
             self._finish(call)
 
-    def _expect_tensors(self, call: Call, results: list[torch.Tensor]) -> None:
+    def _expect_tensors(self, call: CommCall, results: list[torch.Tensor]) -> None:
         """A functional collective gave tensors: those of an async kind are complete when their consumer waits."""
         for one in results:
             inner = local_of(one)
@@ -306,7 +306,7 @@ class Communication:
             one.num_holders += 1
         self._works[key] = (weakref.ref(work, gone), [*held, *awaited])
 
-    def _tell_unread(self, call: Call) -> None:
+    def _tell_unread(self, call: CommCall) -> None:
         if call.outputs:
             self._recording.tell(
                 "comm_unread",
@@ -377,13 +377,13 @@ class Communication:
 
     # -- measuring ---------------------------------------------------------------------------------------------------
 
-    def _finish(self, call: Call) -> None:
+    def _finish(self, call: CommCall) -> None:
         call.fields[4] = 1.0
         if call.is_measured:
             received = [one for one in (ref() for ref in call.outputs) if one is not None]
             self._measure(call, "out", received)
 
-    def _measure(self, call: Call, role: str, tensors: list[torch.Tensor]) -> None:
+    def _measure(self, call: CommCall, role: str, tensors: list[torch.Tensor]) -> None:
         # A result that comes between two steps belongs to none; threads that are not the trainer's write no rows.
         if not self._context.is_measuring() or (threading.get_ident() != self._thread and not in_backward()):
             return
@@ -398,7 +398,7 @@ class Communication:
                 if local.device.type != "cpu":
                     self._streams.add(torch.get_device_module(local.device).current_stream(local.device))
 
-    def _entry(self, site: Site, path: str, tensor: torch.Tensor | None) -> Entry:
+    def _entry(self, site: CommSite, path: str, tensor: torch.Tensor | None) -> TensorEntry:
         entry = self._entries.get((site, path))
         if entry is None:
             name = f"{site.name}:{path}" if path else site.name
@@ -413,7 +413,7 @@ class Communication:
             self._context.table.describe(entry, torch.empty(0) if tensor is None else tensor, placements)
         return entry
 
-    def _site(self, op: str, where: CallSite) -> Site:
+    def _site(self, op: str, where: CallSite) -> CommSite:
         site = self._sites.get((op, where))
         if site is None:
             if len(self._sites) >= MAX_SITES:
@@ -421,10 +421,10 @@ class Communication:
                 site = self._sites.get((op, where))
                 if site is not None:
                     return site
-            site = self._sites[op, where] = Site(op, where, f"{op}@{where}")
+            site = self._sites[op, where] = CommSite(op, where, f"{op}@{where}")
         return site
 
-    def _wishes_of(self, site: Site) -> list[Wish]:
+    def _wishes_of(self, site: CommSite) -> list[Wish]:
         if site.generation != self._plan.generation:
             site.generation = self._plan.generation
             site.wishes = [wish for wish in self._plan.wishes_of(Kind.COMM) if site.means(wish)]

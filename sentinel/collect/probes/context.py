@@ -10,16 +10,16 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sentinel.collect.attempt import Attempt
-from sentinel.collect.costs import OWN, Costs, kinds_of_probe
-from sentinel.collect.failures import Guard
-from sentinel.collect.gradients import Parameters
-from sentinel.collect.inert import inert_hook
-from sentinel.collect.plan import Plan
-from sentinel.collect.recording import Look, Onlooker, Recording
-from sentinel.collect.sites import Sites
-from sentinel.collect.taps import Chunk, in_backward
-from sentinel.collect.tensors import TensorTable
+from sentinel.collect.attempt import RankAttempt
+from sentinel.collect.hooks.chunk import Chunk, in_backward
+from sentinel.collect.hooks.failures import Guard
+from sentinel.collect.hooks.gradients import WatchedParameters
+from sentinel.collect.hooks.pickle_stub import inert_hook
+from sentinel.collect.hooks.sites import Sites
+from sentinel.collect.rows.recording import Look, Onlooker, Recording
+from sentinel.collect.rows.tensor_table import TensorTable
+from sentinel.collect.schedule.costs import OWN, Costs, kinds_of_probe
+from sentinel.collect.schedule.plan import Plan
 from sentinel.messages import Descriptor
 from sentinel.monitor_config import MonitorConfig
 from sentinel.place import Place
@@ -113,7 +113,7 @@ class ProbeContext:
     table: TensorTable
     sites: Sites
     plan: Plan
-    parameters: Parameters
+    parameters: WatchedParameters
     chunks: list[Chunk]
     events: Events
     guard: Guard
@@ -126,7 +126,7 @@ class ProbeContext:
     """Take note of tensors measured: kind to number (`EndStep.due`)."""
     config: MonitorConfig
     """As it was at attach; what may change while training is in the plan."""
-    attempt: Attempt
+    attempt: RankAttempt
     """The run, its directory, and the attempt."""
     descriptor: Callable[[], Descriptor]
     """What this rank says of itself, made now: not at every step."""

@@ -8,10 +8,10 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from sentinel.collect.hooks.chunk import Chunk
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.stepped import per_rank
-from sentinel.collect.taps import Chunk
-from sentinel.collect.tensors import Entry
+from sentinel.collect.rows.tensor_table import TensorEntry
 from sentinel.record import Flag, Kind
 
 NOTHING_KNOWN: Mapping[str, str] = MappingProxyType({})
@@ -23,21 +23,21 @@ class DerivedEntries:
     def __init__(self, context: ProbeContext, kind: Kind, probe: str) -> None:
         self._context = context
         self._kind = kind
-        self._made: dict[tuple[int, str], Entry] = {}
+        self._made: dict[tuple[int, str], TensorEntry] = {}
         self._is_near: dict[int, tuple[int, bool]] = {}
         """Id of a source -> the plan's generation, and whether it wants this kind of that tensor in any step."""
-        self._seen: dict[int, tuple[Entry, Entry, bool]] = {}
+        self._seen: dict[int, tuple[TensorEntry, TensorEntry, bool]] = {}
         """Id of an entry that has a row in this step -> it, its source, and whether it is a rank's own."""
         context.events.ending.subscribe(probe, self._follow)
 
     def due(
         self,
-        source: Entry,
+        source: TensorEntry,
         quantities: tuple[str, ...],
         tensor: torch.Tensor,
         shape: tuple[int, ...],
         own: Collection[str] = (),
-    ) -> list[Entry]:
+    ) -> list[TensorEntry]:
         """Return the entries to be measured now, [] where `source` is not looked at in this step.
 
         All quantities, or those that a target picks by name (`fc1:zero`). shape: of what each row is made of. own: those
@@ -79,7 +79,7 @@ class DerivedEntries:
         self._seen = {}
 
 
-def _placed(source: Entry, is_own: bool) -> tuple[dict[str, str], str]:
+def _placed(source: TensorEntry, is_own: bool) -> tuple[dict[str, str], str]:
     """Return (placements, part) of what is made of a source: as it is, or a rank's own where no two ranks hold the same."""
     return (per_rank(source.placements), "") if is_own else (dict(source.placements), source.part)
 
@@ -87,7 +87,7 @@ def _placed(source: Entry, is_own: bool) -> tuple[dict[str, str], str]:
 def describe_site(
     context: ProbeContext,
     chunk: Chunk,
-    entry: Entry,
+    entry: TensorEntry,
     shown: torch.Tensor,
     module: nn.Module,
     shape: tuple[int, ...],
@@ -106,7 +106,7 @@ def describe_site(
         chunk.locals.ask(entry, shown, module, True, Kind(entry.kind) is Kind.ATTENTION)
 
 
-def producer(context: ProbeContext, entry: Entry) -> nn.Module | None:
+def producer(context: ProbeContext, entry: TensorEntry) -> nn.Module | None:
     """Return the module whose output an entry is; None where it is no module's."""
     for chunk in context.chunks:
         if chunk.vpp_stage == entry.chunk:

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
+from sentinel.collect.hooks.chunk import Chunk
 from sentinel.collect.kernels.reading import plain
-from sentinel.collect.plan import Dump, Request
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.dump_pieces import piece_of
 from sentinel.collect.probes.dump_writer import DTYPES, DumpWriter, StepDump
-from sentinel.collect.recording import Onlooker
-from sentinel.collect.taps import Chunk
-from sentinel.collect.tensors import Entry
+from sentinel.collect.rows.recording import Onlooker
+from sentinel.collect.rows.tensor_table import TensorEntry
+from sentinel.collect.schedule.plan import Dump, Request
 from sentinel.dump import DumpHead, Piece, key_of
 from sentinel.record import BACKWARD_KINDS, FORWARD_KINDS, Kind
 
@@ -73,7 +73,7 @@ class TensorDump:
         if not self._writer.close(CLOSE_S):
             _tell(self._context, "dump_failed", f"dumps were still on their way to the disk after {CLOSE_S:g} s", "close")
 
-    def _look(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
+    def _look(self, entry: TensorEntry, tensor: torch.Tensor, micro_step: int) -> None:
         """Take a tensor that a request of this step means."""
         requests = self._plan.dumps(entry)
         if not requests or not self._context.is_measuring():
@@ -89,7 +89,7 @@ class TensorDump:
             # What cannot be copied must neither end the step's dump nor stay unsaid.
             self._left_out[key] = f"{type(error).__name__}: {error}"[:300]
 
-    def _take(self, key: str, entry: Entry, tensor: torch.Tensor, micro_step: int, requests: list[Request]) -> None:
+    def _take(self, key: str, entry: TensorEntry, tensor: torch.Tensor, micro_step: int, requests: list[Request]) -> None:
         limits = [one.dump.first_n for one in requests if one.dump is not None]
         first_n = None if None in limits else max(one for one in limits if one is not None)
         local = plain(tensor)
@@ -113,7 +113,7 @@ class TensorDump:
         self._first_n = None if first_n is None or self._first_n is None else max(self._first_n, first_n)
         self._asked.update(dict.fromkeys(one.command for one in requests if one.command))
 
-    def _param(self, entry: Entry) -> Any:
+    def _param(self, entry: TensorEntry) -> Any:
         """Return the parameter that an entry is about: it says how it is cut."""
         if Kind(entry.kind) in FORWARD_KINDS or Kind(entry.kind) in BACKWARD_KINDS:
             return None

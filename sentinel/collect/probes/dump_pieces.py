@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from sentinel.collect.placements import is_dtensor
-from sentinel.collect.tensors import Entry
+from sentinel.collect.parallel.placements import is_dtensor
+from sentinel.collect.rows.tensor_table import TensorEntry
 from sentinel.dump import Piece
 from sentinel.place import Place
 from sentinel.record import BACKWARD_KINDS, FORWARD_KINDS, Kind
@@ -19,7 +19,9 @@ _STRETCH = re.compile(r"(\d+):(\d+)")
 _CUT = re.compile(r"[^=,]+=(\d+)")
 
 
-def piece_of(entry: Entry, local: torch.Tensor, micro_step: int, place: Place, whole: Any, first_n: int | None) -> Piece:
+def piece_of(
+    entry: TensorEntry, local: torch.Tensor, micro_step: int, place: Place, whole: Any, first_n: int | None
+) -> Piece:
     """Return what `local` is a piece of.
 
     whole: the parameter it belongs to, which says as a DTensor how it is cut; None: there is none.
@@ -37,7 +39,7 @@ def piece_of(entry: Entry, local: torch.Tensor, micro_step: int, place: Place, w
 
 
 def _where(
-    entry: Entry, local: torch.Tensor, shape: tuple[int, ...], place: Place, whole: Any
+    entry: TensorEntry, local: torch.Tensor, shape: tuple[int, ...], place: Place, whole: Any
 ) -> tuple[tuple[int, ...] | None, tuple[int, int] | None, str]:
     """Return (start of the box, stretch of the flattened whole, why neither is known)."""
     placements = entry.placements

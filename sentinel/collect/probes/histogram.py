@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from sentinel.collect.buffer import DGRAD_KINDS, GRADIENT_KINDS, scaled_kinds
-from sentinel.collect.loss_scale import carried
-from sentinel.collect.placements import local_of
+from sentinel.collect.hooks.loss_scale import carried
+from sentinel.collect.parallel.placements import local_of
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.pieces import ROOM, side_by_side
-from sentinel.collect.tensors import Entry
+from sentinel.collect.rows.buffer import DGRAD_KINDS, GRADIENT_KINDS, scaled_kinds
+from sentinel.collect.rows.tensor_table import TensorEntry
 from sentinel.monitor_config import MEASURED
 from sentinel.record import Kind
 
@@ -45,7 +45,7 @@ class Histogram:
         self._kinds = frozenset(int(kind) for kind in MEASURED if plan.schedule_of(kind).histogram and plan.wants(kind))
         return bool(self._kinds)
 
-    def look(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
+    def look(self, entry: TensorEntry, tensor: torch.Tensor, micro_step: int) -> None:
         """Count one tensor's elements, if its kind and this step are asked for. Does not wait."""
         if entry.kind not in self._kinds or not self._context.plan.measures(entry, Kind(entry.kind)):
             return

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from sentinel.collect.placements import is_dense, local_of
+from sentinel.collect.parallel.placements import is_dense, local_of
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.stepped import stepped_by
-from sentinel.collect.tensors import Entry
+from sentinel.collect.rows.tensor_table import TensorEntry
 from sentinel.record import Kind
 
 STATE_KEYS = {"exp_avg": Kind.EXP_AVG, "momentum_buffer": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
@@ -35,7 +35,7 @@ class OptimizerState:
         kinds = {key: kind for key, kind in STATE_KEYS.items() if self._plan.takes(kind)}
         if not kinds:
             return
-        entries: list[Entry] = []
+        entries: list[TensorEntry] = []
         tensors: list[torch.Tensor] = []
         due: dict[str, int] = {}
         for stepped in stepped_by(optimizer, self._parameters):

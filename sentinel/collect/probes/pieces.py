@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from sentinel.collect.buffer import WORDS, StepRows
-from sentinel.collect.recording import Recording
+from sentinel.collect.rows.buffer import WORDS, StepRows
+from sentinel.collect.rows.recording import Recording
 from sentinel.record import Kind
 
 ROOM = 1 << 22

@@ -8,7 +8,7 @@ from sentinel.collect.kernels.reading import in_storage_order, is_dense, pieces,
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.derived import DerivedEntries
 from sentinel.collect.probes.prepared_rows import observe_some, share_words, write_rows
-from sentinel.collect.tensors import Entry
+from sentinel.collect.rows.tensor_table import TensorEntry
 from sentinel.record import Kind
 
 LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "fp16": 65504.0, "bf16": 3.3895313892515355e38}
@@ -46,7 +46,7 @@ class Precision:
         context.look_while("precision", lambda: context.plan.wants(Kind.PRECISION), self.look)
         context.events.ending.subscribe("precision", self._end)
 
-    def look(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
+    def look(self, entry: TensorEntry, tensor: torch.Tensor, micro_step: int) -> None:
         """Count what each format would lose of a tensor. Does not wait for an accelerator."""
         kind = Kind(entry.kind)
         if kind not in LOOKED_AT or not tensor.is_floating_point():

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from sentinel.collect.buffer import WORDS
-from sentinel.collect.recording import Recording
-from sentinel.collect.tensors import Entry
+from sentinel.collect.rows.buffer import WORDS
+from sentinel.collect.rows.recording import Recording
+from sentinel.collect.rows.tensor_table import TensorEntry
 from sentinel.record import STATS_DTYPE
 
 _COUNT, _MEAN, _M2, _M3, _M4, _MIN, _MAX, _NAN, _POS_INF, _NEG_INF, _ZERO, _ = range(WORDS)
@@ -95,14 +95,14 @@ def moments_words(values: torch.Tensor, counts: torch.Tensor | None = None) -> t
     return words
 
 
-def write_rows(recording: Recording, entries: Sequence[Entry], words: torch.Tensor, micro_step: int) -> None:
+def write_rows(recording: Recording, entries: Sequence[TensorEntry], words: torch.Tensor, micro_step: int) -> None:
     """Make each row of words, [n, 12] int64 on any device, a row of the running step."""
     first = recording.reserve_all(entries, [0] * len(entries), micro_step)
     recording.rows.stats_on(words.device, first, len(entries)).copy_(words)
 
 
 def observe_some(
-    recording: Recording, entry: Entry, values: torch.Tensor, counts: torch.Tensor | None, micro_step: int
+    recording: Recording, entry: TensorEntry, values: torch.Tensor, counts: torch.Tensor | None, micro_step: int
 ) -> None:
     """Make a row of the elements of a small tensor that count; None: all of them."""
     if not values.is_cpu:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from sentinel.collect.placements import local_of
+from sentinel.collect.hooks.chunk import Chunk
+from sentinel.collect.parallel.placements import local_of
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.derived import describe_site
 from sentinel.collect.probes.prepared_rows import observe_some, share_words, write_rows
@@ -24,8 +25,7 @@ from sentinel.collect.probes.routing import (
     told_losses,
 )
 from sentinel.collect.probes.step_sums import StepSums
-from sentinel.collect.taps import Chunk
-from sentinel.collect.tensors import Entry
+from sentinel.collect.rows.tensor_table import TensorEntry
 from sentinel.record import Kind
 from sentinel.target import Target
 
@@ -34,7 +34,7 @@ AT_END = ("load", "max_over_mean", "inactive", "balance", "coupling", "alignment
 """Quantities of the tokens of a whole step."""
 
 
-class Watched:
+class WatchedRouter:
     """One router while it is watched."""
 
     def __init__(self, chunk: Chunk, router: Router) -> None:
@@ -42,7 +42,7 @@ class Watched:
         self.router = router
         self.logits: torch.Tensor | None = None
         """What its gate gave out last, on its way to the router's own end."""
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         self.step = -1
         """The step in which its weight was looked at."""
         self.was_called = False
@@ -60,11 +60,11 @@ class RouterProbe:
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
-        self._watched: list[Watched] = []
+        self._watched: list[WatchedRouter] = []
         self._handles: list[RemovableHandle] = []
         self._plan_seen = -1
         self._sums = StepSums(context, "router")
-        self._of_load: dict[int, Watched] = {}
+        self._of_load: dict[int, WatchedRouter] = {}
         """Id of a load's entry -> whose it is."""
         self._num_rows = 0
         context.events.planned.subscribe("router", self._plan)
@@ -98,17 +98,17 @@ class RouterProbe:
             routers = find_routers(chunk.structure.modules, is_named)
             for router in routers:
                 if plan.wants_at(Kind.ROUTER, router.name, chunk.vpp_stage):
-                    self._watch(Watched(chunk, router))
+                    self._watch(WatchedRouter(chunk, router))
             if routers:
                 self._handles.append(self._context.watch("router", chunk, "", chunk.root, _Root(self, chunk).ended))
 
-    def _watch(self, one: Watched) -> None:
+    def _watch(self, one: WatchedRouter) -> None:
         watch = self._context.watch
         self._watched.append(one)
         router = one.router
         if router.gate is not None and router.gate is not router.module:
-            self._handles.append(watch("router", one.chunk, router.name, router.gate, _Gate(self, one).ended))
-        self._handles.append(watch("router", one.chunk, router.name, router.module, _Routed(self, one).ended))
+            self._handles.append(watch("router", one.chunk, router.name, router.gate, _InnerGateHook(self, one).ended))
+        self._handles.append(watch("router", one.chunk, router.name, router.module, _RouterHook(self, one).ended))
 
     def _leave(self) -> None:
         for handle in self._handles:
@@ -118,12 +118,14 @@ class RouterProbe:
 
     # -- rows -----------------------------------------------------------------------------------------------------------
 
-    def keep_logits(self, one: Watched, output: Any) -> None:
+    def keep_logits(self, one: WatchedRouter, output: Any) -> None:
         """A gate inside a router has ended."""
         if self._context.plan.takes(Kind.ROUTER) and isinstance(output, torch.Tensor):
             one.logits = local_of(output.detach())
 
-    def routed(self, one: Watched, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, micro_step: int) -> None:
+    def routed(
+        self, one: WatchedRouter, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, micro_step: int
+    ) -> None:
         """A router has ended."""
         logits, one.logits, one.was_called = one.logits, None, True
         plan = self._context.plan
@@ -246,17 +248,17 @@ class RouterProbe:
             told = "routers are to be measured, but no module looks like one; name them as targets of router"
             tell("blind_probe", told, "router", step)
 
-    def _entry(self, one: Watched, quantity: str) -> Entry:
+    def _entry(self, one: WatchedRouter, quantity: str) -> TensorEntry:
         entry = one.entries.get(quantity)
         if entry is None:
             name = f"{one.router.name}:{quantity}"
             entry = one.entries[quantity] = self._context.table.entry(one.chunk.vpp_stage, name, Kind.ROUTER)
         return entry
 
-    def _describe(self, one: Watched, quantity: str, shown: torch.Tensor, shape: tuple[int, ...]) -> None:
+    def _describe(self, one: WatchedRouter, quantity: str, shown: torch.Tensor, shape: tuple[int, ...]) -> None:
         describe_site(self._context, one.chunk, self._entry(one, quantity), shown, one.router.module, shape)
 
-    def _observe(self, one: Watched, quantity: str, value: torch.Tensor, shown: torch.Tensor, micro_step: int) -> None:
+    def _observe(self, one: WatchedRouter, quantity: str, value: torch.Tensor, shown: torch.Tensor, micro_step: int) -> None:
         self._describe(one, quantity, shown, tuple(value.shape))
         self._context.recording.observe(self._entry(one, quantity), value, micro_step)
         self._num_rows += 1
@@ -305,17 +307,17 @@ class RouterProbe:
         self._num_rows += 1
 
 
-class _Gate:
+class _InnerGateHook:
     """What is called when the gate inside a router has ended."""
 
-    def __init__(self, probe: RouterProbe, one: Watched) -> None:
+    def __init__(self, probe: RouterProbe, one: WatchedRouter) -> None:
         self.probe, self.one = probe, one
 
     def ended(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, micro_step: int) -> None:
         self.probe.keep_logits(self.one, output)
 
 
-class _Routed(_Gate):
+class _RouterHook(_InnerGateHook):
     """What is called when a router has ended."""
 
     def ended(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, micro_step: int) -> None:

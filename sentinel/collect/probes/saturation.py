@@ -1,4 +1,4 @@
-"""Saturation: elements that are zero, units that are dead, and elements where an activation function is flat."""
+"""SaturationProbe: elements that are zero, units that are dead, and elements where an activation function is flat."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sentinel.collect.probes.derived import DerivedEntries, producer
 from sentinel.collect.probes.prepared_rows import share_words, write_rows
 from sentinel.collect.probes.step_sums import StepSums
 from sentinel.collect.probes.token_blocks import blocks, by_channel, leading, tokens_of
-from sentinel.collect.tensors import Entry
+from sentinel.collect.rows.tensor_table import TensorEntry
 from sentinel.record import Kind
 
 QUANTITIES = ("zero", "dead", "saturated")
@@ -24,7 +24,7 @@ _BELOW = {"gelu": -0.17, "silu": -0.2785, "swish": -0.2785, "mish": -0.3088}
 """Least value of functions that come back to zero on their negative side."""
 
 
-class Saturation:
+class SaturationProbe:
     """Counts, for each activation, what is flat in it. Each row is over elements (or units) that are 1 or 0: shares merge.
 
     But for those that depend on which tokens a rank has: `dead`, and `saturated` where the tensor's own largest value is the
@@ -43,7 +43,7 @@ class Saturation:
         context.look_while("saturation", lambda: context.plan.wants(Kind.SATURATION), self.look)
         context.events.ending.subscribe("saturation", self._end)
 
-    def look(self, entry: Entry, tensor: torch.Tensor, micro_step: int) -> None:
+    def look(self, entry: TensorEntry, tensor: torch.Tensor, micro_step: int) -> None:
         """Count in an activation. Reads it some five times; does not wait."""
         if entry.kind != Kind.ACTIVATION:
             return

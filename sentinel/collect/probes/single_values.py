@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from sentinel.collect.buffer import WORDS
-from sentinel.collect.recording import Recording
-from sentinel.collect.tensors import Entry
+from sentinel.collect.rows.buffer import WORDS
+from sentinel.collect.rows.recording import Recording
+from sentinel.collect.rows.tensor_table import TensorEntry
 
 _COUNT, _MEAN, _, _, _, _MIN, _MAX, NUM_NAN, _POS_INF, _NEG_INF, _ZERO, _ = range(WORDS)
 
@@ -35,7 +35,7 @@ def value_words(values: torch.Tensor, counts: torch.Tensor | None = None) -> tor
 
 
 def observe_words(
-    recording: Recording, entries: Sequence[Entry], words: torch.Tensor, rows: dict[int, int], flags: int = 0
+    recording: Recording, entries: Sequence[TensorEntry], words: torch.Tensor, rows: dict[int, int], flags: int = 0
 ) -> None:
     """Make row i of words, [n, 12] int64 on any device, the row of entries[i] in the running step.
 

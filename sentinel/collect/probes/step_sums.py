@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from sentinel.collect.hooks.chunk import Chunk
 from sentinel.collect.probes.context import ProbeContext
-from sentinel.collect.taps import Chunk
-from sentinel.collect.tensors import Entry
+from sentinel.collect.rows.tensor_table import TensorEntry
 
 Parts = tuple[torch.Tensor, ...]
 
@@ -28,7 +28,7 @@ class Summed(NamedTuple):
 
 @dataclasses.dataclass
 class _Sum:
-    entry: Entry
+    entry: TensorEntry
     micro_step: int
     parts: Parts | None
     """Of the micro-step that came last: its forward may still fail, and be tried again."""
@@ -56,7 +56,7 @@ class StepSums:
         """Id of an entry -> the call_id that it was first added at, in the step that ended last."""
         context.events.rewound.subscribe(probe, self._rewind)
 
-    def add(self, entry: Entry, micro_step: int, parts: Parts, size: int) -> None:
+    def add(self, entry: TensorEntry, micro_step: int, parts: Parts, size: int) -> None:
         """Add to the sums of an entry; `parts` are kept, and not written into."""
         key = entry.id, parts[0].shape
         kept = self._sums.get(key)
@@ -74,11 +74,11 @@ class StepSums:
             if kept.entry.chunk == chunk.vpp_stage and kept.micro_step == chunk.micro_step:
                 kept.parts, kept.size = None, 0
 
-    def take(self) -> Iterator[tuple[Entry, list[Summed]]]:
+    def take(self) -> Iterator[tuple[TensorEntry, list[Summed]]]:
         """Yield (entry, its sums, widths in the order in which they came) of the step that ends; begin with nothing."""
         sums, self._sums = self._sums, {}
         self._began = {}
-        found: dict[int, tuple[Entry, list[Summed]]] = {}
+        found: dict[int, tuple[TensorEntry, list[Summed]]] = {}
         for (number, _), kept in sums.items():
             self._began.setdefault(number, kept.call_id)
             kept.close()
@@ -86,7 +86,7 @@ class StepSums:
                 found.setdefault(number, (kept.entry, []))[1].append(Summed(kept.done, kept.done_size))
         yield from found.values()
 
-    def place_last_row(self, entry: Entry) -> None:
+    def place_last_row(self, entry: TensorEntry) -> None:
         """Have the row written last, made of an entry's sum, say when that began: at the step's end it would come of all."""
         rows = self._context.recording.rows
         rows.array["call_id"][rows.num_rows - 1] = self._began[entry.id]

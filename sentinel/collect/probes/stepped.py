@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from sentinel.collect.gradients import Parameter, Parameters
-from sentinel.collect.holding import Held, Holding, Master
-from sentinel.collect.tensors import Entry, TensorTable
+from sentinel.collect.hooks.gradients import Parameter, WatchedParameters
+from sentinel.collect.parallel.parameter_storage import HeldPiece, Master, ParameterStorage
+from sentinel.collect.rows.tensor_table import TensorEntry, TensorTable
 from sentinel.record import Kind
 
 
@@ -27,11 +27,11 @@ class Stepped:
     group: Mapping[str, Any]
     state: Mapping[str, Any]
     """Empty until the optimizer has stepped it once."""
-    held: Held
+    held: HeldPiece
     """What lies here of `param`, and how tensors shaped like it are placed."""
 
 
-def stepped_by(optimizer: Any, parameters: Parameters) -> list[Stepped]:
+def stepped_by(optimizer: Any, parameters: WatchedParameters) -> list[Stepped]:
     """Return the parameters that an optimizer steps on this rank, in the model's order."""
     is_owner = is_zero_redundancy(optimizer)
     inner = optimizer.optim if is_owner else optimizer
@@ -54,7 +54,7 @@ def stepped_by(optimizer: Any, parameters: Parameters) -> list[Stepped]:
     return found
 
 
-def _by_master(one: Parameter, master: Master, group: Any, state: Mapping[str, Any], holding: Holding) -> Stepped:
+def _by_master(one: Parameter, master: Master, group: Any, state: Mapping[str, Any], holding: ParameterStorage) -> Stepped:
     """Return a parameter whose optimizer steps another tensor: whatever has that tensor's length is cut alike."""
     whole = master.tensor.numel()
 
@@ -81,8 +81,8 @@ def is_cut(placements: Mapping[str, str]) -> bool:
 
 
 def describe_formed(
-    table: TensorTable, entry: Entry, names: Sequence[str], held: Held, shown: torch.Tensor
-) -> tuple[Entry, ...]:
+    table: TensorTable, entry: TensorEntry, names: Sequence[str], held: HeldPiece, shown: torch.Tensor
+) -> tuple[TensorEntry, ...]:
     """Describe a value of a whole parameter, and return the entries of the summands that it is formed of.
 
     names: suffixes of those. None where the rank holds the whole parameter, or nobody can add the ranks' parts up.

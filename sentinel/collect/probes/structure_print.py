@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sentinel.collect.placements import is_dtensor, local_of
+from sentinel.collect.hooks.chunk import Chunk
+from sentinel.collect.parallel.placements import is_dtensor, local_of
 from sentinel.collect.probes.call_sites import CallSites
 from sentinel.collect.probes.context import ProbeContext
-from sentinel.collect.taps import Chunk
 from sentinel.place import strip_wrappers
 from sentinel.structure_file import ChunkShown, ModuleShown, Shown, StructureFile, structure_path, write_structure
 

@@ -22,7 +22,7 @@ from sentinel.collect.probes.pieces import ROOM, PiecedRow, side_by_side
 from sentinel.collect.probes.single_values import observe_words, value_words
 from sentinel.collect.probes.stepped import Stepped, describe_formed, stepped_by
 from sentinel.collect.probes.update_rules import Formula, Given, Rule, difference, needs_norm_before, reaches, rule_of
-from sentinel.collect.tensors import Entry
+from sentinel.collect.rows.tensor_table import TensorEntry
 from sentinel.record import NO_SCALE, Flag, Kind
 
 NORMALISED = ":adam"
@@ -37,15 +37,15 @@ SQUARES = ("update_squares", "weight_squares")
 
 
 @dataclasses.dataclass
-class _Wanted:
+class _MeasuredUpdate:
     """One parameter whose update is measured now."""
 
     stepped: Stepped
-    update: Entry | None
-    ratio: Entry | None
-    normalised: Entry | None
-    lost: Entry | None
-    squares: tuple[Entry, ...] = ()
+    update: TensorEntry | None
+    ratio: TensorEntry | None
+    normalised: TensorEntry | None
+    lost: TensorEntry | None
+    squares: tuple[TensorEntry, ...] = ()
     """Summands of the ratio, where ranks hold shards."""
 
     def __bool__(self) -> bool:
@@ -135,7 +135,7 @@ class Update:
             self._unannounced.add(optimizer)  # Before its update there was no last moment.
         due: dict[str, int] = {}
         batch = _Batch(self._context, self._rows, self._scratch)
-        ratios: list[tuple[_Wanted, torch.Tensor, torch.Tensor, int]] = []
+        ratios: list[tuple[_MeasuredUpdate, torch.Tensor, torch.Tensor, int]] = []
         stopped = found_inf_of(optimizer)
         for wanted in self._wanted(optimizer):
             if wanted.stepped.grad is None:
@@ -147,7 +147,7 @@ class Update:
             if before is None or before.shape != wanted.stepped.held.tensor.shape:
                 wanted.lost = before = None
             self._describe(wanted)
-            work = _Work(wanted, formula, flag, stopped, before)
+            work = _UpdateWork(wanted, formula, flag, stopped, before)
             if work.num_slots * work.local.numel() <= ROOM:
                 norms = batch.take(work)
             else:
@@ -182,7 +182,7 @@ class Update:
         self._context.recording.tell("unsupported", message, f"update {name}")
         return None, 0
 
-    def _wanted(self, optimizer: Any) -> Iterator[_Wanted]:
+    def _wanted(self, optimizer: Any) -> Iterator[_MeasuredUpdate]:
         """Yield the parameters of an optimizer that the running step measures."""
         plan, table = self._context.plan, self._context.table
         has_update, has_ratio = plan.takes(Kind.UPDATE), plan.takes(Kind.UPDATE_RATIO)
@@ -196,14 +196,14 @@ class Update:
                 continue
             one = stepped.one.entry
 
-            def entry(is_taken: bool, name: str, kind: Kind, one: Entry = one) -> Entry | None:
+            def entry(is_taken: bool, name: str, kind: Kind, one: TensorEntry = one) -> TensorEntry | None:
                 if not is_taken:
                     return None
                 found = table.entry(one.chunk, name, kind)
                 found.site_pos = one.site_pos
                 return found if plan.measures(found) else None
 
-            wanted = _Wanted(
+            wanted = _MeasuredUpdate(
                 stepped,
                 entry(has_update, one.name, Kind.UPDATE),
                 entry(has_ratio, one.name, Kind.UPDATE_RATIO),
@@ -213,7 +213,7 @@ class Update:
             if wanted:
                 yield wanted
 
-    def _describe(self, wanted: _Wanted) -> None:
+    def _describe(self, wanted: _MeasuredUpdate) -> None:
         held, table = wanted.stepped.held, self._context.table
         shown = torch.empty(0, dtype=_arithmetic(held.tensor))
         shape = held.shape if held.shape is not None else tuple(held.tensor.shape)
@@ -223,7 +223,7 @@ class Update:
         if wanted.ratio is not None:
             wanted.squares = describe_formed(table, wanted.ratio, SQUARES, held, shown)
 
-    def _in_pieces(self, work: _Work) -> tuple[torch.Tensor, torch.Tensor]:
+    def _in_pieces(self, work: _UpdateWork) -> tuple[torch.Tensor, torch.Tensor]:
         """Measure an update that is too large to be formed at once; return the norms of it and of the weights before."""
         recording = self._context.recording
         out = _room(self._scratch, work.local)
@@ -266,12 +266,12 @@ class Update:
             self._pieced.fill(self._row(wanted.normalised, work.flag), directions())
         return squares[0].sqrt(), squares[1].sqrt()
 
-    def _row(self, entry: Entry, flag: int) -> int:
+    def _row(self, entry: TensorEntry, flag: int) -> int:
         if entry.id not in self._rows:
             self._rows[entry.id] = self._context.recording.reserve_all([entry], [flag])
         return self._rows[entry.id]
 
-    def _observe_ratios(self, ratios: list[tuple[_Wanted, torch.Tensor, torch.Tensor, int]]) -> None:
+    def _observe_ratios(self, ratios: list[tuple[_MeasuredUpdate, torch.Tensor, torch.Tensor, int]]) -> None:
         for device in {norm.device for _, norm, _, _ in ratios}:
             for flag in {flag for _, _, _, flag in ratios}:
                 mine = [one for one in ratios if one[1].device == device and one[3] == flag]
@@ -284,7 +284,7 @@ class Update:
                     observe_words(self._context.recording, entries, words, self._rows, flag)
                     self._observe_squares([one.squares for one, *_ in mine], torch.stack([added, before], 1), flag)
 
-    def _observe_squares(self, entries: list[tuple[Entry, ...]], norms: torch.Tensor, flag: int) -> None:
+    def _observe_squares(self, entries: list[tuple[TensorEntry, ...]], norms: torch.Tensor, flag: int) -> None:
         """Measure the summands of ratios, of which entries[i] has two or none: norms, [n, 2], of update and weights."""
         cut = [at for at, pair in enumerate(entries) if pair]
         if not cut:
@@ -294,12 +294,12 @@ class Update:
         observe_words(self._context.recording, [one for at in cut for one in entries[at]], words, self._rows, flag)
 
 
-class _Work:
+class _UpdateWork:
     """One update to be formed."""
 
     def __init__(
         self,
-        wanted: _Wanted,
+        wanted: _MeasuredUpdate,
         formula: Formula,
         flag: int,
         stopped: torch.Tensor | None,
@@ -343,11 +343,11 @@ class _Batch:
         self._scratch = scratch
         self._room: torch.Tensor | None = None
         self._used = 0
-        self._entries: list[Entry] = []
+        self._entries: list[TensorEntry] = []
         self._views: list[torch.Tensor] = []
         self._flags: list[int] = []
 
-    def take(self, work: _Work) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def take(self, work: _UpdateWork) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Form an update and keep it until it is measured; return the norms of it and of the weights before, if wanted."""
         wanted, local = work.wanted, work.local
         room = _room(self._scratch, local)
@@ -378,7 +378,7 @@ class _Batch:
         self._used += local.numel()
         return view
 
-    def _keep(self, entry: Entry, view: torch.Tensor, flag: int) -> None:
+    def _keep(self, entry: TensorEntry, view: torch.Tensor, flag: int) -> None:
         if entry.id in self._rows:  # The optimizer steps for the second time in this step.
             self._recording.fill(self._rows[entry.id], view)
             return

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sentinel.collect.placements import is_dense, is_dtensor, local_of
+from sentinel.collect.parallel.placements import is_dense, is_dtensor, local_of
 
 Number = Any
 """A float, or a 0-dim float64 tensor on the parameter's device."""

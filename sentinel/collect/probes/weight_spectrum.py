@@ -17,15 +17,15 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from sentinel.collect.gradients import Parameter
-from sentinel.collect.holding import Held
-from sentinel.collect.placements import is_dtensor, is_shard
+from sentinel.collect.hooks.gradients import Parameter
+from sentinel.collect.parallel.parameter_storage import HeldPiece
+from sentinel.collect.parallel.placements import is_dtensor, is_shard
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.pieces import ROOM
 from sentinel.collect.probes.prepared_rows import moments_words
 from sentinel.collect.probes.single_values import observe_words, value_words
 from sentinel.collect.probes.stepped import per_rank
-from sentinel.collect.tensors import Entry
+from sentinel.collect.rows.tensor_table import TensorEntry
 from sentinel.record import Kind
 
 QUANTITIES = ("spectral_norm", "frobenius_norm", "stable_rank")
@@ -42,7 +42,7 @@ _NAME = "weight_spectrum"
 
 
 @dataclasses.dataclass
-class _Kept:
+class _PowerIteration:
     """What stays of a matrix from one measurement to the next."""
 
     vectors: torch.Tensor
@@ -56,7 +56,7 @@ class WeightSpectrum:
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, _PowerIteration] = {}
         """id of a parameter's entry -> its vectors."""
         context.events.planned.subscribe(_NAME, self._plan)
         context.events.begun.subscribe(_NAME, self._measure)
@@ -72,7 +72,7 @@ class WeightSpectrum:
         context = self._context
         if not context.plan.takes(Kind.WEIGHT_SPECTRUM):
             return
-        entries: dict[torch.device, list[Entry]] = {}
+        entries: dict[torch.device, list[TensorEntry]] = {}
         words: dict[torch.device, list[torch.Tensor]] = {}
         for one in context.parameters.all:
             due = [entry for entry in self._entries(one) if context.plan.measures(entry)]
@@ -96,7 +96,7 @@ class WeightSpectrum:
             observe_words(context.recording, mine, torch.cat(words[device]), {})
             context.count({Kind.WEIGHT_SPECTRUM.label: len(mine)})
 
-    def _entries(self, one: Parameter) -> list[Entry]:
+    def _entries(self, one: Parameter) -> list[TensorEntry]:
         found = []
         if one.param.dim() >= 2 or getattr(one.param, "_fsdp_flattened", False):
             for quantity in QUANTITIES:
@@ -105,7 +105,7 @@ class WeightSpectrum:
                 found.append(entry)
         return found
 
-    def _matrices(self, one: Parameter, held: Held) -> torch.Tensor | None:
+    def _matrices(self, one: Parameter, held: HeldPiece) -> torch.Tensor | None:
         """Return the weights as [batch, rows, columns], a view; None where they are no matrices here, which is told."""
         name, _, _ = one.entry.name.rpartition(".")
         module = next((c.structure.modules.get(name) for c in self._context.chunks if c.vpp_stage == one.entry.chunk), None)
@@ -118,7 +118,7 @@ class WeightSpectrum:
             self._context.recording.tell("unsupported", message, f"{_NAME} {one.entry.name}")
         return found
 
-    def _spectrum(self, entry: Entry, matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _spectrum(self, entry: TensorEntry, matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return [batch] each, float64: spectral norm, Frobenius norm, stable rank."""
         batch, rows, columns = matrices.shape
         if columns > rows:
@@ -130,7 +130,7 @@ class WeightSpectrum:
             generator = torch.Generator(matrices.device)
             generator.manual_seed(SEED)
             vectors = torch.zeros(shape, dtype=_arithmetic(matrices), device=matrices.device)
-            kept = self._kept[entry.id] = _Kept(vectors, generator)
+            kept = self._kept[entry.id] = _PowerIteration(vectors, generator)
         fresh = torch.randn(shape, generator=kept.generator, dtype=kept.vectors.dtype, device=matrices.device)
         vectors = orthonormal(torch.where(_are_good(kept.vectors), kept.vectors, fresh))
         iterations = ITERATIONS if kept.num_measured else FIRST_ITERATIONS
@@ -288,7 +288,7 @@ def _arithmetic(tensor: torch.Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype is torch.float64 else torch.float32
 
 
-def _placed(param: torch.Tensor, held: Held, batch: int) -> tuple[dict[str, str], str]:
+def _placed(param: torch.Tensor, held: HeldPiece, batch: int) -> tuple[dict[str, str], str]:
     """Return (axis -> placement, part): norms of shards are merged only where whole matrices are cut off."""
     if batch > 1 or (is_dtensor(param) and param.dim() == 3):
         placements = getattr(param, "placements", ())

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sentinel.collect.gradients import Parameter
-from sentinel.collect.inert import inert_hook
-from sentinel.collect.nesting import tensors_in
-from sentinel.collect.pipelining import in_inference
-from sentinel.collect.placements import arrived, axes_of, is_dtensor, part_of, placements_of
+from sentinel.collect.hooks.chunk import Chunk, in_backward
+from sentinel.collect.hooks.gradients import Parameter
+from sentinel.collect.hooks.nesting import tensors_in
+from sentinel.collect.hooks.pickle_stub import inert_hook
+from sentinel.collect.parallel.pipelining import in_inference
+from sentinel.collect.parallel.placements import arrived, axes_of, is_dtensor, part_of, placements_of
 from sentinel.collect.probes.context import ProbeContext
-from sentinel.collect.taps import Chunk, in_backward
-from sentinel.collect.tensors import Entry
+from sentinel.collect.rows.tensor_table import TensorEntry
 from sentinel.place import Place
 from sentinel.record import Kind
 
@@ -104,7 +104,7 @@ class WgradUnreduced:
             return order.micro_step
         return chunk.backward_micro_step if chunk.had_backward else chunk.micro_step
 
-    def measure(self, one: Parameter, gradient: torch.Tensor, micro_step: int, entry: Entry) -> None:
+    def measure(self, one: Parameter, gradient: torch.Tensor, micro_step: int, entry: TensorEntry) -> None:
         """Take one gradient into a row. Launches one kernel; does not wait."""
         context = self.context
         if getattr(one.param, "grad_added_to_main_grad", False):
@@ -204,7 +204,7 @@ class LeafHook:
         self._probe = probe
         self._one = one
         self._chunk = chunk
-        self._entry: Entry | None = None
+        self._entry: TensorEntry | None = None
         self._seen: tuple[Any, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LeafHook:
@@ -230,7 +230,7 @@ class LeafHook:
         finally:
             costs.turn_to(former)
 
-    def _described(self, gradient: torch.Tensor) -> Entry:
+    def _described(self, gradient: torch.Tensor) -> TensorEntry:
         context, one = self._probe.context, self._one
         place = context.place()
         seen = (gradient.shape, gradient.dtype, getattr(gradient, "placements", None), place)

@@ -1,5 +1,5 @@
 """What an incident makes one suspect, with its evidence and the next experiment.
 
 In: what an incident has shown so far. Out: a diagnosis (`batch`, `model`, `precision`, `hardware`, `program`, `unknown`).
-Pure: the same evidence gives the same diagnosis.
+Never: asks anything else than the evidence; the same evidence gives the same diagnosis.
 """

@@ -8,7 +8,7 @@ import msgspec
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.incidents.diagnosis.claim import CALM_STEPS, rose
-from sentinel.incidents.diagnosis.evidence import Jump
+from sentinel.incidents.diagnosis.evidence import LearningRateJump
 from sentinel.incidents.diagnosis.step_facts import StepFacts
 from sentinel.order.phase import Phase, scalar_phase
 
@@ -33,7 +33,7 @@ class Background(msgspec.Struct, kw_only=True):
     """Learning rates of the step before."""
     highest: dict[str, float] = {}
     """The highest of each so far."""
-    jump: Jump | None = None
+    jump: LearningRateJump | None = None
     """The newest rise of a learning rate that no schedule explains."""
     loss_scale: float | None = None
     """Of the step before."""
@@ -65,5 +65,5 @@ class Background(msgspec.Struct, kw_only=True):
         for name, rate in sorted(facts.rates.items()):
             before, highest = self.rates.get(name), self.highest.get(name, 0.0)
             if before is not None and self.num_steps >= CALM_STEPS and rose(before, rate, highest):
-                self.jump = Jump(step=step, index=self.num_steps, name=name, before=before, after=rate)
+                self.jump = LearningRateJump(step=step, index=self.num_steps, name=name, before=before, after=rate)
             self.rates[name], self.highest[name] = rate, max(highest, rate)

@@ -22,18 +22,18 @@ from sentinel.incidents.diagnosis.claim import (
     plural,
     times,
 )
-from sentinel.incidents.diagnosis.evidence import Evidence, Note, Sign
+from sentinel.incidents.diagnosis.evidence import Evidence, Sign, StepEvidence
 from sentinel.order.phase import Phase
 
 
-def by_data(case: Evidence, signs: list[Sign], notes: list[Note]) -> Diagnosis | None:
+def by_data(case: Evidence, signs: list[Sign], notes: list[StepEvidence]) -> Diagnosis | None:
     """Return what speaks of the data of several steps, or of one tensor at the front; None: nothing does."""
     if not notes or any(sign.phase is Phase.PARAM or sign.detector in SURE_STATES for sign in signs):
         return None
     return _of_one_replica(case, signs, notes) or _stretch(case, notes) or _front(case, signs, notes)
 
 
-def _of_one_replica(case: Evidence, signs: list[Sign], notes: list[Note]) -> Diagnosis | None:
+def _of_one_replica(case: Evidence, signs: list[Sign], notes: list[StepEvidence]) -> Diagnosis | None:
     """One replica alone keeps moving, from its front on, or in its loss with nothing before it."""
     lanes = sorted({lane for note in notes for lane in note.lanes})
     if case.num_lanes <= 1 or len(lanes) != 1 or not case.num_compared or case.is_differing:
@@ -66,7 +66,7 @@ def _of_one_replica(case: Evidence, signs: list[Sign], notes: list[Note]) -> Dia
     )  # fmt: skip
 
 
-def _stretch(case: Evidence, notes: list[Note]) -> Diagnosis | None:
+def _stretch(case: Evidence, notes: list[StepEvidence]) -> Diagnosis | None:
     """The loss rose at once, stayed for some steps, and came back at once."""
     if case.num_quiet < QUIET_STEPS or case.jump is not None:
         return None
@@ -94,7 +94,7 @@ def _stretch(case: Evidence, notes: list[Note]) -> Diagnosis | None:
     return None
 
 
-def _front(case: Evidence, signs: list[Sign], notes: list[Note]) -> Diagnosis | None:
+def _front(case: Evidence, signs: list[Sign], notes: list[StepEvidence]) -> Diagnosis | None:
     """What is made of the data before the first block moved for a step or two, and came back, with or without the rest."""
     first = min(sign.first_step for sign in signs)
     fronts = [

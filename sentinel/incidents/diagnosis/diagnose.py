@@ -132,7 +132,7 @@ def by_comparison(case: Evidence) -> Diagnosis | None:
             reasons=(
                 f"{case.num_differing} tensors differ from step {case.divergence_step} on, {what} among them; {since}",
                 "so many at once point to weights loaded or changed by the program on some ranks rather than to a machine",
-            )
+            ),
         )
     if any(sign.is_bad and sign.first_step < case.divergence_step for sign in case.signs.values()):
         return Diagnosis(reasons=(f"copies of {what} differ after values had gone non-finite: no evidence of its own",))

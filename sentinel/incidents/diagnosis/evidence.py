@@ -87,7 +87,7 @@ class Sign(msgspec.Struct, kw_only=True):
     """Of the forward, before the first block: what is made of the data before anything else is."""
 
 
-class Note(msgspec.Struct, kw_only=True):
+class StepEvidence(msgspec.Struct, kw_only=True):
     """One step in which something of the incident was anomalous."""
 
     step: int
@@ -133,7 +133,7 @@ class NonFiniteOrigin(msgspec.Struct, frozen=True, kw_only=True):
     """Weight gradients of the step before that were measured and finite; 0: none, or some were not."""
 
 
-class Jump(msgspec.Struct, frozen=True, kw_only=True):
+class LearningRateJump(msgspec.Struct, frozen=True, kw_only=True):
     """A logged learning rate that rose from one step to the next."""
 
     step: int
@@ -151,7 +151,7 @@ class Evidence(msgspec.Struct, kw_only=True):
     is_liveness: bool = False
     num_lanes: int = 1
     signs: dict[str, Sign] = {}
-    notes: list[Note] = []
+    notes: list[StepEvidence] = []
     results: dict[str, list[tuple[int, float]]] = {}
     """Of each loss or gradient norm among the signs: (step, value), from its onset on; at most `MAX_NOTES`."""
     losses: dict[str, tuple[float, float]] = {}
@@ -195,7 +195,7 @@ class Evidence(msgspec.Struct, kw_only=True):
     """Closed steps that were looked at."""
     seen: int = -1
     """Newest step that was looked at."""
-    jump: Jump | None = None
+    jump: LearningRateJump | None = None
     scale_before: float | None = None
     """Loss scale in the step before the incident opened."""
     scale_now: float | None = None
@@ -278,11 +278,11 @@ class Evidence(msgspec.Struct, kw_only=True):
             return tuple(sorted({self.lane_of[rank] for rank in a.moved_ranks if rank in self.lane_of}))
         return (a.place["dp"],) if a.rank is not None and "dp" in a.place else ()
 
-    def _note(self, step: int) -> Note:
+    def _note(self, step: int) -> StepEvidence:
         for note in reversed(self.notes):
             if note.step == step:
                 return note
-        note = Note(step=step, index=self.num_seen)
+        note = StepEvidence(step=step, index=self.num_seen)
         self.notes.append(note)
         self.notes.sort(key=lambda one: one.step)
         if len(self.notes) > MAX_NOTES:
@@ -290,7 +290,7 @@ class Evidence(msgspec.Struct, kw_only=True):
         return note
 
     @staticmethod
-    def _mark(note: Note, sign: Sign) -> None:
+    def _mark(note: StepEvidence, sign: Sign) -> None:
         if sign.is_bad:
             note.num_bad += 1
         elif sign.phase in FLOW and sign.statistic != "checksum" and sign.kind != "precision":

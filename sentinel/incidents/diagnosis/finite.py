@@ -32,7 +32,7 @@ from sentinel.incidents.diagnosis.claim import (
     times,
 )
 from sentinel.incidents.diagnosis.element import by_output, by_weight
-from sentinel.incidents.diagnosis.evidence import Evidence, Note, Sign
+from sentinel.incidents.diagnosis.evidence import Evidence, Sign, StepEvidence
 from sentinel.order.phase import Phase
 
 
@@ -144,7 +144,7 @@ def _loss_excursion(case: Evidence, first: int) -> frozenset[int]:
     return frozenset()
 
 
-class _Jump(msgspec.Struct, frozen=True):
+class _SuddenJump(msgspec.Struct, frozen=True):
     """A jump of the loss or the gradient norm that was at its highest at once."""
 
     peak: frozenset[int]
@@ -164,7 +164,7 @@ def _outlives(sign: Sign) -> bool:
     return sign.phase is not Phase.OPTIMIZER and sign.kind != "scalar" and sign.streak >= AFTERMATH_STEPS
 
 
-def _jump(case: Evidence) -> _Jump | None:
+def _jump(case: Evidence) -> _SuddenJump | None:
     """Return how the results of steps jumped and came down; None: none did, or one went on to grow."""
     high: set[int] = set()
     peak: set[int] = set()
@@ -189,10 +189,10 @@ def _jump(case: Evidence) -> _Jump | None:
     if not peak:
         return None
     is_over = len(high) <= QUIET_STEPS and num_after >= QUIET_STEPS and left <= HALF
-    return _Jump(frozenset(peak), is_over, max(left, 0.0), num_after, since)
+    return _SuddenJump(frozenset(peak), is_over, max(left, 0.0), num_after, since)
 
 
-def _passed(case: Evidence, signs: list[Sign], strong: list[Note], after: str) -> Diagnosis:
+def _passed(case: Evidence, signs: list[Sign], strong: list[StepEvidence], after: str) -> Diagnosis:
     steps = tuple(note.step for note in strong)
     at = [sign for sign in signs if sign.first_step in steps and sign.phase is not Phase.OPTIMIZER]
     one = max(at or signs, key=lambda sign: (sign.phase is Phase.LOSS, sign.phase is Phase.NORM, sign.score or 0.0))
@@ -229,7 +229,7 @@ def _passed(case: Evidence, signs: list[Sign], strong: list[Note], after: str) -
     return Diagnosis(verdict="batch", reasons=tuple(reasons), skip_steps=steps, skip_lanes=skip_lanes)
 
 
-def _longest_run(notes: list[Note]) -> int:
+def _longest_run(notes: list[StepEvidence]) -> int:
     longest, run, last = 0, 0, -2
     for note in notes:
         run = run + 1 if note.index == last + 1 else 1
@@ -237,7 +237,7 @@ def _longest_run(notes: list[Note]) -> int:
     return longest
 
 
-def _lasting(case: Evidence, notes: list[Note], lasting: list[Sign], run: int) -> Diagnosis:
+def _lasting(case: Evidence, notes: list[StepEvidence], lasting: list[Sign], run: int) -> Diagnosis:
     one = min(lasting, key=lambda sign: (sign.first_step, sign.phase, sign.name))
     lanes = sorted({lane for note in notes for lane in note.lanes})
     if case.num_lanes > 1 and len(lanes) == 1:

@@ -3,16 +3,16 @@
 A logarithm of a negative number, a division by zero, a softmax of nothing but -inf gives the same on every machine. So where
 the module at the origin computes such a function, of numbers that were finite, it is suspected before any machine. What is
 asked of the evidence: all that went in and was measured is finite; the function's result is of the kind that was found; its
-argument lies outside the domain where it was measured itself; and it is not guarded (`collect/partial_functions.py` reads
-the graph). Functions that nearly every model has (a division, a masked softmax, an exponential) need the module itself to be
-the origin, not just the block around it.
+argument lies outside the domain where it was measured itself; and it is not guarded (the graph is read by
+`collect/hooks/partial_functions.py`). Functions that nearly every model has (a division, a masked softmax, an exponential)
+need the module itself to be the origin, not just the block around it.
 """
 
 from __future__ import annotations
 
 from sentinel.incidents.diagnosis.claim import Diagnosis, is_narrow, listed, plural
 from sentinel.incidents.diagnosis.evidence import Evidence, NonFiniteOrigin
-from sentinel.incidents.diagnosis.step_facts import Maker, Reading
+from sentinel.incidents.diagnosis.step_facts import Maker, TensorReading
 from sentinel.order.phase import Phase
 
 COMMON = frozenset({"div", "softmax", "mean", "std", "var", "exp", "exp2", "expm1", "sinh", "cosh"})
@@ -107,13 +107,13 @@ def guard_words(function: str) -> str:
     return _GUARD.get(function, "clamp its argument, or add a small number to it")
 
 
-def _suspected(one: NonFiniteOrigin) -> tuple[str | None, Reading | None]:
+def _suspected(one: NonFiniteOrigin) -> tuple[str | None, TensorReading | None]:
     """Return the function that most likely made a value, and its argument where that was measured; None: no function."""
     maker = one.maker
     if maker is None or not maker.functions or any(reading.is_bad for reading in maker.inputs):
         return None, None
     is_module = not one.border
-    likely: list[tuple[int, str, Reading | None]] = []
+    likely: list[tuple[int, str, TensorReading | None]] = []
     for function in maker.functions:
         name, _, of = function.partition(":")
         if one.phase is Phase.FORWARD and (name.endswith("'") or not _is_of_kind(name, one)):
@@ -141,7 +141,7 @@ def _is_of_kind(name: str, one: NonFiniteOrigin) -> bool:
     return not (is_inf and name in _ONLY_NAN)
 
 
-def _is_outside(function: str, argument: Reading, dtype: str) -> bool | None:
+def _is_outside(function: str, argument: TensorReading, dtype: str) -> bool | None:
     """Tell whether some of an argument lies outside a function's domain; None: its range does not tell."""
     low, high, zeros = argument.smallest, argument.largest, argument.num_zero
     if function in ("log", "log2", "log10", "rsqrt"):

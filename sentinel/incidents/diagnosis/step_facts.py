@@ -35,7 +35,7 @@ class Upstream(msgspec.Struct, frozen=True, kw_only=True):
     """The first of them that is not like the others', in words; empty: all are."""
 
 
-class Reading(msgspec.Struct, frozen=True, kw_only=True):
+class TensorReading(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank measured of one tensor of the forward in a step."""
 
     name: str
@@ -53,9 +53,9 @@ class Maker(msgspec.Struct, frozen=True, kw_only=True):
     """Of the tensor that was made."""
     functions: tuple[str, ...] | None
     """As `TensorInfo.functions`; None: its graph was not read."""
-    inputs: tuple[Reading, ...] = ()
+    inputs: tuple[TensorReading, ...] = ()
     """Tensors that it was made of, as far as they are measured."""
-    arguments: dict[str, Reading] = {}
+    arguments: dict[str, TensorReading] = {}
     """Name -> of the tensors that `functions` names."""
     dtype: str = ""
     is_inf: bool = False

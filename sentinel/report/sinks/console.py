@@ -11,9 +11,7 @@ from sentinel.report.alert import Alert, RouteConfig, facts, headline
 from sentinel.report.sinks.delivery import SENT, Delivery
 
 
-class ConsoleConfig(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="console"
-):
+class ConsoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="console"):
     """Standard error of the daemon."""
 
     name: str = "console"

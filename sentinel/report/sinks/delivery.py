@@ -55,7 +55,7 @@ class Sink(Protocol):
 
 
 @runtime_checkable
-class StandingSink(Protocol):
+class ResendingSink(Protocol):
     """A sink that forgets what it is not told again."""
 
     def restore(self, standing: Sequence[Alert]) -> None:

@@ -14,9 +14,7 @@ from sentinel.report.sinks.delivery import Delivery, Poster, check_url
 from sentinel.report.sinks.secret import read_secret
 
 
-class WebhookConfig(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="webhook"
-):
+class WebhookConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="webhook"):
     """Any server that takes JSON by POST."""
 
     name: str = "webhook"
@@ -65,9 +63,7 @@ class WebhookSink:
 
     max_batch = 200
 
-    def __init__(
-        self, config: WebhookConfig, poster: Poster, environ: Mapping[str, str], external_url: str = ""
-    ) -> None:
+    def __init__(self, config: WebhookConfig, poster: Poster, environ: Mapping[str, str], external_url: str = "") -> None:
         path = f"notify.sinks.{config.name}"
         self.name = config.name
         self.digest_after = config.digest_after

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sentinel.collect.probes import attention_scores
-from sentinel.collect.probes.attention_scores import Logits, Scores, measure
+from sentinel.collect.probes.attention_scores import AttentionScores, Logits, measure
 
 
 def logits_of(
@@ -65,7 +65,7 @@ def test_entropy_and_largest_logit(q_shape: tuple[int, ...], k_shape: tuple[int,
     for causal in (False, True):
         entropy, largest = truth(logits_of(q, k, causal=causal).flatten(0, -4))
 
-        found = measure(Scores(q, k, causal=0 if causal else None))
+        found = measure(AttentionScores(q, k, causal=0 if causal else None))
 
         assert found.counts.all()
         assert torch.allclose(found.entropy.double(), entropy, atol=2e-5)
@@ -88,7 +88,7 @@ def test_masks_of_every_make() -> None:
             x = logits_of(q, k, keep if mask is least or mask.dtype is torch.bfloat16 else mask)
             entropy, largest = truth(x)
 
-            found = measure(Scores(q, k, mask))
+            found = measure(AttentionScores(q, k, mask))
 
             assert torch.allclose(found.entropy.double(), entropy, atol=2e-5)
             assert torch.allclose(found.largest.double(), largest, rtol=1e-5)
@@ -104,7 +104,7 @@ def test_queries_that_see_nothing_are_left_out(least: float | None) -> None:
     entropy, largest = truth(logits_of(q, k, keep))
     seen = keep.any(-1).expand(2, 2, 4)
 
-    found = measure(Scores(q, k, mask))
+    found = measure(AttentionScores(q, k, mask))
 
     assert torch.equal(found.counts, seen)
     assert torch.allclose(found.entropy[seen].double(), entropy[seen], atol=2e-5)
@@ -120,15 +120,15 @@ def test_long_calls_are_sampled_evenly_and_always_alike(monkeypatch: pytest.Monk
     whole, _ = truth(logits_of(q, k))
 
     monkeypatch.setattr(attention_scores, "MOST_LOGITS", 4 * 2 * 32 * 16)
-    found = measure(Scores(q, k))
+    found = measure(AttentionScores(q, k))
 
     assert torch.allclose(found.entropy.double(), whole[:, :, 2::4], atol=2e-5)
-    assert torch.equal(found.entropy, measure(Scores(q, k)).entropy)
+    assert torch.equal(found.entropy, measure(AttentionScores(q, k)).entropy)
     monkeypatch.setattr(attention_scores, "MOST_LOGITS", 2 * 2 * 32)
-    few = measure(Scores(q, k))
+    few = measure(AttentionScores(q, k))
     assert torch.allclose(few.entropy.double(), whole[::2, :, 32:33], atol=2e-5)
     monkeypatch.setattr(attention_scores, "MOST_LOGITS", 1)
-    assert measure(Scores(q, k)).entropy.shape == (1, 2, 1)
+    assert measure(AttentionScores(q, k)).entropy.shape == (1, 2, 1)
 
 
 def test_no_temporary_is_larger_than_16_mib() -> None:
@@ -148,7 +148,7 @@ def test_no_temporary_is_larger_than_16_mib() -> None:
                 return result
 
         with Sizes():
-            measure(Scores(q, k, causal=0))
+            measure(AttentionScores(q, k, causal=0))
 
     assert 2**20 < largest <= 2**24
     assert torch.Tensor.exp is original
@@ -160,7 +160,7 @@ def test_autocast_graph_and_random_numbers_are_left_alone() -> None:
     entropy, _ = truth(logits_of(q.detach(), k.detach()))
 
     with torch.autocast("cpu", torch.bfloat16):
-        found = measure(Scores(q, k))
+        found = measure(AttentionScores(q, k))
 
         assert torch.is_autocast_enabled("cpu")
     assert torch.allclose(found.entropy.double(), entropy, atol=2e-5)
@@ -172,7 +172,7 @@ def test_a_nan_is_a_nan_and_not_nothing() -> None:
     q, k = tensors((1, 2, 3, 4), (1, 2, 3, 4))
     q[0, 1, 2, 0] = torch.nan
 
-    found = measure(Scores(q, k))
+    found = measure(AttentionScores(q, k))
 
     assert found.counts.all()
     assert found.entropy.isnan().sum() == 1 and found.largest.isnan().tolist() == [[False, True]]
@@ -180,5 +180,5 @@ def test_a_nan_is_a_nan_and_not_nothing() -> None:
 
 def test_empty_calls_are_nothing() -> None:
     for q_shape, k_shape in [((0, 2, 3, 4), (0, 2, 3, 4)), ((1, 2, 0, 4), (1, 2, 3, 4)), ((1, 2, 3, 4), (1, 2, 0, 4))]:
-        found = measure(Scores(torch.zeros(q_shape), torch.zeros(k_shape)))
+        found = measure(AttentionScores(torch.zeros(q_shape), torch.zeros(k_shape)))
         assert found.entropy.numel() == 0 and found.largest.isneginf().all()

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import sentinel
 from sentinel.cli.main import run_cli
 from sentinel.collect.probes import dump_writer
-from sentinel.control.commands import CommandDesk
+from sentinel.control.commands import RunCommands
 from sentinel.dump import HEAD_KEY, DumpHead, dump_path
 from sentinel.errors import ConfigError, WireError
 from sentinel.monitor_config import load_config
@@ -203,7 +203,7 @@ def test_a_slow_disk_holds_up_nobody(run: Path, monkeypatch: pytest.MonkeyPatch)
 
 def order(run: Path, **changes: Any) -> str:
     asked = {"at_step": 2, "kinds": ("wgrad",), "for_steps": 3, "step_interval": 2, "first_n": 2, "now": 1.0, **changes}
-    return CommandDesk(run).dump_tensors(**asked).id
+    return RunCommands(run).dump_tensors(**asked).id
 
 
 def answers(run: Path) -> list[tuple[str, str]]:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from sentinel.collect.buffer import StepRows
 from sentinel.collect.kernels import choose_kernel
 from sentinel.collect.probes.pieces import PiecedRow, merge_words, piece_words, side_by_side
-from sentinel.collect.recording import Recording
-from sentinel.collect.tensors import TensorTable
+from sentinel.collect.rows.buffer import StepRows
+from sentinel.collect.rows.recording import Recording
+from sentinel.collect.rows.tensor_table import TensorTable
 from sentinel.record import STATS_DTYPE, Kind
 
 

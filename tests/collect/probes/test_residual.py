@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import sentinel
-from sentinel.daemon.series import MergedStep, Picker, SeriesQuery
+from sentinel.exports.megatron_stats import places_of
+from sentinel.exports.series import MergedStep, Picker, SeriesQuery
 from sentinel.order.phase import Phase, phase_of
 from sentinel.record import is_of_kind
-from sentinel.report.megatron_stats import places_of
 
 from ...ingest.daemon import Ears
 from ..conftest import TinyModel, loss_of
@@ -70,8 +70,8 @@ def test_groups_and_megatrons_files_know_it_too(run: Path) -> None:
 
 
 def test_a_rule_on_the_residual_stream_judges_nothing_else(run: Path) -> None:
-    from sentinel.rules.loader import load_pack
-    from sentinel.rules.series_index import Selection, SeriesIndex
+    from sentinel.rules.language.loader import load_pack
+    from sentinel.rules.watches.series_index import Selection, SeriesIndex
 
     _, _, ears = measured(run, ["residual", "activation", "dgrad", "param"])
     path = run / "pack.yaml"

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import sentinel
-from sentinel.control.commands import CommandDesk
+from sentinel.control.commands import RunCommands
 from sentinel.structure_file import ModuleShown, read_structure, structure_path
 
 from ...layouts.builds import pipeline, tp
@@ -120,7 +120,7 @@ def test_a_command_asks_without_stopping_the_training(run: Path) -> None:
 
     losses = [training_step(0)]
     assert not structure_path(run, 0).exists()
-    CommandDesk(run).describe(at_step=3, now=1.0)
+    RunCommands(run).describe(at_step=3, now=1.0)
     time.sleep(0.3)  # The writer looks for commands by itself.
     losses += [training_step(at) for at in range(1, 6)]
     monitor.detach()
@@ -145,7 +145,7 @@ def test_a_trainer_may_refuse(run: Path) -> None:
     model = TinyModel()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     monitor = sentinel.attach(model, optimizer, {"kinds": [], "allow_commands": []})
-    CommandDesk(run).describe(at_step=1, now=1.0)
+    RunCommands(run).describe(at_step=1, now=1.0)
     time.sleep(0.3)
     for at in range(3):
         optimizer.zero_grad()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import sentinel
-from sentinel.collect.holding import Master, TorchHolding
+from sentinel.collect.parallel.parameter_storage import Master, TorchStorage
 from sentinel.collect.probes import pieces, update
 from sentinel.record import Flag
 
@@ -205,7 +205,7 @@ def test_weights_in_fp32_and_steps_that_add_nothing_lose_nothing(run: Path) -> N
     assert names and all(float(found.of(1, "update", name)[0]["mean"]) == 0.0 for name in names)
 
 
-class MasterHolding(TorchHolding):
+class MasterHolding(TorchStorage):
     """Of a trainer whose optimizer steps fp32 copies of weights in bf16."""
 
     def __init__(self, masters: dict[int, torch.Tensor]) -> None:

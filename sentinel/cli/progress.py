@@ -1,0 +1,95 @@
+"""Where a run that trains stands, read from the ends of its spools: no daemon needed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from sentinel.command import ANY_ATTEMPT
+from sentinel.errors import WireError
+from sentinel.messages import Bye, EndStep, Heartbeat
+from sentinel.wire.frame import NO_ATTEMPT, decode_message
+from sentinel.wire.spool_files import file_name, list_files
+from sentinel.wire.spool_reader import SpoolReader
+
+TAIL_BYTES = 4 * 2**20
+"""Read from the end of a spool to learn where its rank stands (chosen: heartbeats come every second)."""
+MAX_LIVES = 16
+"""Spools looked at, the newest ones: ranks of one run are a step or two apart."""
+SILENT_S = 60.0
+"""A rank that wrote nothing for so long, not even a heartbeat, reads no command either (chosen)."""
+
+
+class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """What the ranks of the newest attempt said last; None where nothing says it."""
+
+    newest_step: int | None = None
+    """Newest step that any rank is in or has spoken for."""
+    step_time_s: float | None = None
+    attempt: int = ANY_ATTEMPT
+    why_deaf: str = ""
+    """Why nobody would read a command; empty when somebody does, or when the run has not begun."""
+
+
+class _Tail(msgspec.Struct):
+    attempt: int = NO_ATTEMPT
+    newest_step: int | None = None
+    step_time_s: float | None = None
+    has_ended: bool = False
+
+
+def standing_of(run_dir: Path, now: float | None = None) -> RunProgress:
+    """Return where the ranks of a run stand. now: seconds since the epoch."""
+    now = time.time() if now is None else now
+    files: list[tuple[float, Path, int, int]] = []
+    for folder in (run_dir / "spool").glob("r*"):
+        indices = list_files(folder)
+        if indices:
+            state = (folder / file_name(indices[-1])).stat()
+            files.append((state.st_mtime, folder, indices[-1], max(state.st_size - TAIL_BYTES, 0)))
+    newest = sorted(files, reverse=True)[:MAX_LIVES]
+    tails = [(heard, _read(folder, index, offset)) for heard, folder, index, offset in newest]
+    if not tails:
+        return RunProgress()
+    # The same step of a former attempt is another moment.
+    attempt = max((tail.attempt for _, tail in tails if tail.attempt != NO_ATTEMPT), default=NO_ATTEMPT)
+    mine = [(heard, tail) for heard, tail in tails if tail.attempt in (attempt, NO_ATTEMPT)]
+    steps = [tail.newest_step for _, tail in mine if tail.newest_step is not None]
+    times = [tail.step_time_s for _, tail in mine if tail.step_time_s is not None]
+    age = now - max(heard for heard, _ in mine)
+    why_deaf = ""
+    if all(tail.has_ended for _, tail in mine):
+        why_deaf = "every rank has ended"
+    elif age > SILENT_S:
+        why_deaf = f"no rank has written anything for {_words(age)}: killed, or hanging as a whole"
+    return RunProgress(
+        newest_step=max(steps, default=None),
+        step_time_s=times[-1] if times else None,
+        attempt=ANY_ATTEMPT if attempt == NO_ATTEMPT else attempt,
+        why_deaf=why_deaf,
+    )
+
+
+def _read(folder: Path, index: int, offset: int) -> _Tail:
+    tail = _Tail()
+    for frame in SpoolReader(folder, file_index=index, offset=offset).poll():
+        tail.attempt = frame.header.attempt
+        try:
+            message = decode_message(frame)
+        except WireError:
+            continue
+        if isinstance(message, EndStep) and message.step_time_s > 0:
+            tail.step_time_s = message.step_time_s
+        if isinstance(message, EndStep | Heartbeat):
+            tail.newest_step = message.step if tail.newest_step is None else max(tail.newest_step, message.step)
+        tail.has_ended = isinstance(message, Bye)
+    return tail
+
+
+def _words(seconds: float) -> str:
+    for size, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {name}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,87 @@
+"""`attach`: checks what it is given, agrees on run and attempt, and makes the monitor; whatever fails, training goes on."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from sentinel.collect.attempt import agree
+from sentinel.collect.environment import read_environment
+from sentinel.collect.hooks.optimizers import inner_optimizers
+from sentinel.collect.hooks.structure import unwrap
+from sentinel.collect.lifecycle.fork_guard import is_alive_in
+from sentinel.collect.monitor import Monitor
+from sentinel.collect.parallel.several_models import listed
+from sentinel.collect.parallel.topology import Topology
+from sentinel.collect.unmeasured import Unmeasured
+from sentinel.errors import ConfigError, SentinelError
+from sentinel.monitor_config import ConfigSource, MonitorConfig, read_source
+from sentinel.place import Place
+
+log = logging.getLogger("sentinel")
+
+_attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Monitor]] = weakref.WeakKeyDictionary()
+"""Model -> who watches it, which the model itself keeps alive."""
+
+
+def attach(
+    model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module | Sequence[nn.Module]],
+    optimizer: Any = None,
+    config: ConfigSource | MonitorConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    place: Place | None = None,
+    grad_acc_steps: int | None = None,
+    first_step: int = 0,
+) -> Monitor | Unmeasured:
+    """Attach Sentinel to a model (or a list of pipeline chunks) and its optimizer (one, a list, a mapping by name, or None).
+
+    Several models that are no pipeline are given by name, `{"G": generator, "D": discriminator}`: the name stands before
+    those of its tensors, and each has layers and an order of its own.
+
+    Waits for rank 0 at most 5 s, to agree on run and attempt; launches nothing on the device. Returns the monitor, or one
+    that measures nothing when SENTINEL_DISABLE is set or the run directory cannot be used (said in the log).
+    Raises ConfigError for what only the caller can mend: an unknown key, a model that is none.
+    """
+    environment = read_environment()
+    if environment.is_disabled:
+        return Unmeasured("SENTINEL_DISABLE is set", is_wanted=True)
+    models, names = listed(model)
+    if first_step < 0:
+        raise ConfigError(f"attach: first_step must be at least 0, got {first_step}")
+    if grad_acc_steps is not None and grad_acc_steps < 1:
+        raise ConfigError(f"attach: grad_acc_steps must be at least 1, got {grad_acc_steps}")
+    several = isinstance(optimizer, (list, tuple, Mapping)) and not callable(getattr(optimizer, "step", None))
+    optimizers = optimizer if several else [] if optimizer is None else [optimizer]
+    for one in optimizers.values() if isinstance(optimizers, Mapping) else optimizers:
+        if not callable(getattr(one, "step", None)) and next(inner_optimizers(one), None) is None:
+            raise ConfigError(f"attach: optimizer must have a step method, got {type(one).__name__}")
+    source = read_source(config)
+    for one in models:
+        reference = _attached.get(unwrap(one))
+        former = None if reference is None else reference()
+        if former is not None and former.is_alive:
+            log.info("sentinel: this model is watched already, as run %s: that ends, this takes its place", former.run)
+            former.detach()
+    life = secrets.token_bytes(16)
+    try:
+        attempt = agree(source.config, environment, life, is_alive_in)
+        monitor = Monitor(
+            models, optimizers, source, Topology(environment, place, names), attempt, life,
+            grad_acc_steps=grad_acc_steps, first_step=first_step,
+        )  # fmt: skip
+    except ConfigError:
+        raise
+    except (OSError, SentinelError) as error:
+        return Unmeasured(str(error))
+    except Exception as error:  # The trainer never dies for Sentinel: a model that nobody foresaw trains unmeasured.
+        log.warning("sentinel: attach failed", exc_info=True)
+        return Unmeasured(f"{type(error).__name__}: {error}")
+    for one in models:
+        _attached[unwrap(one)] = weakref.ref(monitor)
+    return monitor

@@ -1,0 +1,62 @@
+"""Functions and methods of torch replaced by ours while at least one monitor lives, and put back exactly afterwards."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from sentinel.collect.hooks.weak import WeakList
+
+User = TypeVar("User")
+_INHERITED = object()
+"""Stands for an attribute that its owner does not have itself."""
+
+
+class Interception(Generic[User]):
+    """One set of replacements, shared by all monitors of the process; the replacements tell each of `users`."""
+
+    def __init__(self, replace_all: Callable[[Interception[User]], None]) -> None:
+        """replace_all: calls `replace` for everything there is to replace now; called when the first user joins."""
+        self.users: WeakList[User] = WeakList(self._restore)
+        """Whoever is told, while it lives."""
+        self._replace_all = replace_all
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the attributes replaced now."""
+        return frozenset(name for _, name, _, _ in self._replaced)
+
+    def join(self, user: User) -> None:
+        """Have `user` told from now on."""
+        self.users.append(user)
+        if not self._replaced:
+            self._replace_all(self)
+
+    def leave(self, user: User) -> None:
+        """Tell `user` no more; torch is as before when the last one is gone."""
+        self.users.remove(user)
+
+    def _restore(self) -> None:
+        while self._replaced:
+            owner, name, original, ours = self._replaced.pop()
+            if getattr(owner, name, None) is not ours:
+                continue
+            if original is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+    def replace_everywhere(self, name: str, original: Any, ours: Any) -> None:
+        """Put `ours` in the place of a function in every module that has imported it under this name."""
+        for module in list(sys.modules.values()):
+            names = getattr(module, "__dict__", None)
+            if isinstance(names, dict) and names.get(name) is original:
+                self.replace(module, name, ours)
+
+    def replace(self, owner: Any, name: str, ours: Any) -> None:
+        """Put `ours` in the place of an attribute of a module or class."""
+        # As it is stored: looked up, a method of a C++ class is a function that no longer takes its object.
+        self._replaced.append((owner, name, vars(owner).get(name, _INHERITED), ours))
+        setattr(owner, name, ours)

@@ -1,0 +1,49 @@
+"""The order of a chunk's sites in its forward, as numbers that are sent: `site_pos`."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+
+from sentinel.collect.hooks.sites import BORDER
+from sentinel.collect.rows.tensor_table import TensorEntry
+
+SITE_GAP = 64
+"""Distance of two neighbouring sites: room for sites that are seen first in a later forward (chosen)."""
+BORDER_GAP = 2**18
+"""Distance of a border from the site before it: room for the sites of its segment, whose modules may be switched on later
+(chosen)."""
+LAST = 2**31 - 1
+
+
+class SiteOrder:
+    """Gives each site a place behind the one that passed before it, which it keeps whichever other sites are measured."""
+
+    def __init__(self) -> None:
+        self.cursor = 0
+        """site_pos of the site that the running forward passed last."""
+        self._taken: list[int] = []
+        self._placed: set[int] = set()
+        """Ids of the entries that have a place."""
+
+    def begin(self) -> None:
+        """A forward begins."""
+        self.cursor = 0
+
+    def place(self, entry: TensorEntry) -> None:
+        """A site passes: give it its place in forward order, at its first appearance.
+
+        One that appears later (its module was switched on, or its output is usually handed on as it is) comes right behind
+        the site before it, so that ranks which never see it agree on all others.
+        """
+        if entry.id not in self._placed:
+            self._placed.add(entry.id)
+            entry.site_pos = self._next(BORDER_GAP if entry.flags & BORDER else SITE_GAP)
+            insort(self._taken, entry.site_pos)
+        self.cursor = entry.site_pos
+
+    def _next(self, gap: int) -> int:
+        at = bisect_right(self._taken, self.cursor)
+        if at == len(self._taken):
+            return min(self.cursor + gap, LAST)
+        room = self._taken[at] - self.cursor
+        return self.cursor + (SITE_GAP if room > 2 * SITE_GAP else min(1, room - 1))

@@ -1,0 +1,152 @@
+"""Observed places: how a site's tensor is described, and whether it is measured in this step."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping
+
+import torch
+
+from sentinel.collect.hooks.sightings import Sighting
+from sentinel.collect.parallel.placements import is_dtensor, part_of, placements_of
+from sentinel.collect.rows.recording import Recording
+from sentinel.collect.rows.tensor_table import TensorEntry, TensorTable
+from sentinel.collect.schedule.plan import CARRIERS, Plan
+from sentinel.monitor_config import MODULE_KINDS
+from sentinel.place import Place
+from sentinel.record import Flag, Kind
+
+BORDER = int(Flag.BORDER)
+"""As a plain int: asked for each tensor, a flag enumeration would cost a microsecond each time."""
+
+SitePlacements = Callable[[str, bool], Mapping[str, str] | None]
+"""(local name of a module, whether its output is meant) -> axis to placement of its plain tensors; None: not known."""
+
+
+class Sites:
+    """Turns what taps see into rows of the running step, described in the table."""
+
+    def __init__(
+        self,
+        table: TensorTable,
+        recording: Recording,
+        plan: Plan,
+        hints: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        """hints: as `MonitorConfig.site_placements`; they go before all others."""
+        self.place = Place()
+        self.is_due = False
+        """Whether anything passing a module is measured in this step, beyond the black box, which always is."""
+        self.placements: SitePlacements | None = None
+        """An adapter's table for tensors that do not say themselves how they are placed."""
+        self._hints = hints or {}
+        self._table = table
+        self._recording = recording
+        self._plan = plan
+
+    def begin_step(self) -> None:
+        """Note whether the running step measures modules."""
+        plan = self._plan
+        self.is_due = any(plan.takes(kind) for kind in (*MODULE_KINDS, *CARRIERS))
+
+    def entry(self, vpp_stage: int, name: str, kind: Kind, tensor: torch.Tensor) -> TensorEntry:
+        """Return the table's entry of a site, described."""
+        entry = self._table.entry(vpp_stage, name, kind)
+        self.describe(entry, tensor)
+        return entry
+
+    def describe(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
+        """Note shape, dtype and placement of a site's tensor."""
+        placements = self.placements_at(entry, tensor, Kind(entry.kind) in (Kind.ACTIVATION, Kind.DGRAD))
+        self._table.describe(entry, tensor, placements, part_of(tensor, self.place, placements))
+
+    def placements_at(self, entry: TensorEntry, tensor: torch.Tensor, is_output: bool) -> dict[str, str]:
+        """Return axis -> placement of a tensor at the module that an entry is named after: as it says, or is known to be."""
+        placements = placements_of(tensor, Kind(entry.kind), self.place)
+        if not is_dtensor(tensor):
+            name = entry.name.partition(":")[0]
+            if self.placements is not None:
+                placements.update(self.placements(name, is_output) or {})
+            for glob, words in self._hints.items():
+                if fnmatch.fnmatchcase(name if is_output else f"{name}:in", glob):
+                    placements.update({axis: word for axis, word in words.items() if axis in placements})
+        return placements
+
+    def placed(self, is_changed: bool) -> None:
+        """Note that a forward has shown how some sites are placed: the table travels again."""
+        self._table.is_changed |= is_changed
+
+    def is_measured(self, entry: TensorEntry) -> bool:
+        """Whether the running step measures this tensor."""
+        return bool(entry.flags & BORDER) or (self.is_due and self._plan.measures(entry))
+
+    def is_looked_at(self, entry: TensorEntry) -> bool:
+        """Whether the running step measures this tensor, or shows it to somebody who may."""
+        return self.is_measured(entry) or (self.is_due and self.has_onlookers)
+
+    @property
+    def has_onlookers(self) -> bool:
+        """Whether somebody looks at tensors that are not measured themselves."""
+        return bool(self._recording.onlookers)
+
+    def observe(self, entry: TensorEntry, tensor: torch.Tensor, micro_step: int) -> int:
+        """Measure one tensor of the black box, or of a due step, and return its row; -1 when it is not measured."""
+        if self.is_measured(entry):
+            return self._recording.observe(entry, tensor, micro_step)
+        if self.is_due and self._recording.onlookers:
+            self._recording.show(entry, tensor, micro_step)
+        return -1
+
+    def rename(self, former: Sighting, entry: TensorEntry, micro_step: int) -> int:
+        """Make a border's what has passed before, and return its row; -1: it has none that could be renamed."""
+        return former.row if self._recording.rename(former.row, former.entry, entry, micro_step) else -1
+
+    def catch_up(self, entry: TensorEntry, tensor: torch.Tensor, micro_step: int, row: int = -1) -> int:
+        """Measure what turned out to be a border after it had passed, and return its row: onlookers have seen it.
+
+        row: that it has already.
+        """
+        row = row if row >= 0 else self._recording.reserve(entry, micro_step)
+        self._recording.fill(row, tensor)
+        return row
+
+    def reserve(self, entry: TensorEntry, micro_step: int) -> int:
+        """Begin a row whose tensor is still on its way; -1 when it is not measured."""
+        if self.is_measured(entry):
+            return self._recording.reserve(entry, micro_step)
+        return -1
+
+    def fill(self, row: int, entry: TensorEntry, tensor: torch.Tensor, micro_step: int) -> None:
+        """Measure into a reserved row a tensor that has arrived; -1: it only passes by."""
+        if row >= 0:
+            self._recording.fill(row, tensor)
+        if self.is_due and self._recording.onlookers:
+            self._recording.show(entry, tensor, micro_step)
+
+    def blind(self, code: str, message: str, site: str = "") -> None:
+        """Tell what passes unseen."""
+        self._recording.tell(code, message, site)
+
+    def add_consumer(self, entry: TensorEntry, module: str) -> None:
+        """Name a tensor a second time, by the module that reads it."""
+        self._table.add_consumer(entry, module)
+
+    def note_functions(self, entry: TensorEntry, functions: tuple[str, ...]) -> None:
+        """Note which functions that are not defined everywhere made a tensor."""
+        self._table.note_functions(entry, functions)
+
+    def name_alike(self, former: TensorEntry, entry: TensorEntry) -> None:
+        """Give a border, and its gradient, all names that its tensor has besides."""
+        if former.kind == Kind.ACTIVATION:
+            self.add_producer(entry, former.name)
+        elif former.name != entry.name:
+            self.add_consumer(entry, former.name.partition(":")[0])
+        for name in former.also:
+            self.add_producer(entry, name)
+        for name in former.consumers:
+            if name != entry.name or entry.kind == Kind.ACTIVATION:
+                self.add_consumer(entry, name)
+
+    def add_producer(self, entry: TensorEntry, name: str) -> None:
+        """Name a tensor a second time, by an outer module that hands it on."""
+        self._table.add_producer(entry, name)

@@ -1,0 +1,221 @@
+"""How long this rank waits for others: host time inside collectives, from which the daemon tells who arrives last.
+
+In a synchronous group all steps are equally long; the slow rank is the one that does not wait. Only host time is seen, so
+on an accelerator, where collectives wait on the device, nothing is reported.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from sentinel.collect.hooks.interception import Interception
+
+
+class WaitWatcher(Protocol):
+    """Is told of every wait for a collective of torch.distributed."""
+
+    def enter(self) -> None:
+        """A wait begins."""
+
+    def add(self, seconds: float) -> None:
+        """A wait has ended, in whichever way."""
+
+    def promised(self, work: Any, future: Any) -> None:
+        """A future was taken of a Work, or of such a future: whoever waits for it waits for the Work."""
+
+    def done(self, work: Any, seconds: float) -> None:
+        """A Work, or a future of one, was waited for and is complete, on the stream that is current."""
+
+
+class WaitClock:
+    """Seconds that the training thread spent waiting in collectives since the step began."""
+
+    def __init__(self, *, is_blind: bool) -> None:
+        """is_blind: the model lies on an accelerator, the host does not wait there."""
+        self._is_blind = is_blind
+        self._seconds = 0.0
+        self._thread = threading.get_ident()
+        self._since = 0.0
+        self._is_inside = False
+        self.num_waits = 0
+        """Waits that are over; it only grows."""
+
+    @property
+    def is_waiting(self) -> int:
+        """1 while the training thread waits for others, 0 while it does not; -1: not known. Asked by the writer thread."""
+        if self._is_blind or not WORKS.is_active:
+            return -1
+        return int(self._is_inside or self._since > 0.0)
+
+    def install(self) -> None:
+        """Watch every wait for a collective of torch.distributed."""
+        if not self._is_blind:
+            WORKS.join(self)
+
+    def remove(self) -> None:
+        """Undo `install`."""
+        WORKS.leave(self)
+
+    def begin_backward_end(self) -> None:
+        """This rank's own part of a backward is done; what follows waits for the reductions (DDP, FSDP)."""
+        self._since = time.perf_counter()
+
+    def end_backward_end(self) -> None:
+        """The reductions are done."""
+        since, self._since = self._since, 0.0
+        if since:
+            self.add(time.perf_counter() - since)
+
+    def enter(self) -> None:
+        """Take note that a wait begins, if it is the training thread's."""
+        self._is_inside = threading.get_ident() == self._thread
+
+    def add(self, seconds: float) -> None:
+        """Count time waited, if the training thread did; waits at the end of a backward are in the time of that end."""
+        if threading.get_ident() == self._thread:
+            self._is_inside = False
+            self.num_waits += 1
+            if not self._since:
+                self._seconds += seconds
+
+    def promised(self, work: Any, future: Any) -> None:
+        """Whose future it is does not matter here."""
+
+    def done(self, work: Any, seconds: float) -> None:
+        """Whose wait it was does not matter here."""
+
+    def take(self) -> float:
+        """Return the seconds waited in the step that ends and begin anew; -1.0: not known. The caller trains."""
+        self._thread = threading.get_ident()
+        seconds, self._seconds = self._seconds, 0.0
+        is_known = not self._is_blind and WORKS.is_active
+        return seconds if is_known else -1.0
+
+
+class Works(Interception[WaitWatcher]):
+    """Who watches the waits of this process."""
+
+    @property
+    def is_active(self) -> bool:
+        dist = sys.modules.get("torch.distributed")
+        return dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _replace_all(works: Interception[WaitWatcher]) -> None:
+    # Synchronous collectives of torch.distributed end in a wait of their own work: one method sees them all.
+    work = getattr(sys.modules.get("torch._C._distributed_c10d"), "Work", None)
+    if work is None:
+        return
+    futures = _Futures(works)
+    for name in ("wait", "synchronize", "block_current_stream"):
+        if hasattr(work, name):
+            works.replace(work, name, _timed(works, getattr(work, name)))
+    # Tensor parallel styles and DTensor wait in an operator that no Work is handed to.
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    wait_tensor = getattr(functional, "wait_tensor", None)
+    if wait_tensor is not None:
+        works.replace_everywhere("wait_tensor", wait_tensor, _timed(works, wait_tensor))
+    torch_c = sys.modules.get("torch._C")
+    if torch_c is None or not hasattr(work, "get_future") or not hasattr(torch_c, "Future"):
+        return
+    works.replace(work, "get_future", futures.taken(work.get_future))
+    for name in ("wait", "value"):
+        works.replace(torch_c.Future, name, _timed(works, getattr(torch_c.Future, name), futures.knows))
+    works.replace(torch_c.Future, "then", futures.followed(torch_c.Future.then))
+    if hasattr(torch_c, "_collect_all"):
+        works.replace(torch_c, "_collect_all", futures.joined(torch_c._collect_all))
+
+
+class _Futures:
+    """The futures of collectives, as long as somebody holds them; those of other kinds of work do not matter here."""
+
+    def __init__(self, works: Interception[WaitWatcher]) -> None:
+        self._works = works
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def knows(self, future: Any) -> bool:
+        """Return whether this is the future of a collective."""
+        found = self._known.get(id(future))
+        return found is not None and found() is future
+
+    def _promise(self, owner: Any, future: Any) -> None:
+        known, key = self._known, id(future)
+        if not self.knows(future):
+            known[key] = weakref.ref(future, lambda _: known.pop(key, None))
+        for user in self._works.users:
+            user.promised(owner, future)
+
+    def taken(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `Work.get_future`, which tells of every future it gives."""
+
+        @functools.wraps(original)
+        def get_future(work: Any) -> Any:
+            future = original(work)
+            self._promise(work, future)
+            return future
+
+        return get_future
+
+    def followed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `Future.then`, which tells of a future that comes after one of a collective."""
+
+        @functools.wraps(original)
+        def then(future: Any, *args: Any, **kwargs: Any) -> Any:
+            follower = original(future, *args, **kwargs)
+            if self.knows(future):
+                self._promise(future, follower)
+            return follower
+
+        return then
+
+    def joined(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what waits for several futures, and tells of those of collectives among them."""
+
+        @functools.wraps(original)
+        def collect_all(futures: Any) -> Any:
+            whole = original(futures)
+            for future in filter(self.knows, futures):
+                self._promise(future, whole)
+            return whole
+
+        return collect_all
+
+
+def _timed(
+    works: Interception[WaitWatcher], original: Callable[..., Any], is_meant: Callable[[Any], bool] | None = None
+) -> Callable[..., Any]:
+    """Return a function that waits as `original` does, for what its first argument stands for, and tells how long.
+
+    is_meant: for which arguments alone; None: for all.
+    """
+    clock = time.perf_counter
+
+    @functools.wraps(original)
+    def wait(awaited: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or (is_meant is not None and not is_meant(awaited)):
+            return original(awaited, *args, **kwargs)
+        began = clock()
+        for user in works.users:
+            user.enter()
+        try:
+            result = original(awaited, *args, **kwargs)
+        finally:
+            waited = clock() - began
+            for user in works.users:
+                user.add(waited)
+        for user in works.users:
+            user.done(awaited, waited)
+        return result
+
+    return wait
+
+
+WORKS = Works(_replace_all)

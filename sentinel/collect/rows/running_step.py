@@ -1,0 +1,166 @@
+"""The step that runs: what is due in it, and how it is handed over to the writer when it ends."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from sentinel.collect.hooks.loss_scale import LossScale
+from sentinel.collect.lifecycle.memory import MemoryUse
+from sentinel.collect.lifecycle.notebook import CELLS
+from sentinel.collect.lifecycle.standstill import Standstill
+from sentinel.collect.parallel.waiting import WaitClock
+from sentinel.collect.rows.recording import Recording
+from sentinel.collect.rows.scalars import Scalars, on_its_way, resolver
+from sentinel.messages import Bye, Descriptor, EndStep, Heartbeat
+from sentinel.record import ROW_DTYPE, Flag, Kind
+from sentinel.wire.handover import Handover
+from sentinel.wire.step_batch import StepBatch
+
+_NO_ROWS = np.empty(0, ROW_DTYPE)
+
+
+class RunningStep:
+    """Begun by the first training forward, or an optimizer that steps without one; ended by the boundary."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        scalars: Scalars,
+        loss_scale: LossScale,
+        waits: WaitClock,
+        memory: MemoryUse,
+        gradient_divisor: Callable[[], float],
+    ) -> None:
+        """gradient_divisor: by what gradients are divided after the backward, where ranks are averaged."""
+        self._gradient_divisor = gradient_divisor
+        self.is_begun = False
+        self.raised: Bye | None = None
+        """What a notebook's cell raised in which this trained; None: nothing, or it has trained since."""
+        self.due: dict[str, int] = {}
+        """Kind to the number of tensors measured."""
+        self._recording = recording
+        self._scalars = scalars
+        self._loss_scale = loss_scale
+        self._waits = waits
+        self._standstill = Standstill()
+        self._thread_id = threading.get_ident()
+        """The thread that trains; until it does, the one that attached."""
+        self._memory = memory
+        self._began_at = time.perf_counter()
+        self._leaf_handles: list[RemovableHandle] = []
+        self._activities: list[str] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to hand over: no forward, and nothing logged."""
+        return not self.is_begun and not self._scalars
+
+    def begin(self) -> None:
+        """The step's first forward begins."""
+        self._recording.rows.dgrad_divisor = self._gradient_divisor()
+        self.is_begun, self._thread_id = True, threading.get_ident()
+        CELLS.note_step(self)
+        self._began_at = time.perf_counter()
+
+    def count(self, due: dict[str, int]) -> None:
+        """Take note of tensors measured: kind to number."""
+        for kind, number in due.items():
+            self.due[kind] = self.due.get(kind, 0) + number
+
+    def keep(self, handle: RemovableHandle) -> None:
+        """A hook on a leaf that must not outlive the step, whether it fires or not."""
+        self._leaf_handles.append(handle)
+
+    def note_activity(self, name: str) -> None:
+        """The trainer did something else than train within this step."""
+        if name != "train" and name not in self._activities:
+            self._activities.append(name)
+
+    def position(self, step: int, activity: str, num_forwards: int) -> Heartbeat:
+        """Return where this rank stands: what was observed last, and whether it waits. Asked by the writer thread."""
+        entry = self._recording.at
+        kind = Kind(entry.kind) if entry is not None else None
+        phase = "" if kind is None else "backward" if kind in (Kind.DGRAD, Kind.DGRAD_IN, Kind.WGRAD) else "forward"
+        return Heartbeat(
+            step=step,
+            call_id=self._recording.call_id,
+            activity=activity,
+            module=entry.name if entry is not None else "",
+            phase=phase,
+            micro_step=num_forwards - 1 if phase == "forward" else -1,
+            is_waiting=self._waits.is_waiting,
+            raised=self.raised,
+            site=self._standstill.site((step, self._recording.call_id, activity, self._waits.num_waits), self._thread_id),
+            num_waits=self._waits.num_waits,
+        )
+
+    def hand_over(
+        self,
+        handover: Handover,
+        step: int,
+        *,
+        is_skipped: bool,
+        was_skipped: torch.Tensor | None,
+        is_partial: bool,
+        num_micro_steps: int,
+        per_micro_step: bool,
+        descriptor: Descriptor | None,
+        left_out: tuple[str, ...],
+    ) -> None:
+        """Give rows, scalars and the end of the step to the writer, and begin with nothing. Does not wait.
+
+        left_out: kinds that were not measured for what they cost.
+        was_skipped: 0-dim, on any device: above 0, the optimizer skipped the step by itself; the writer looks.
+        """
+        recording = self._recording
+        for handle in self._leaf_handles:
+            handle.remove()
+        self._leaf_handles = []
+        rows = recording.rows
+        if is_skipped:
+            rows.array["flags"][: rows.num_rows] |= np.uint16(Flag.SKIPPED)
+        scale, is_scaled = self._loss_scale.take()
+        if scale is not None:
+            self._scalars.note_default("loss_scale", scale)
+        scalars = self._scalars.take()
+        samples, num_samples_cut = self._scalars.samples.take()
+        end = EndStep(
+            step=step,
+            num_rows=rows.num_rows,
+            num_calls=recording.call_id,
+            num_micro_steps=num_micro_steps,
+            is_skipped=is_skipped,
+            is_partial=is_partial,
+            num_folded_rows=recording.num_folded,
+            step_time_s=time.perf_counter() - self._began_at,
+            due=self.due,
+            wait_s=self._waits.take(),
+            activities=tuple(self._activities),
+            samples=samples,
+            num_samples_cut=num_samples_cut,
+            left_out=left_out,
+        )
+        self.is_begun, self.due, self._activities = False, {}, []
+        full, vectors = recording.swap(handover.free_buffer), recording.take_vectors()
+        batch = StepBatch(
+            step=step, rows=_NO_ROWS, num_rows=0, end_step=end, per_micro_step=per_micro_step, descriptor=descriptor,
+            prepare=resolver(scalars, self._memory), vectors=vectors.finish if len(vectors) else None,
+            vector_bytes=vectors.num_bytes, health=recording.take_health(),
+            was_skipped=None if was_skipped is None else on_its_way("is_skipped", was_skipped.detach()),
+        )  # fmt: skip
+        if full is None:
+            batch.num_dropped = end.num_rows
+        else:
+            full.take_scale(scale, wgrads_are_scaled=is_scaled)
+            full.begin_copy()
+            batch.rows, batch.num_rows = full.array, full.num_rows
+            batch.complete, batch.complete_early = full.finish, full.finish_arrived
+            batch.release = functools.partial(recording.give_back, full)
+        handover.submit(batch)

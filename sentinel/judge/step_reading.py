@@ -1,0 +1,467 @@
+"""What verdicts ask of a closed step beside its anomalies, read from the step alone: a replay reads the same."""
+
+from __future__ import annotations
+
+import math
+import re
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+
+from sentinel.anomaly import Anomaly
+from sentinel.incidents.diagnosis.claim import is_narrow
+from sentinel.incidents.diagnosis.evidence import is_entry
+from sentinel.incidents.diagnosis.step_facts import (
+    Divergence,
+    FirstBad,
+    OddWeight,
+    Outlier,
+    ReplicaDeviation,
+    StepFacts,
+    Upstream,
+)
+from sentinel.judge.makers import MakerReader
+from sentinel.order.causal import is_nonfinite
+from sentinel.order.phase import Phase, scalar_phase
+from sentinel.record import Flag, Kind
+from sentinel.step_view import NAN_CHECKSUM, Differing, Layout, StepView
+
+MAX_DIVERGENCES = 32
+"""Differing tensors that are looked at one by one (chosen); all are counted."""
+MAX_ORIGINS = 8
+"""Non-finite values of a step whose past is looked at (chosen)."""
+UNLIKE = 8.0
+"""Times that a tensor of one replica is larger or smaller than in the others, when it is not like them (chosen)."""
+ODD_SPREADS, ODD_SHARE = 8.0, 0.2
+"""Spreads, and share of the median, by which one replica's loss is above the others' when it stands apart (chosen)."""
+ABSURD = 16.0
+"""Times that a single element is beyond all others of its tensor (chosen)."""
+
+ALONE = 0.9
+"""Share of the kurtosis that one element alone would make, from which it counts as alone (chosen): of two it is half."""
+STEEP = 0.99
+"""The same from which one element is nearly all of a weight (chosen): the others come to a tenth of it at most."""
+EVERY = 16
+"""Steps between two looks at weights while nothing is amiss (chosen)."""
+APART = 1.3
+"""Times by which an output of one replica is larger or smaller than the others' when it is not like them (chosen): batches
+of one distribution are alike within some percent."""
+LIKE = 3.0
+"""Times by which the kurtosis of one replica differs from the others' when all of its elements grew alike (chosen)."""
+MIN_ELEMENTS = 64
+"""Elements of a tensor of which one can stand out (chosen)."""
+
+_RATE = re.compile(r"(^|[._/-])(lr|learning_rate)([._/-]|_group\d+|_\d+|$)", re.IGNORECASE)
+_SCALE = re.compile(r"(loss|grad|amp)[._ -]?scale", re.IGNORECASE)
+_FORWARD = (int(Kind.ACTIVATION), int(Kind.ACTIVATION_IN))
+
+
+class FactReader:
+    """Reads the facts of steps; remembers tables of the layout, which change nothing."""
+
+    def __init__(self) -> None:
+        self._layout: weakref.ref[Layout] | None = None
+        self._replicated = np.zeros(0, np.int64)
+        self._weights = np.zeros(0, np.int64)
+        self._lanes: dict[int, int] = {}
+        self._num_lanes = 1
+        self._has_narrow = False
+        self._lane_of = np.zeros(1, np.int64)
+        """[highest rank + 1] the data-parallel coordinate."""
+        self._depth = np.zeros(0, np.int64)
+        """[tensors]"""
+        self._is_forward = np.zeros(0, np.bool_)
+        """[tensors] whether it is of the forward, and merged over replicas."""
+        self._by_name: dict[tuple[str, str], list[int]] = {}
+        """(kind, name) -> places of tensors; made when it is asked for."""
+        self._makers = MakerReader()
+        self._is_gradient = np.zeros(0, np.bool_)
+        """[tensors] whether it is a weight gradient."""
+
+    def read(self, view: StepView, anomalies: Sequence[Anomaly], ongoing: Collection[str]) -> StepFacts:
+        """Return the facts of a closed step. anomalies: of the step, in total order; ongoing: see `StepFacts`."""
+        self._learn(view.layout)
+        scalars = view.scalars
+        scales = [one.mean for name, one in scalars.items() if _SCALE.search(name)]
+        num_compared = int(np.count_nonzero(view.present[self._replicated])) if len(self._replicated) else 0
+        differing = view.differing if num_compared or view.layout.added_copies else []
+        ends = [part.end_step for part in view.parts if part.end_step is not None]
+        is_whole = len(ends) >= len(view.places) and not any(end.is_partial for end in ends)
+        heard = {part.rank for part in view.parts if part.end_step is not None and not part.end_step.is_partial}
+        first_bad = self._bad(view)
+        rates = {name: one.mean for name, one in scalars.items() if _RATE.search(name) and math.isfinite(one.mean)}
+        onsets = [one for one in anomalies if one.event == "onset"]
+        return StepFacts(
+            ongoing=frozenset(ongoing),
+            lanes=self._lanes,
+            num_lanes=self._num_lanes,
+            is_whole=is_whole,
+            missing=tuple(sorted(set(view.places) - heard)) if not is_whole else (),
+            num_compared=num_compared,
+            num_weights=len(self._weights),
+            num_differing=_num_differing(view, differing),
+            divergences=tuple(_divergence(view, one) for one in _first(view, differing)),
+            upstream=self._upstream(anomalies, first_bad),
+            first_bad=first_bad,
+            makers=self._makers.read(view, anomalies, first_bad),
+            num_gradients=self._num_finite_gradients(view),
+            results={
+                name: one.mean
+                for name, one in scalars.items()
+                if scalar_phase(name) in (Phase.LOSS, Phase.NORM) and math.isfinite(one.mean)
+            },
+            odd_lanes=self._odd_lanes(view),
+            num_outputs=int(np.count_nonzero(self._is_forward & view.present)) if onsets or ongoing else 0,
+            outliers=self._outliers(view, onsets),
+            odd_weights=self._odd_weights(view, max(rates.values(), default=1.0))
+            if onsets or view.step % EVERY == 0
+            else (),
+            apart=self._apart(view) if any(scalar_phase(one.tag_name) is Phase.LOSS for one in onsets) else {},
+            rates=rates,
+            loss_scale=scales[0] if scales and math.isfinite(scales[0]) else None,
+            has_narrow=self._has_narrow,
+            is_skipped=view.is_skipped,
+            samples={part.rank: part.end_step.samples for part in view.parts if part.end_step and part.end_step.samples},
+            num_samples_cut=sum(end.num_samples_cut for end in ends),
+        )
+
+    def _num_finite_gradients(self, view: StepView) -> int:
+        bad = view.bad_rows
+        if len(bad) and (view.rows["kind"][bad] == Kind.WGRAD).any():
+            return 0
+        return int(np.count_nonzero(self._is_gradient & view.present))
+
+    def _odd_lanes(self, view: StepView) -> tuple[int, ...]:
+        found: set[int] = set()
+        for name, one in view.scalars.items():
+            if len(one.by_rank) > 2 and scalar_phase(name) is Phase.LOSS:
+                ranks, values = list(one.by_rank), np.array(list(one.by_rank.values()))
+                middle = float(np.median(values))
+                spread = 1.4826 * float(np.median(np.abs(values - middle)))
+                if math.isfinite(middle):
+                    odd = values - middle > max(ODD_SPREADS * spread, ODD_SHARE * abs(middle))
+                    found |= {self._lanes.get(ranks[at], 0) for at in np.flatnonzero(odd).tolist()}
+        return tuple(sorted(found))
+
+    def _learn(self, layout: Layout) -> None:
+        if self._layout is not None and self._layout() is layout:
+            return
+        self._layout = weakref.ref(layout)
+        self._by_name, self._makers = {}, MakerReader()
+        self._is_gradient = np.array([tensor.kind == "wgrad" for tensor in layout.tensors], np.bool_)
+        is_weight = [tensor.kind == "param" for tensor in layout.tensors]
+        self._weights = np.flatnonzero(np.array(is_weight, np.bool_))
+        replicated = {one.index for one in layout.replicas} | {one.index for one in layout.added_copies}
+        self._replicated = np.array(sorted(replicated & set(self._weights.tolist())), np.int64)
+        self._lane_of = np.zeros(max(layout.places, default=0) + 1, np.int64)
+        for rank, place in layout.places.items():
+            self._lane_of[rank] = place.coordinate("dp")
+        self._depth = np.array([tensor.depth for tensor in layout.tensors], np.int64)
+        self._is_forward = np.array(
+            [tensor.kind in _OF_FORWARD and "dp" not in tensor.place for tensor in layout.tensors], np.bool_
+        )
+        self._has_narrow = any(map(is_narrow, {tensor.dtype for tensor in layout.tensors}))
+        self._lanes = {rank: place.coordinate("dp") for rank, place in layout.places.items()}
+        self._num_lanes = max((place.dp_size for place in layout.places.values()), default=1)
+
+    def _places(self, view: StepView, kind: str, names: Collection[str]) -> list[int]:
+        """Return the places of tensors of a kind, in forward order."""
+        if not self._by_name:
+            for tensor in view.tensors:
+                self._by_name.setdefault((tensor.kind, tensor.name), []).append(tensor.index)
+        found = [index for name in names for index in self._by_name.get((kind, name), ())]
+        return sorted(found, key=lambda index: (view.tensors[index].depth, view.tensors[index].site_pos, index))
+
+    def _outliers(self, view: StepView, onsets: Sequence[Anomaly]) -> dict[str, Outlier]:
+        names = {one.tag_name for one in onsets if one.kind == "activation" and not is_nonfinite(one)}
+        found: dict[str, Outlier] = {}
+        for index in self._places(view, "activation", names)[:MAX_ORIGINS] if names else ():
+            tensor = view.tensors[index]
+            at = np.flatnonzero(view.row_logical == index)
+            lanes, peaks, tails = self._lane_of[view.row_rank[at]], _peaks(view.rows[at]), _tails(view.rows[at])
+            if not len(at) or not np.isfinite(peaks).all():
+                continue
+            # Where one element makes the tail, that says more than which is the largest.
+            odd = int(np.lexsort((peaks, tails >= ALONE))[-1])
+            others = lanes != lanes[odd]
+            usual = float(np.median(peaks[others])) if others.any() else 0.0
+            counts = view.rows["count"][at].astype(np.float64)
+            tail = float(np.median((tails * counts)[others])) if others.any() else 0.0
+            own, position = float(tails[odd] * counts[odd]), int(view.site_pos[index])
+            is_earlier = (self._depth < tensor.depth) | ((self._depth == tensor.depth) & (view.site_pos < position))
+            before = self._is_forward & is_earlier & view.present
+            found[tensor.name] = Outlier(
+                lane=int(lanes[odd]), rank=int(view.row_rank[at[odd]]), value=float(peaks[odd]), usual=usual,
+                is_alone=bool(tails[odd] >= ALONE), is_whole=tail > 0.0 and tail / LIKE <= own <= tail * LIKE,
+                num_before=int(np.count_nonzero(before)),
+                upstream=self._past(view, tensor.depth, position, int(lanes[odd])), functions=tensor.functions,
+            )  # fmt: skip
+        return found
+
+    def _odd_weights(self, view: StepView, rate: float) -> tuple[OddWeight, ...]:
+        of_weights = np.flatnonzero((view.rows["kind"] == Kind.PARAM) & (view.row_logical >= 0))
+        tails = _tails(view.rows[of_weights])
+        found = []
+        for at in of_weights[tails >= STEEP].tolist()[:MAX_ORIGINS]:
+            row, rank, name = view.rows[at], int(view.row_rank[at]), view.tensors[int(view.row_logical[at])].name
+            of_gradient = self._places(view, "wgrad", [name])
+            rows = np.flatnonzero(np.isin(view.row_logical, of_gradient) & (view.row_rank == rank))
+            found.append(
+                OddWeight(
+                    step=view.step, name=name, rank=rank, value=max(float(row["min"]), float(row["max"]), key=abs),
+                    num_elements=int(row["count"]), rate=rate,
+                    gradient=float(np.max(_peaks(view.rows[rows]))) if len(rows) else 0.0,
+                )
+            )  # fmt: skip
+        return tuple(found)
+
+    def _apart(self, view: StepView) -> dict[int, ReplicaDeviation]:
+        """Return, for each replica, its first output that is not like the others'."""
+        at = np.flatnonzero((view.rows["kind"] == Kind.ACTIVATION) & (view.row_logical >= 0))
+        at = at[self._is_forward[view.row_logical[at]]]
+        found: dict[int, ReplicaDeviation] = {}
+        if not len(at) or self._num_lanes < 2:
+            return found
+        logical, lanes = view.row_logical[at], self._lane_of[view.row_rank[at]]
+        order = np.lexsort((lanes, logical, view.site_pos[logical], self._depth[logical]))
+        logical, lanes, at = logical[order], lanes[order], at[order]
+        some = view.rows[at]
+        with np.errstate(all="ignore"):
+            rms = np.sqrt(some["m2"] / np.maximum(some["count"].astype(np.float64), 1.0) + some["mean"] ** 2)
+        ends = np.flatnonzero(np.r_[logical[1:] != logical[:-1], True]) + 1
+        begin = 0
+        for end in ends.tolist():
+            tensor, values = view.tensors[int(logical[begin])], rms[begin:end]
+            for own in np.flatnonzero(np.isfinite(values)).tolist() if end - begin > 1 else ():
+                # Of three and more the middle one; of two, the other.
+                lane = int(lanes[begin + own])
+                usual = float(np.median(values if end - begin > 2 else np.delete(values, own)))
+                times = float(values[own]) / usual if usual > 0.0 else 1.0
+                if lane not in found and not 1.0 / APART <= times <= APART:
+                    front = is_entry(tensor.depth, tensor.border, tensor.segment)
+                    found[lane] = ReplicaDeviation(name=tensor.name, times=times, is_entry=front)
+            begin = end
+        return found
+
+    def _first_bad(self, view: StepView) -> dict[int, int]:
+        """Return, for each replica whose forward was not finite, the place of its first bad row; masks of -inf are meant."""
+        bad = view.bad_rows
+        if not len(bad):
+            return {}
+        rows = view.rows
+        some = rows[bad]
+        meant = (some["num_nan"] == 0) & (some["num_pos_inf"] == 0)
+        bad = bad[np.isin(some["kind"], _FORWARD) & ~meant & (view.row_logical[bad] >= 0)]
+        logical, ranks = view.row_logical[bad], view.row_rank[bad]
+        # An input stands before the output of the same site.
+        is_output = rows["kind"][bad] != int(Kind.ACTIVATION_IN)
+        order = np.lexsort((ranks, is_output, view.site_pos[logical], self._depth[logical]))
+        lanes = self._lane_of[ranks[order]]
+        some_lanes, first = np.unique(lanes, return_index=True)
+        pairs = zip(some_lanes[:MAX_ORIGINS], first[:MAX_ORIGINS], strict=True)
+        return {int(lane): int(bad[order[at]]) for lane, at in pairs}
+
+    def _bad(self, view: StepView) -> tuple[FirstBad, ...]:
+        found = []
+        for lane, at in self._first_bad(view).items():
+            row, tensor = view.rows[at], view.tensors[int(view.row_logical[at])]
+            num_nan, num_inf = int(row["num_nan"]), int(row["num_pos_inf"]) + int(row["num_neg_inf"])
+            found.append(
+                FirstBad(
+                    lane=lane, rank=int(view.row_rank[at]), kind=tensor.kind, name=tensor.name, segment=tensor.segment,
+                    border=tensor.border, depth=tensor.depth, dtype=tensor.dtype, num_bad=num_nan + num_inf,
+                    is_inf=num_nan == 0, upstream=self._past(view, tensor.depth, int(view.site_pos[tensor.index]), lane),
+                )
+            )  # fmt: skip
+        return tuple(found)
+
+    def _upstream(self, anomalies: Sequence[Anomaly], first_bad: Sequence[FirstBad]) -> dict[str, Upstream]:
+        """Return what lies before the anomalies that are the first of their replica in this step."""
+        past = {(one.lane, one.kind, one.name): one.upstream for one in first_bad}
+        found: dict[str, Upstream] = {}
+        for one in anomalies:
+            if one.event == "onset" and one.rank is not None and is_nonfinite(one):
+                upstream = past.get((self._lanes.get(one.rank, 0), one.kind, one.tag_name))
+                if upstream is not None:
+                    found[one.id] = upstream
+        return found
+
+    def _past(self, view: StepView, depth: int, position: int, lane: int) -> Upstream:
+        """Hold what a replica measured in forward before a place against the other replicas'."""
+        rows = view.rows
+        is_earlier = (self._depth < depth) | ((self._depth == depth) & (view.site_pos < position))
+        before = self._is_forward & is_earlier
+        mine = np.isin(rows["kind"], _FORWARD) & (view.row_logical >= 0)
+        at = np.flatnonzero(mine)
+        at = at[before[view.row_logical[at]]]
+        if not len(at):
+            return Upstream(num_measured=0, num_blocks=0)
+        some = rows[at]
+        count = np.maximum(some["count"].astype(np.float64), 1.0)
+        with np.errstate(all="ignore"):
+            rms = np.sqrt(some["m2"] / count + some["mean"] ** 2)
+            peak = np.maximum(np.abs(some["min"]), np.abs(some["max"]))
+        logical = view.row_logical[at]
+        lanes = self._lane_of[view.row_rank[at]]
+        is_bad = (some["num_nan"] | some["num_pos_inf"] | some["num_neg_inf"]) != 0
+        # The largest of each tensor and replica.
+        order = np.lexsort((lanes, logical))
+        logical, lanes = logical[order], lanes[order]
+        starts = np.flatnonzero(np.r_[True, (logical[1:] != logical[:-1]) | (lanes[1:] != lanes[:-1])])
+        largest = [np.maximum.reduceat(values[order], starts) for values in (rms, peak)]
+        was_bad = np.logical_or.reduceat(is_bad[order], starts)
+        of_tensor, of_lane = logical[starts], lanes[starts]
+        ends = np.flatnonzero(np.r_[of_tensor[1:] != of_tensor[:-1], True]) + 1
+        num_measured = num_blocks = begin = 0
+        unlike = ""
+        for end in ends.tolist():
+            own = np.flatnonzero(of_lane[begin:end] == lane) + begin
+            if len(own) and end - begin > 1:
+                info = view.tensors[int(of_tensor[begin])]
+                num_measured += 1
+                num_blocks += info.border == "block_output"
+                for name, values in zip(("rms", "largest value"), largest, strict=True):
+                    here = float(values[own[0]])
+                    usual = float(np.median(np.delete(values[begin:end], own[0] - begin)))
+                    is_unlike = not math.isfinite(here) or here > UNLIKE * usual or usual > UNLIKE * here
+                    if not unlike and (was_bad[own[0]] or (is_unlike and usual > 0)):
+                        unlike = f"the {name} of {info.kind} of {info.name} was {here:.3g} against {usual:.3g} elsewhere"
+            begin = end
+        return Upstream(num_measured=num_measured, num_blocks=num_blocks, unlike=unlike)
+
+
+def _peaks(rows: np.ndarray) -> np.ndarray:
+    """Return the largest value of each row, without its sign; infinite where some value is not finite."""
+    is_bad = (rows["num_nan"] | rows["num_pos_inf"] | rows["num_neg_inf"]) != 0
+    peaks = np.maximum(np.abs(rows["min"].astype(np.float64)), np.abs(rows["max"].astype(np.float64)))
+    return np.where(is_bad, np.inf, peaks)
+
+
+def _tails(rows: np.ndarray) -> np.ndarray:
+    """Return the kurtosis of each row as a share of what one element alone would make it; 0 where it has too few."""
+    count = rows["count"].astype(np.float64)
+    with np.errstate(all="ignore"):
+        # As shares of the second moment: its square overflows where a value is 1e200.
+        share = rows["m4"] / np.maximum(rows["m2"], 1e-300) / np.maximum(rows["m2"], 1e-300)
+    return np.where((count >= MIN_ELEMENTS) & np.isfinite(share), share, 0.0)
+
+
+_OF_FORWARD = frozenset({"activation", "activation_in"})
+
+
+def _first(view: StepView, differing: Iterable[Differing]) -> list[Differing]:
+    """Return some of the differing tensors, weights before gradients."""
+    order = {"param": 0, "exp_avg": 1, "exp_avg_sq": 1}
+    found = sorted(differing, key=lambda one: (order.get(view.tensors[one.index].kind, 2), one.index))
+    last = [one for one in found[MAX_DIVERGENCES:] if order.get(view.tensors[one.index].kind, 2) == 2][:1]
+    return [*found[: MAX_DIVERGENCES - len(last)], *last]  # However many weights differ, one gradient is among them.
+
+
+def _num_differing(view: StepView, differing: Iterable[Differing]) -> int:
+    """Return how many tensors differ by themselves: where weights do, their gradients and states of the step follow.
+
+    Ranks of a tensor-parallel group hold copies of norms and biases: one bit in one of these parts all gradients before it.
+    """
+    found = {one.index for one in differing}
+    return len({index for index in found if view.tensors[index].kind == "param"} or found)
+
+
+def _divergence(view: StepView, one: Differing) -> Divergence:
+    tensor = view.tensors[one.index]
+    votes = {word: one.checksums.count(word) for word in one.checksums}
+    most = max(votes.values())
+    winners = [word for word, number in votes.items() if number == most]
+    is_sure = len(winners) == 1
+    healthy = winners[0]
+    odd = [ranks for ranks, word in zip(one.members, one.checksums, strict=True) if word != healthy or not is_sure]
+    accused = tuple(sorted({rank for ranks in odd for rank in ranks}))
+    change, words, culprit = "", "", None
+    if len(votes) == 2:
+        (first, second) = sorted(votes, key=lambda word: (votes[word], word))
+        ranks = tuple(
+            next(ranks for ranks, word in zip(one.members, one.checksums, strict=True) if word == wanted)
+            for wanted in (first, second)
+        )
+        if all(len(some) == 1 for some in ranks):
+            change, words, culprit = _change(view, one.index, ranks[0][0], ranks[1][0], first, second)
+    return Divergence(
+        kind=tensor.kind, name=tensor.name, accused=accused, num_copies=len(one.members), is_sure=is_sure, change=change,
+        change_words=words, culprit=culprit,
+    )  # fmt: skip
+
+
+def _change(
+    view: StepView, index: int, one_rank: int, other_rank: int, one_sum: int, other_sum: int
+) -> tuple[str, str, int | None]:
+    """Return what parts two copies, in a word and in words, and the rank of an absurd value; empty: nothing so simple."""
+    rows = [
+        view.rows[np.flatnonzero((view.row_logical == index) & (view.row_rank == rank))] for rank in (one_rank, other_rank)
+    ]
+    if any(len(some) != 1 or some["flags"][0] & Flag.DEGRADED for some in rows):
+        return "", "", None
+    a, b = rows[0][0], rows[1][0]
+    for odd, well, rank in ((a, b, one_rank), (b, a, other_rank)):
+        words = _absurd(odd, well)
+        if words:
+            return "element", f"{words} on rank {rank}", rank
+    if NAN_CHECKSUM in (one_sum, other_sum) or int(a["count"]) < 2 or a["count"] != b["count"]:
+        return "", "", None
+    difference = (one_sum - other_sum) % 2**64
+    difference = min(difference, 2**64 - difference)
+    # All elements doubled add to a power of two as well; then both ends move.
+    is_scaled = a["min"] != b["min"] and a["max"] != b["max"]
+    if difference and difference & (difference - 1) == 0 and not is_scaled:
+        return "bit", f"the bit patterns differ by one bit, 2**{difference.bit_length() - 1}", None
+    pair = _single_element(a, b) if difference < 2**32 else None
+    if pair is not None:
+        return "element", f"one element alone differs, {pair[0]:.4g} against {pair[1]:.4g}", None
+    return "", "", None
+
+
+def _single_element(a: np.void, b: np.void) -> tuple[float, float] | None:
+    """Return the values of the one element in which two copies differ, as their moments tell; None: in more than one.
+
+    With sums of powers s1 to s4 and one element x in place of y: s1 and s2 give x and y, s3 and s4 must agree.
+    """
+    with np.errstate(all="ignore"):
+        first, second, third, fourth = (x - y for x, y in zip(_powers(a), _powers(b), strict=True))
+        if first == 0.0 or abs(second) <= 1e-6 * _powers(b)[1]:
+            return None
+        x, y = (second / first + first) / 2.0, (second / first - first) / 2.0
+        ends = [max(abs(float(row["min"])), abs(float(row["max"]))) for row in (a, b)]
+        fits = abs(x) <= ends[0] * 1.001 and abs(y) <= ends[1] * 1.001
+        fits = fits and abs(x**3 - y**3 - third) <= 0.01 * max(abs(x), abs(y)) ** 3
+        fits = fits and abs(x**4 - y**4 - fourth) <= 0.01 * max(abs(x), abs(y)) ** 4
+    return (x, y) if fits else None
+
+
+def _powers(row: np.void) -> tuple[float, float, float, float]:
+    """Return the sums of the first four powers, from central moments."""
+    n, mean = float(row["count"]), float(row["mean"])
+    m2, m3, m4 = float(row["m2"]), float(row["m3"]), float(row["m4"])
+    return (
+        n * mean,
+        m2 + n * mean**2,
+        m3 + 3 * mean * m2 + n * mean**3,
+        m4 + 4 * mean * m3 + 6 * mean**2 * m2 + n * mean**4,
+    )
+
+
+def _absurd(odd: np.void, well: np.void) -> str:
+    """Return words for the single element that explains all of a copy's difference; empty: there is none."""
+    num_bad = [int(row["num_nan"]) + int(row["num_pos_inf"]) + int(row["num_neg_inf"]) for row in (odd, well)]
+    if num_bad[1]:
+        return ""
+    if num_bad[0]:
+        return "one element is not finite" if num_bad[0] == 1 else ""
+    usual = max(abs(float(well["min"])), abs(float(well["max"])))
+    ends = [(float(odd[name]), float(well[name])) for name in ("min", "max")]
+    value = max((now for now, _ in ends), key=abs)
+    if not math.isfinite(value) or abs(value) <= ABSURD * usual:
+        return ""
+    squares = [float(row["m2"]) + float(row["count"]) * float(row["mean"]) ** 2 for row in (odd, well)]
+    rest = squares[0] - value * value
+    if abs(rest) <= 1e-5 * value * value + 2.0 * squares[1]:
+        return f"one element is {value:.3g}, where all others stay within {usual:.3g},"
+    return ""

@@ -1,0 +1,150 @@
+"""What `sentinel rules check` and `sentinel rules list` say, as data."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import textwrap
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sentinel.detect import DETECTORS, known_detectors
+from sentinel.rules.language.building import detector_arguments
+from sentinel.rules.language.lint import Finding, lint_rule, lint_together
+from sentinel.rules.language.loader import read_pack
+from sentinel.rules.language.problems import Problem
+from sentinel.rules.language.schema import RULE_KINDS, Pack, Rule
+
+
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of checking packs."""
+
+    errors: tuple[Finding, ...]
+    """What makes the pack unusable."""
+    lint: tuple[Finding, ...]
+    """What is allowed and probably not meant."""
+    num_rules: int
+    """Rules that are on, defaults merged in."""
+    pack_hash: str
+    """Hash of those rules; empty when there are errors."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 clean, 1 errors, 3 lint only (DESIGN.md, section 11)."""
+        return 1 if self.errors else 3 if self.lint else 0
+
+
+class ListedRule(msgspec.Struct, frozen=True, kw_only=True):
+    """One rule that is on, for people."""
+
+    name: str
+    detector: str
+    kind: tuple[str, ...]
+    """Kinds watched; `*` alone: all."""
+    names: tuple[str, ...]
+    aggregates: tuple[str, ...]
+    """Groups watched instead of single tensors, each as NAME=GLOB,GLOB."""
+    statistic: tuple[str, ...]
+    severity: str
+    actions: tuple[str, ...]
+    args: dict[str, Any]
+    """Every argument of the detector with the value it has."""
+    description: str
+    source: str
+
+
+def check_packs(
+    paths: Iterable[str | Path], *, builtin: bool = True, names: Mapping[str, Collection[str]] | None = None
+) -> CheckResult:
+    """Return all errors and lint of the packs in `paths`, merged as the daemon would merge them.
+
+    names: kind -> the names of a run. Globs that match none of them are lint; those of the packs that come with Sentinel,
+    which are for every run, are not looked at.
+    """
+    pack, problems = read_pack(paths, builtin=builtin)
+    errors = tuple(_finding(problem) for problem in problems)
+    lint = [finding for rule in pack.rules for finding in lint_rule(rule, names)]
+    lint += lint_together(pack, read_pack((), builtin=True)[0] if builtin else Pack(rules=()))
+    lint.sort(key=lambda finding: (finding.file, finding.line))
+    pack_hash = "" if errors else pack.pack_hash
+    return CheckResult(errors=errors, lint=tuple(lint), num_rules=len(pack.rules), pack_hash=pack_hash)
+
+
+def list_rules(pack: Pack) -> list[ListedRule]:
+    """Return one line a rule, in order, detector defaults filled in."""
+    detectors = known_detectors()
+    lines = []
+    for rule in pack.rules:
+        cls = detectors[rule.detector]
+        defaults = {key: value for key, value in detector_arguments(cls).items() if value is not ...}
+        lines.append(
+            ListedRule(
+                name=rule.name,
+                detector=rule.detector,
+                kind=("*",) if rule.match.kind == RULE_KINDS else rule.match.kind,
+                names=rule.match.name,
+                aggregates=tuple(one.definition for one in rule.match.aggregate),
+                statistic=_statistics(rule, cls),
+                severity=rule.severity.value,
+                actions=rule.actions,
+                args={**defaults, **rule.args},
+                description=rule.description or str(getattr(cls, "summary", "")),
+                source=rule.source,
+            )
+        )
+    return lines
+
+
+def _statistics(rule: Rule, detector: type[Any]) -> tuple[str, ...]:
+    """Return what a rule looks at: of one without a limit that takes raw values nothing but what is no number."""
+    named = rule.statistics(tuple(getattr(detector, "statistics", ())))
+    counts_only = detector is DETECTORS["AnomalyNan"] and rule.args.get("threshold") is None and not rule.args.get("compat")
+    return ("nans", "infs") if counts_only else named
+
+
+def list_detectors() -> list[dict[str, Any]]:
+    """Return what there is to know of every detector, other packages' included.
+
+    Each: name, summary, doc, statistics that it watches by default, args with their defaults (null: none, or to be given),
+    args_doc with what each argument means, needed: arguments without a default.
+    """
+    found = []
+    for name, cls in known_detectors().items():
+        args = detector_arguments(cls)
+        documented = argument_docs(cls)
+        found.append(
+            {
+                "name": name,
+                "summary": str(getattr(cls, "summary", "")),
+                "doc": inspect.getdoc(cls) or "",
+                "statistics": list(getattr(cls, "statistics", ())),
+                "args": {key: None if value is ... else value for key, value in args.items()},
+                "args_doc": {key: documented.get(key, "") for key in args},
+                "needed": [key for key, value in args.items() if value is ...],
+            }
+        )
+    return found
+
+
+def argument_docs(cls: type[Any]) -> dict[str, str]:
+    """Return argument -> the text that stands under its field; nothing where there is no source to read."""
+    found: dict[str, str] = {}
+    for one in reversed(cls.__mro__[:-1]):
+        try:
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        except (OSError, TypeError, SyntaxError, ValueError):
+            continue
+        body = tree.body if isinstance(tree, ast.ClassDef) else []
+        for field, text in itertools.pairwise(body):
+            said = text.value.value if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) else None
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(said, str):
+                found[field.target.id] = " ".join(said.split())
+    return found
+
+
+def _finding(problem: Problem) -> Finding:
+    return Finding(file=problem.file, line=problem.line, message=problem.message)

@@ -1,0 +1,150 @@
+"""RowWatch: a rule without a past on each rank's own rows, so that the rank is named."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sentinel.anomaly import Anomaly, Severity
+from sentinel.detect import SeriesDetector
+from sentinel.moments import raw_statistic
+from sentinel.record import NONE_ID
+from sentinel.rules.language.schema import Rule
+from sentinel.rules.watches import wording
+from sentinel.rules.watches.facts import FORWARD_KINDS, GRADIENT_KINDS, is_loss_scaling, tensor_anomaly
+from sentinel.rules.watches.series_index import Selection
+from sentinel.rules.watches.watch import AGREEING_TENSORS, LASTING_STEPS, Watch, WatchPlan
+
+if TYPE_CHECKING:
+    from sentinel.step_view import StepView
+
+
+class RowWatch(Watch):
+    """Each rank's own rows, by a rule that needs no past: non-finite values, absolute limits."""
+
+    def __init__(self, rule: Rule, detector: SeriesDetector, statistic: str, kinds: frozenset[str]) -> None:
+        super().__init__(rule, detector, statistic, "row")
+        self.kinds = kinds
+        self.counts_only = getattr(detector, "threshold", None) is None and not getattr(detector, "compat", "")
+        """The counts of the row decide; no statistic is formed."""
+
+    def plan(self, selection: Selection) -> WatchPlan:
+        """Return the numbers of the series by tensor, -1 where the rule does not look."""
+        takes = selection.takes(self.rule.match, self.kinds)
+        numbers = selection.shared(np.where(takes, selection.keys, np.int32(-1)))
+        return WatchPlan(numbers[:0], numbers, False)
+
+    def series_keys(self) -> object:
+        """Return nothing: the numbers are those of the engine's SeriesIndex."""
+        return None
+
+    def take_series_keys(self, keys: Any) -> None:
+        """Take nothing back."""
+
+    def judge(self, view: StepView, plan: WatchPlan) -> list[Anomaly]:
+        """Return the records of one step."""
+        bad = self._bad_rows(view, plan)
+        if bad.size and self.rule.match.rank:
+            bad = bad[np.isin(view.row_rank[bad], self.rule.match.rank)]
+        found: list[Anomaly] = []
+        if bad.size:
+            rows = view.rows[bad]
+            micro = np.where(rows["micro_step"] >= 0, rows["micro_step"], rows["bad_micro_step"]).astype(np.int64)
+            series, rank = plan.slots[view.row_logical[bad]].astype(np.int64), view.row_rank[bad].astype(np.int64)
+            key = (series << 36) | (rank << 16) | ((micro + 1) & 0xFFFF)
+            key, first = np.unique(key, return_index=True)
+            found.extend(self._emit(view, key, bad[first], micro[first]))
+        if len(self.episodes):
+            found.extend(self.quiet(view))
+        return found
+
+    def _emit(self, view: StepView, key: np.ndarray, bad: np.ndarray, micro: np.ndarray) -> list[Anomaly]:
+        """Turn one step's bad rows, one a key, into onset records; see `SeriesWatch` for the rule of corroboration."""
+        found: list[Anomaly] = []
+        at = self.episodes.locate(key)
+        known = at >= 0
+        self.episodes.continue_at(at[known], view.step)
+        is_limit = self._is_limit(view.rows[bad])
+        full = ~is_limit
+        if is_limit.any():
+            full |= len(set(view.row_logical[bad[is_limit]].tolist())) >= AGREEING_TENSORS
+            full[known] |= self.episodes.streak[at[known]] >= LASTING_STEPS
+        quiet = self.rule.episode_quiet_steps
+        fresh: list[tuple[int, bool, Anomaly]] = []
+        for i in np.flatnonzero(~known if quiet else np.ones(len(key), dtype=bool)):
+            anomaly = self._anomaly(view, int(bad[i]), int(micro[i]), bool(full[i]))
+            found.append(anomaly)
+            if not known[i]:
+                fresh.append((int(key[i]), bool(full[i]), anomaly))
+        if quiet and is_limit.any():
+            for i in np.flatnonzero(known & full & is_limit):
+                if not self.episodes.raised[at[i]]:
+                    anomaly = self._anomaly(view, int(bad[i]), int(micro[i]), True)
+                    found.append(anomaly)
+                    found.append(self._end(self.episodes.raise_to(int(key[i]), anomaly), view, anomaly.id))
+        if fresh:
+            keys, raised = np.array([one[0] for one in fresh]), np.array([one[1] for one in fresh])
+            self.episodes.open(keys, view.step, raised, [one[2] for one in fresh])
+        return found
+
+    def _is_limit(self, rows: np.ndarray) -> np.ndarray:
+        """Return which bad rows are finite values past an absolute limit."""
+        if self.counts_only:
+            return np.zeros(len(rows), dtype=bool)
+        return np.asarray(np.isfinite(raw_statistic(rows, self.statistic)))
+
+    def _bad_rows(self, view: StepView, plan: WatchPlan) -> np.ndarray:
+        if self.counts_only:
+            self.num_points += view.num_rows
+            bad: np.ndarray = view.bad_rows
+        else:
+            if not view.num_rows:
+                return np.zeros(0, dtype=np.int64)
+            rows = np.arange(view.num_rows)
+            values = raw_statistic(view.rows, self.statistic)
+            scores = self.detector.score(values, {})
+            self.num_points += len(values)
+            bad = rows[scores.score >= 1.0]
+        if bad.size:
+            logical = view.row_logical[bad]
+            bad = bad[(logical >= 0) & (plan.slots[logical] >= 0)]
+        return bad
+
+    def _anomaly(self, view: StepView, at: int, micro: int, full: bool) -> Anomaly:
+        row, rank = view.rows[at], int(view.row_rank[at])
+        tensor = view.tensors[int(view.row_logical[at])]
+        num_nan, num_inf = int(row["num_nan"]), int(row["num_pos_inf"]) + int(row["num_neg_inf"])
+        micro_step = micro if micro >= 0 else None
+        is_bad = bool(num_nan or num_inf)
+        call = int(row["bad_call_id"]) if is_bad and row["bad_call_id"] != NONE_ID else int(row["call_id"])
+        call_id = call if call != NONE_ID else None
+        severity = self.rule.severity
+        baseline, score = math.nan, math.nan
+        if is_bad and (self.counts_only or not math.isfinite(self._raw(row))):
+            statistic = "nans" if num_nan else "infs"
+            value = float(num_nan or num_inf)
+            total = int(row["count"]) + num_nan + num_inf
+            text = wording.nonfinite(tensor.kind, tensor.name, num_nan, num_inf, total, rank, micro_step, view.is_skipped)
+            # Collectives carry the gradients; a forward that is bad says so itself.
+            if (tensor.kind in GRADIENT_KINDS or tensor.kind == "comm") and is_loss_scaling(view):
+                severity = min(severity, Severity.WARNING, key=lambda s: s.level)
+            if tensor.kind in FORWARD_KINDS and not num_nan and not int(row["num_pos_inf"]):
+                # Attention scores before a softmax are masked with -inf by design; a -inf that does harm turns into a NaN.
+                severity = Severity.INFO
+        else:
+            statistic, value = self.statistic, self._raw(row)
+            baseline = float(getattr(self.detector, "threshold", None) or math.nan)
+            score = abs(value) / baseline if baseline > 0 else math.nan
+            text = f"{wording.subject(tensor.kind, tensor.name, statistic)} is {wording.number(value)} on rank {rank}"
+            text += f", past the limit {wording.number(baseline)}"
+            # An absolute limit is the user's own word, yet a lone finite excursion pages nobody (DESIGN.md, section 6).
+            severity = severity if full else Severity.INFO
+        key = f"{tensor.key}/{'nonfinite' if statistic in ('nans', 'infs') else statistic}"
+        return tensor_anomaly(
+            view, self.rule, tensor, statistic, severity, rank, micro_step, call_id, value, baseline, score, text, key
+        )
+
+    def _raw(self, row: np.void) -> float:
+        return float(raw_statistic(np.array([row]), self.statistic)[0])

@@ -1,0 +1,343 @@
+"""SkewWatch: a rule on one number of each rank, held against the ranks that do the same work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from sentinel.anomaly import Anomaly, Severity, anomaly_id
+from sentinel.detect import GroupDetector, Scores
+from sentinel.detect.group import StepPoints
+from sentinel.place import Place
+from sentinel.record import is_of_kind
+from sentinel.rules.language.schema import VALUE, Rule
+from sentinel.rules.watches import wording
+from sentinel.rules.watches.facts import finite, tensor_anomaly
+from sentinel.rules.watches.rank_episodes import RankEpisodes
+
+if TYPE_CHECKING:
+    from sentinel.step_view import Layout, LogicalTensor, StepView
+
+IN_ALL = "wgrad_unreduced"
+"""This kind is judged as one: the gradients of all parameters that a rank holds, before ranks are averaged."""
+ALL_GRADIENTS = "all gradients"
+MAX_SITES = 64
+"""Sites of one kind and stage that are compared, where the detector does not say; chosen: what one does wrong shows in those
+behind it."""
+APART = ("pp", "tp", "cp")
+"""Ranks that differ on these axes hold other parts of the model or of the sequence: their numbers never compare."""
+
+
+@dataclass(frozen=True)
+class _RankValues:
+    """What the ranks of one step told: one entry a rank and quantity."""
+
+    quantity: list[tuple[str, str, int]]
+    """(kind, name, index of the tensor or -1)."""
+    number: np.ndarray
+    """[entries] position in `quantity`."""
+    rank: np.ndarray
+    value: np.ndarray
+
+
+_NOTHING = _RankValues([], np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
+
+
+class _Looked:
+    """The rows of one layout that a rule looks at."""
+
+    def __init__(self, layout: Layout, watched: np.ndarray, input_of: Mapping[int, int]) -> None:
+        """watched: [tensors] bool; input_of: index of an output -> index of its input."""
+        self.layout = layout
+        tensors = layout.tensors
+        self.own = own = layout.own_rows(watched, np.array([one.kind == IN_ALL for one in tensors], np.bool_))
+        index, self.number = np.unique(own.index, return_inverse=True)
+        """[entries] position of its quantity in `_quantity`."""
+        self._quantity = [
+            (tensors[at].kind, tensors[at].name, at) if at >= 0 else (IN_ALL, ALL_GRADIENTS, -1) for at in index.tolist()
+        ]
+        place = {at: number for number, at in enumerate(index.tolist())}
+        self._input = np.array([place.get(input_of.get(at, -2), -1) for at in index.tolist()], np.int64)
+        """[quantities] position of that of the input; -1: there is none."""
+        entry_of = {pair: entry for entry, pair in enumerate(zip(self.number.tolist(), own.rank.tolist(), strict=True))}
+        wanted = zip(self._input[self.number].tolist(), own.rank.tolist(), strict=True)
+        self._input_entry = np.array([entry_of.get(pair, -1) for pair in wanted], np.int64)
+        self._known: tuple[bytes, _RankValues] = (b"", _NOTHING)
+
+    def of_several(self, is_here: np.ndarray) -> np.ndarray:
+        """Return which entries are there, as that of another rank is."""
+        several = np.bincount(self.number[is_here], minlength=len(self._quantity)) > 1
+        found: np.ndarray = is_here & several[self.number]
+        return found
+
+    def over_inputs(self, values: np.ndarray, is_told: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return each output over its input, and which of them are told: where all ranks tell both, and an input above 0."""
+        num_told = np.bincount(self.number[is_told], minlength=len(self._quantity))
+        below = np.where(self._input_entry >= 0, values[self._input_entry], np.nan)
+        is_over = is_told & (self._input_entry >= 0) & is_told[self._input_entry] & (below > 0)
+        is_whole = (np.bincount(self.number[is_over], minlength=len(num_told)) == num_told) & (num_told > 0)
+        is_whole &= num_told[self._input] == num_told
+        return values / below, is_told & is_whole[self.number]
+
+    def told(self, values: np.ndarray, is_told: np.ndarray) -> _RankValues:
+        """Return what the entries tell that are told; nearly always they are those of the step before."""
+        key = is_told.tobytes()
+        if self._known[0] != key:
+            numbers = np.unique(self.number[is_told])
+            quantity = [self._quantity[one] for one in numbers.tolist()]
+            number = np.searchsorted(numbers, self.number[is_told])
+            self._known = (key, _RankValues(quantity, number, self.own.rank[is_told], values[:0]))
+        return replace(self._known[1], value=values[is_told])
+
+
+class SkewWatch(RankEpisodes):
+    """Logged values by rank, and statistics of each rank's own rows. One episode a rank and quantity.
+
+    What data-parallel ranks tell of the same site, shard and stage is compared; ranks apart on any other axis are not.
+    """
+
+    def __init__(self, rule: Rule, detector: GroupDetector, statistic: str, *, has_scalars: bool) -> None:
+        """has_scalars: judge logged values too; one watch of a rule does."""
+        super().__init__(rule, detector, statistic, "peers")
+        self._kinds = frozenset(kind for kind in rule.match.kind if kind != "scalar")
+        self._per_input = bool(getattr(detector, "per_input", False))
+        self._has_scalars = has_scalars and "scalar" in rule.match.kind
+        self._slot_of: dict[tuple[str, str, int, int], int] = {}
+        """(kind, name, rank, size of the world): when the world changes, ranks do other work."""
+        self._layouts: list[_Looked] = []
+        self._known: tuple[Layout, _RankValues, np.ndarray, np.ndarray] | None = None
+        """What the ranks of the last step told, and where its entries stand: slots and groups."""
+
+    def series_keys(self) -> object:
+        """Return the ranks and quantities in order of slots."""
+        return [list(key) for key in self._slot_of]
+
+    def take_series_keys(self, keys: Any) -> None:
+        """Take them back."""
+        self._slot_of = {(kind, name, rank, size): slot for slot, (kind, name, rank, size) in enumerate(keys)}
+
+    def judge(self, view: StepView) -> list[Anomaly]:
+        """Return the records of one step."""
+        told = self._told(view) if len(view.parts) > 1 else None
+        if told is None or not len(told.value):
+            return self.quiet(view) if len(self.episodes) else []
+        slots, group = self._places_of(view, told)
+        state = self._gather(slots)
+        is_own = np.array([kind != "scalar" for kind, _, _ in told.quantity])[told.number]
+        points = StepPoints(value=told.value, is_own=is_own)
+        scores = self.detector.score(points, group, state)
+        anomalous = scores.score >= 1.0
+        self.detector.learn(points, group, state, anomalous)
+        self._scatter(state, slots)
+        self.num_points += len(told.value)
+        at = self._spoke(scores)
+        if self.rule.match.rank:
+            at = at[np.isin(told.rank[at], self.rule.match.rank)]
+        found = self._emit(view, told, group, scores, slots, at) if at.size else []
+        return found + (self.quiet(view) if len(self.episodes) else [])
+
+    def _places_of(self, view: StepView, told: _RankValues) -> tuple[np.ndarray, np.ndarray]:
+        """Return the slot and the number of the group of each entry; the same from step to step as a rule."""
+        known = self._known
+        if (
+            known is not None
+            and known[0] is view.layout
+            and (known[1].quantity is told.quantity or known[1].quantity == told.quantity)
+            and (known[1].number is told.number or np.array_equal(known[1].number, told.number))
+            and (known[1].rank is told.rank or np.array_equal(known[1].rank, told.rank))
+        ):
+            return known[2], known[3]
+        keys = [
+            (*told.quantity[number][:2], rank, view.places[rank].world_size)
+            for number, rank in zip(told.number.tolist(), told.rank.tolist(), strict=True)
+        ]
+        slots = np.array([self._slot_of.setdefault(key, len(self._slot_of)) for key in keys], dtype=np.int64)
+        self._grow(len(self._slot_of))
+        group = self._groups(view, told)
+        self._known = (view.layout, told, slots, group)
+        return slots, group
+
+    # -- what was told ---------------------------------------------------------------------------------------------------
+
+    def _told(self, view: StepView) -> _RankValues:
+        scalars = self._of_scalars(view) if self._has_scalars else _NOTHING
+        rows = self._of_rows(view) if self._kinds and view.num_rows else _NOTHING
+        if not scalars.quantity or not rows.quantity:
+            return scalars if scalars.quantity else rows
+        return _RankValues(
+            [*scalars.quantity, *rows.quantity],
+            np.concatenate([scalars.number, rows.number + len(scalars.quantity)]),
+            np.concatenate([scalars.rank, rows.rank]),
+            np.concatenate([scalars.value, rows.value]),
+        )
+
+    def _of_scalars(self, view: StepView) -> _RankValues:
+        quantity: list[tuple[str, str, int]] = []
+        number: list[int] = []
+        rank: list[int] = []
+        value: list[float] = []
+        for name, scalar in view.scalars.items():
+            if len(scalar.by_rank) > 1 and self.rule.match.takes_name(name):
+                number += [len(quantity)] * len(scalar.by_rank)
+                quantity.append(("scalar", name, -1))
+                by_rank = sorted(scalar.by_rank.items())
+                rank += [one for one, _ in by_rank]
+                value += [one for _, one in by_rank]
+        return _RankValues(quantity, np.array(number, np.int64), np.array(rank, np.int64), np.array(value, np.float64))
+
+    def _of_rows(self, view: StepView) -> _RankValues:
+        """Return the statistic of each rank's own rows, NaN where they hold what is not finite; of two ranks and more."""
+        looked = self._looked_at(view.layout)
+        if not len(looked.number):
+            return _NOTHING
+        moments, num_rows = looked.own.take(view)
+        values = np.array(moments.statistic(self.statistic), dtype=np.float64)
+        stats = moments.stats
+        values[(stats["num_nan"] + stats["num_pos_inf"] + stats["num_neg_inf"]) > 0] = np.nan
+        is_told = looked.of_several(num_rows > 0)
+        if self._per_input:
+            values, is_told = looked.over_inputs(values, is_told)
+        return looked.told(values, is_told)
+
+    def _looked_at(self, layout: Layout) -> _Looked:
+        for known in self._layouts:
+            if known.layout is layout:
+                return known
+        mask = np.array([self._takes(tensor) for tensor in layout.tensors], np.bool_)
+        input_of = _inputs(layout) if self._per_input else {}
+        if self._per_input:
+            mask[[one.index for one in layout.tensors if one.index not in input_of]] = False
+        self._thin_out(layout, mask)
+        mask[[at for index, at in input_of.items() if mask[index]]] = True
+        looked = _Looked(layout, mask, input_of)
+        self._layouts = [*self._layouts[-1:], looked]
+        return looked
+
+    def _thin_out(self, layout: Layout, mask: np.ndarray) -> None:
+        """Leave so many sites of each stage, evenly over its depth, first and last among them: the cost is bounded."""
+        most = getattr(self.detector, "max_sites", MAX_SITES)
+        sites: dict[tuple[int, int, str], list[LogicalTensor]] = {}
+        for tensor in layout.tensors:
+            if mask[tensor.index] and tensor.kind != IN_ALL:
+                sites.setdefault((tensor.pp_stage, tensor.vpp_stage, tensor.kind), []).append(tensor)
+        for of_stage in sites.values():
+            if len(of_stage) > most:
+                of_stage.sort(key=lambda one: (one.site_pos, one.name))
+                mask[[one.index for one in of_stage]] = False
+                mask[[of_stage[at].index for at in np.linspace(0, len(of_stage) - 1, most).astype(int)]] = True
+
+    def _takes(self, tensor: LogicalTensor) -> bool:
+        if (len(tensor.ranks) < 2 and tensor.kind != IN_ALL) or tensor.is_partial:
+            return False
+        return is_of_kind(tensor.kind, tensor.border, self._kinds) and self.rule.match.takes_name(tensor.name)
+
+    def _groups(self, view: StepView, told: _RankValues) -> np.ndarray:
+        """Return the number of each entry's group: same quantity, same place but for the data-parallel axis."""
+        where: dict[tuple[int, ...], int] = {}
+        place_of = {
+            rank: where.setdefault(tuple(_coordinate(view.places[rank], axis) for axis in APART), len(where))
+            for rank in np.unique(told.rank).tolist()
+        }
+        places = np.array([place_of[rank] for rank in told.rank.tolist()], dtype=np.int64)
+        grouped: np.ndarray = told.number * len(where) + places
+        return grouped
+
+    # -- anomalies -------------------------------------------------------------------------------------------------------
+
+    def _emit(
+        self, view: StepView, told: _RankValues, group: np.ndarray, scores: Scores, slots: np.ndarray, at: np.ndarray
+    ) -> list[Anomaly]:
+        if "first" in scores.evidence:
+            at = self._once_each(told, scores, at)
+        at = at[np.argsort(slots[at], kind="stable")]
+        return self._tell(
+            view, slots, at, scores, lambda one, severity: self._anomaly(view, told, group, scores, one, severity)
+        )
+
+    def _once_each(self, told: _RankValues, scores: Scores, at: np.ndarray) -> np.ndarray:
+        """Return of ranks that are twins the first, at the first quantity that shows it: one record says it."""
+        at = at[scores.evidence["first"][at] == at]
+        at = at[np.lexsort((told.number[at], told.rank[at]))]
+        _, begins = np.unique(told.rank[at], return_index=True)
+        kept: np.ndarray = at[begins]
+        return kept
+
+    def _anomaly(
+        self, view: StepView, told: _RankValues, group: np.ndarray, scores: Scores, at: int, severity: Severity
+    ) -> Anomaly:
+        kind, name, index = told.quantity[int(told.number[at])]
+        rank, value, score = int(told.rank[at]), float(told.value[at]), float(scores.score[at])
+        middle, is_sure = float(scores.baseline[at]), bool(scores.evidence["is_sure"][at])
+        peers = sorted(int(one) for one in told.rank[(group == group[at]) & np.isfinite(told.value)] if one != rank)
+        statistic = VALUE if kind == "scalar" else wording.GAIN if self._per_input else self.statistic
+        moved: tuple[int, ...] = (rank,) if is_sure else ()
+        text = wording.skewed(kind, name, statistic, rank, value, middle, peers, is_sure)
+        mates = tuple(sorted([rank, *peers]))
+        if "first" in scores.evidence:
+            same = (scores.evidence["first"] == at) & (group == group[at])
+            mates = moved = tuple(sorted(told.rank[same].tolist()))
+            text = wording.twins(kind, name, statistic, mates, value)
+        if index >= 0:
+            tensor = view.tensors[index]
+            anomaly = tensor_anomaly(
+                view, self.rule, tensor, statistic, severity, rank, None, None, value, middle, score, text,
+                f"{tensor.key}/peers",
+            )  # fmt: skip
+            return msgspec.structs.replace(anomaly, group_mates=mates, moved_ranks=moved)
+        place = view.places[rank]
+        return Anomaly(
+            id=anomaly_id(view.run, view.attempt, view.step, None, rank, f"{name}/{kind}/{statistic}/peers", self.rule.name),
+            run=view.run,
+            attempt=view.attempt,
+            rank=rank,
+            ranks=(rank,),
+            step=view.step,
+            micro_step=None,
+            pp_stage=place.pp_rank,
+            vpp_stage=0,
+            call_id=None,
+            tag_name=name,
+            kind=kind,
+            statistic=statistic,
+            rule=self.rule.name,
+            detector=self.rule.detector,
+            severity=severity,
+            value=finite(value),
+            baseline=finite(middle),
+            score=score if math.isfinite(score) else None,
+            message=text,
+            group_mates=mates,
+            moved_ranks=moved,
+            time=view.time,
+            place=place.coordinates(),
+            dp_size=place.dp_size,
+            tp_size=place.tp_size,
+            pp_size=place.pp_size,
+            ep_size=place.ep_size,
+        )
+
+
+def _inputs(layout: Layout) -> dict[int, int]:
+    """Return output -> input of the modules of which both are measured, an input under whatever name it is."""
+    of_module: dict[tuple[str, tuple[int, ...]], int] = {}
+    for tensor in layout.tensors:
+        if tensor.kind == "activation_in":
+            of_module[tensor.name, tensor.ranks] = tensor.index
+        if tensor.kind in ("activation_in", "activation"):
+            for name in tensor.consumers:
+                of_module.setdefault((name, tensor.ranks), tensor.index)
+    outputs = (
+        (one, of_module.get((name, one.ranks)))
+        for one in layout.tensors
+        for name in ((one.name,) if one.kind == "activation" else one.also if one.kind == "activation_in" else ())
+    )
+    return {one.index: at for one, at in outputs if at is not None and at != one.index}
+
+
+def _coordinate(place: Place, axis: str) -> int:
+    return place.coordinate(axis) if place.size(axis) > 1 else 0

@@ -1,0 +1,274 @@
+"""StepView: one closed step of a run, as rules and exports see it; made by `ingest` of frames, by `logs` of other logs.
+
+A step is two tables beside each other. `rows` are what the ranks measured, one row an observation of one rank. `stats` are
+the logical tensors of the model: the rows of a tensor's shards and micro-steps merged, copies taken once. Nobody who is
+handed a view changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from sentinel.decision import Decision
+from sentinel.messages import Descriptor, EndStep, Health
+from sentinel.moments import Moments
+from sentinel.place import Place
+
+NAN_CHECKSUM = 2**64 - 1
+"""Stands for a copy with a NaN in it: NaNs have many bit patterns, and which one tells nothing."""
+
+Holder: TypeAlias = tuple[int, int]
+"""(rank, id of the tensor there)."""
+Shard: TypeAlias = tuple[tuple[str, int | str], ...]
+"""Coordinates of a piece, or its `part` as the ranks say it; empty: the whole tensor."""
+
+
+class Scalar(msgspec.Struct, frozen=True):
+    """A logged scalar of one step."""
+
+    mean: float
+    """Unweighted mean over the ranks that report it; NaN or infinite when one of them is."""
+    by_rank: dict[int, float]
+
+
+class RankStep(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank said about one step."""
+
+    rank: int
+    descriptor: Descriptor
+    rows: npt.NDArray[np.void]
+    """[num_rows] ROW_DTYPE."""
+    end_step: EndStep | None
+    time: float
+    """Seconds since the epoch, by the rank's clock, of its last frame of the step."""
+    health: tuple[Health, ...] = ()
+    life: bytes = b""
+    ended_mono_s: float = 0.0
+    """Seconds by the rank's monotonic clock at which it ended the step: compares within its life."""
+
+
+class LogicalTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor of the model, however many ranks hold it; or one rank's part where parts cannot be merged."""
+
+    index: int
+    name: str
+    """Canonical name."""
+    kind: str
+    key: str
+    """Names the series: name, kind, and the coordinates over which it is not merged. The same in every layout of a run."""
+    depth: int
+    site_pos: int
+    pp_stage: int
+    vpp_stage: int
+    ranks: tuple[int, ...]
+    place: dict[str, int] = {}
+    """Coordinates over which this series is not merged; empty: it is the whole tensor."""
+    consumers: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    segment: str = ""
+    border: str = ""
+    border_index: int = -1
+    communicates: bool = False
+    is_partial: bool = False
+    """Each rank holds a summand, or it is one (`TensorInfo.is_part`): only what is not finite in it means anything."""
+    num_elements: int = 0
+    dtype: str = ""
+    """As the rank that is named first says it."""
+    functions: tuple[str, ...] | None = None
+    """As `TensorInfo.functions`, with canonical names."""
+    is_part: bool = False
+    """As `TensorInfo.is_part`: nothing that people ask for."""
+
+
+class Replicas(msgspec.Struct, frozen=True):
+    """Copies of one tensor, or of one shard of it, that must be bit-identical."""
+
+    index: int
+    """Of the logical tensor."""
+    shard: Shard
+    holders: tuple[Holder, ...]
+    """Ranks rising; at least two."""
+    number: int = -1
+    """Of the shard in its layout (`Layout.copies_of`)."""
+
+
+class CopySet(msgspec.Struct, frozen=True):
+    """Copies of one tensor that are cut in different ways: what each adds up to must be equal."""
+
+    index: int
+    copies: tuple[tuple[Holder, ...], ...]
+    """The pieces of each; at least two copies, and no two pieces of one overlap."""
+
+
+class Differing(msgspec.Struct, frozen=True):
+    """Copies that should be equal and are not all."""
+
+    index: int
+    """Of the logical tensor."""
+    shard: str
+    """Which piece of it, in words; empty: the whole tensor."""
+    members: tuple[tuple[int, ...], ...]
+    """The ranks of each copy: one, or several that hold it together."""
+    checksums: tuple[int, ...]
+    """Of each copy; NAN_CHECKSUM where it holds a NaN."""
+
+
+class OwnRows(Protocol):
+    """What finds the ranks' own rows of some tensors of a layout; made once, asked every step.
+
+    An entry is one rank's part of one quantity: a logical tensor, or all those that are taken as one.
+    """
+
+    index: npt.NDArray[np.int64]
+    """[entries] the quantity: index of the tensor, or -1 for those that are taken as one; rising."""
+    rank: npt.NDArray[np.int64]
+    """[entries] ranks of one quantity rise."""
+
+    def take(self, view: Any) -> tuple[Moments, npt.NDArray[np.int64]]:
+        """Return what each entry measured in a step, and of how many rows that hold any element: [entries] each."""
+
+
+class Layout(Protocol):
+    """Which logical tensor each rank's tensor is, for one set of descriptors: the same object as long as none changes."""
+
+    @property
+    def descriptors(self) -> Mapping[int, Descriptor]:
+        """Rank -> what it said of itself; ranks rising."""
+
+    @property
+    def places(self) -> dict[int, Place]:
+        """Rank -> place."""
+
+    @property
+    def tensors(self) -> list[LogicalTensor]:
+        """The logical tensors, by their index."""
+
+    @property
+    def replicas(self) -> list[Replicas]:
+        """Copies that must be bit-identical, where there are several."""
+
+    @property
+    def added_copies(self) -> list[CopySet]:
+        """Copies that only compare as sums of their pieces."""
+
+    @property
+    def num_weights_compared(self) -> tuple[int, int]:
+        """(weights of which several copies are held and compared, all weights)."""
+
+    def held_share(self, ranks: frozenset[int]) -> npt.NDArray[np.float64]:
+        """Return the share of each logical tensor's distinct shards that one of these ranks holds: [num_tensors]."""
+
+    def logical_of(self, rank: int, tensor_ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
+        """Return the logical index of each local id; -1 for ids that the descriptor does not know."""
+
+    def own_rows(self, watched: npt.NDArray[np.bool_], is_in_all: npt.NDArray[np.bool_]) -> OwnRows:
+        """Return what finds the ranks' own rows of some tensors: [tensors] which, and which of them are taken as one."""
+
+
+class StepView(Protocol):
+    """All that a judge may know of one closed step."""
+
+    run: str
+    attempt: int
+    step: int
+    decision: Decision | None
+    """What closed the step; None: no daemon decided it."""
+    stride: int
+    """Steps from one that is told of to the next, 10 in a log of every tenth; quiet is counted in it."""
+    time: float
+    """Seconds since the epoch of the last frame, by its rank's clock."""
+    is_skipped: bool
+    """Whether any rank's optimizer skipped the step."""
+    step_time_s: float
+    """The longest of the ranks' steps, in seconds."""
+    health: list[tuple[int, Health]]
+    """(rank, what it said of itself)."""
+    num_rows: int
+    """Rows judged."""
+
+    @property
+    def layout(self) -> Layout:
+        """Which logical tensor each rank's tensor is."""
+
+    @property
+    def parts(self) -> Sequence[RankStep]:
+        """What each rank said; ranks rising."""
+
+    @property
+    def tensors(self) -> list[LogicalTensor]:
+        """Logical tensors of the layout; `stats` and `present` are indexed alike."""
+
+    @property
+    def places(self) -> dict[int, Place]:
+        """Rank -> place."""
+
+    @property
+    def scalars(self) -> dict[str, Scalar]:
+        """Name -> what the ranks logged."""
+
+    @property
+    def rows(self) -> npt.NDArray[np.void]:
+        """[num_rows] ROW_DTYPE, read only: every rank's rows, ranks in rising order."""
+
+    @property
+    def row_rank(self) -> npt.NDArray[np.int32]:
+        """[num_rows] the rank of each row."""
+
+    @property
+    def row_logical(self) -> npt.NDArray[np.int32]:
+        """[num_rows] index into `tensors`; -1: the descriptor does not know the row's tensor."""
+
+    @property
+    def bad_rows(self) -> npt.NDArray[np.int64]:
+        """Indices of rows that hold a non-finite value."""
+
+    @property
+    def stats(self) -> npt.NDArray[np.void]:
+        """[num_tensors] STATS_DTYPE: shards and micro-steps merged; of copies, the rows of the lowest rank that is there."""
+
+    @property
+    def moments(self) -> Moments:
+        """[num_tensors] the derived statistics."""
+
+    @property
+    def present(self) -> npt.NDArray[np.bool_]:
+        """[num_tensors] whether the step has a row of the tensor with any element: of none there is no statistic."""
+
+    @property
+    def is_bad(self) -> npt.NDArray[np.bool_]:
+        """[num_tensors] whether any row of the tensor holds a non-finite value."""
+
+    @property
+    def is_whole(self) -> npt.NDArray[np.bool_]:
+        """[num_tensors] whether each shard of the tensor has a holder that spoke for this step to its end."""
+
+    @property
+    def flags(self) -> npt.NDArray[np.uint16]:
+        """[num_tensors] the Flags of its rows, or-ed."""
+
+    @property
+    def site_pos(self) -> npt.NDArray[np.int64]:
+        """[num_tensors] place of the site in this step's forward: by its rows, else by the layout."""
+
+    @property
+    def ended(self) -> frozenset[int]:
+        """Ranks that spoke of the step to its end, and came to it themselves."""
+
+    @property
+    def differing(self) -> list[Differing]:
+        """Copies of a weight, its state or its reduced gradient that should be bit-identical, and are not."""
+
+    @property
+    def clean_inputs(self) -> frozenset[tuple[int, str]]:
+        """(rank, module) whose input gradient was measured by itself in this step, and is finite."""
+
+    def checksums(self) -> list[tuple[Replicas, dict[int, int]]]:
+        """Return, for each set of copies of which several came with a checksum, rank -> checksum; equal when all is well."""
+
+    def is_per_rank(self, tensor: LogicalTensor) -> bool:
+        """Whether the series is one rank's own part."""
