@@ -2,6 +2,7 @@
 # make test    every promise in its short form             make quick   what needs no process of its own: the edit loop
 # make test-all   those, and the long forms beside them    make lint    ruff        make types   mypy --strict
 # make trainers   the tests on real trainers (Hugging Face, Lightning, DeepSpeed, Megatron, ...), installed first
+# make docs    the site, into build/site; broken links and pages that nothing leads to are errors
 # PYTHON=... chooses the interpreter (3.11 or newer); PIP_FLAGS=... is handed to every pip install.
 
 SHELL := /bin/bash
@@ -13,9 +14,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.sentinel-setup
 TRAINERS := $(VENV)/.sentinel-trainers
+DOCS := $(VENV)/.sentinel-docs
 SUITE := $(BIN)/python -m pytest --ignore tests/trainers -n 2 --dist worksteal
 
-.PHONY: demo test quick test-long test-all trainers lint types setup check clean
+.PHONY: demo test quick test-long test-all trainers docs lint types setup check clean
 
 demo: $(STAMP)
 	$(BIN)/sentinel demo $(DEMO_FLAGS)
@@ -36,13 +38,17 @@ test-all: test test-long
 trainers: $(TRAINERS)
 	$(BIN)/python -m pytest -m trainer -n 2 tests/trainers $(PYTEST_FLAGS)
 
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 types: $(STAMP)
 	$(BIN)/mypy
 
-check: lint types test demo
+check: lint types test docs demo
 
 setup: $(STAMP)
 
@@ -51,6 +57,10 @@ $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard sentinel/native/*.[
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_FLAGS) torch==2.13.0
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_FLAGS) --editable '.[dev]'
+	@touch $@
+
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_FLAGS) --editable '.[dev,docs]'
 	@touch $@
 
 # DeepSpeed has no wheel: built for the CPU, without compiled operators, against the torch that is there.

@@ -31,7 +31,7 @@ AT, STEPS = 110, 126
 NAN = {"type": "nan", "steps": [AT], "is_sudden": True, "micro_step": 0}
 COMPARED, DATA = {"hardware"}, {"batch"}
 NOT_TO_BE_KNOWN = {"unknown"}
-"""Replicas see other data: a NaN of one alone proves no machine (DESIGN.md, section 7b)."""
+"""Replicas see other data: a NaN of one alone proves no machine."""
 # name: (cause, faults of the example, fault of attribution_trainer.py, right where dp > 1, right where dp == 1)
 FAULTS: dict[str, tuple[str, list[dict[str, object]], str, set[str], set[str]]] = {
     "batch, all replicas": ("batch", [{"type": "batch", "steps": [AT]}], "", DATA, DATA),

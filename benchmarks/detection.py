@@ -1,6 +1,6 @@
 """Scalar detectors on labelled training logs: recall, false alarms, frontier, robustness, sisters, drift, storms, speed.
 
-usage: detection.py [--logs ../shared/trainlogs] [--frontier OUT.csv] [--backtest ALARMS.jsonl] [PART ...]
+usage: detection.py [--logs DIR] [--frontier OUT.csv] [--backtest ALARMS.jsonl] [PART ...]
 
 PART: quality, loro, unseen, frontier, robust, altered, recur, slow, sisters, speed; none: all. Prints tables.
 --backtest scores also what `sentinel rules backtest LOGS/series/*.csv --json` printed: the whole way through the judge. The

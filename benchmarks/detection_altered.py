@@ -1,7 +1,7 @@
 """The default pack on altered versions of the labelled logs: what other trainers, printers and schedules do to a log.
 
 Called by detection.py. Labels move with the rows. A labelled event stays one only if the altered rows still meet the rule
-the labels were made by (trainlogs/README.md: the median of 75 rows before, 10 of their robust deviations, 10 % of a loss or
+the labels were made by (the median of 75 rows before, 10 of their robust deviations, 10 % of a loss or
 twice a norm), else its rows are ambiguous, as are all past 5 deviations. Nothing was tuned on these tables.
 """
 

@@ -17,7 +17,7 @@ from sentinel.reference import combine
 from sentinel.rules.watches.reference_runs import Lookup
 
 PROJECT = "KellerJordan/modded-nanogpt"
-"""36 runs; trainlogs/README.md says that they share their data order."""
+"""36 runs, which share their data order."""
 TOGETHER = 0.5
 """Correlation of two runs' movements from which on they are sisters; between strangers it is near 0."""
 BURN_IN = 128

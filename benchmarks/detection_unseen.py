@@ -1,9 +1,9 @@
 """The fixed pack on logs of other kinds than the labelled ones: alterations, planted spikes and jumps, other processes.
 
-Called by detection.py. All labels are made here by the rule of trainlogs/README.md, from the whole series and without any
+Called by detection.py. All labels are made here by the rule of the labelled logs, from the whole series and without any
 detector: a row is an event where it exceeds the median of the 75 rows before by max(10 robust deviations, 10 % of a loss or
 a factor 2 of a norm) and what follows too (spike), or where the level itself moves (jump); past max(5 deviations, 3 % / a
-factor 1.35) it is ambiguous. The deviation is the MAD about the course of the 301 rows around (the README does not say it;
+factor 1.35) it is ambiguous. The deviation is the MAD about the course of the 301 rows around (chosen;
 so taken, the labels of the manifest come out again, as the first table shows). What was planted is an event where the rule
 says so. The labels were written before any rule was changed; the tables were looked at while rules were.
 """

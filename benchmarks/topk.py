@@ -2,7 +2,7 @@
 
     python benchmarks/topk.py [--num 1000000] [--repeat 5] [--keep DIR] [--out FILE]
 
-Budget (DESIGN.md, section 12): under 0.7 s and 200 MB on 2 cores. The files are in the page cache, as they are for a run
+Budget: under 0.7 s and 200 MB on 2 cores. The files are in the page cache, as they are for a run
 that just failed; `floor` is the time to read their bytes once and look for line feeds.
 """
 

@@ -1,4 +1,4 @@
-"""The import arrows of DESIGN.md, section 2, read from the source: which stage may know of which."""
+"""The import arrows between stages, read from the source: which stage may know of which."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every invariant of the design is a test by its name."""
+"""Every invariant is a test by its name."""
 
 from __future__ import annotations
 

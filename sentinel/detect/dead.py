@@ -26,7 +26,7 @@ class DeadTensor(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=
     raw_values: ClassVar[bool] = False
 
     zero_steps: int = 3
-    """Points in a row that are exactly zero; the least that is no chance (DESIGN.md, section 6: 3 steps corroborate)."""
+    """Points in a row that are exactly zero; the least that is no chance: a lone point proves nothing, three in a row do."""
     unchanged_steps: int = 10
     """Points in a row that repeat exactly; chosen: weights in bf16 at a low rate stand still for a few."""
     after: int = 20

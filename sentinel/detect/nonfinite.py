@@ -61,7 +61,7 @@ class NanStorm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     raw_values: ClassVar[bool] = True
 
     count: int = 3
-    """Non-finite points within `window` that make a storm; 3 in 100 killed runs in trainlogs/README.md's set."""
+    """Non-finite points within `window` that make a storm; of public logs those with 3 in 100 were killed by it."""
     window: int = 100
     """Points looked back upon, the newest included."""
 

@@ -24,7 +24,8 @@ LAGS = (0, -1, 1)
 """Steps by which a sister's counting may be off: some trainers count from 0, others from 1."""
 CLOSE_K = 4.5
 """Deviations of the residual that are normal beside many sisters; beside few, (1 + FEW_K / their number) times that. This
-and the constants below: chosen on the sister logs of ../shared/trainlogs (benchmarks/detection_sisters.py says how)."""
+and the constants below: chosen on 36 public logs of one project that share their data (benchmarks/detection_sisters.py says
+how)."""
 FEW_K = 0.6
 CLOSE_FLOOR = 0.14
 """Share of the rule's own floor, in logarithms, that is always normal: 1.2 % for a loss, 9 % for a gradient norm."""

@@ -95,7 +95,7 @@ class OpenIncident(msgspec.Struct, kw_only=True):
         self.incident = msgspec.structs.replace(self.incident, active_step=max(active, self.incident.active_step))
 
     def join(self, group: list[Anomaly], facts: StepFacts | None, *, is_skipped: bool) -> None:
-        """Take in anomalies that it explains. Title and root follow the worst of them (DESIGN.md, section 7b)."""
+        """Take in anomalies that it explains. Title and root follow the worst of them."""
         was_level = self.incident.severity.level
         for anomaly in group:
             self._remember(anomaly)

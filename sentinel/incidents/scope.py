@@ -1,4 +1,4 @@
-"""Scope: what an incident can explain, by subject, lineage, harm and size (DESIGN.md, section 7b).
+"""Scope: what an incident can explain, by subject, lineage, harm and size.
 
 Pure functions of anomalies. The tracker asks them; they decide nothing about a life.
 """

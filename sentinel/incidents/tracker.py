@@ -1,6 +1,6 @@
 """Incidents: anomalies that follow from the same first causes, as one thing that opens, grows, is refined and ends.
 
-What explains what (DESIGN.md, section 7b; all choices are deterministic and kept in the snapshot). Ill timing and ill
+What explains what (all choices are deterministic and kept in the snapshot). Ill timing and ill
 numbers never share an incident.
 
 - Ranks: each slow, silent or dead rank is a subject of its own. Blindness is one of each of its rules.

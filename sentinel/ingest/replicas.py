@@ -1,7 +1,7 @@
 """Which pieces of a tensor make a copy of it, and which copies of one step are not the same, bit for bit.
 
 Pieces that are equal are compared one by one. Where a tensor is cut in several ways, the pieces of each way make whole
-copies, whose checksums add (DESIGN.md, section 4): 0:8 and 8:16 on two ranks against 0:16 on a third.
+copies, whose checksums add: 0:8 and 8:16 on two ranks against 0:16 on a third.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 /* Moments of CPU tensors, and folding of rows: a plain C ABI for ctypes, without Python, torch or state; and where Python's
  * headers are, functions that take tensors as they are (tensors.h), and what a hook does with them (passing.h).
  *
- * Numerics (FIELD_NOTES 2): sums of powers about a center near the mean, scaled by a power of two, in the tensor's own
+ * Numerics: sums of powers about a center near the mean, scaled by a power of two, in the tensor's own
  * arithmetic type (fp32 for the half types), every 32 elements of a lane into f64. A span of 32768 elements is read once:
  * its center is the mean of the span before it (at first, of a sample), and where that turns out too far from its own
  * mean, or the scale unfit, it is read again about the mean just found. Spans merge in f64 by Pebay's formulas

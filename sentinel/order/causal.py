@@ -1,6 +1,6 @@
 """Happens-before between anomalies of one run, and the total order that extends it.
 
-The order (DESIGN.md, section 7). Between steps (attempt, step) decides. Inside a step every anomaly has a phase. The
+The order. Between steps (attempt, step) decides. Inside a step every anomaly has a phase. The
 forward and backward phases run in *lanes*, one for each data-parallel replica and micro-step: lanes are concurrent.
 
     param -> forward -> loss -> backward -> wgrad_unreduced -> wgrad -> norm -> optimizer

@@ -19,7 +19,7 @@ from sentinel.anomaly import Severity
 from sentinel.version import VERSION
 
 MAX_SERIES_PER_RUN = 5000
-"""Bound of DESIGN.md section 11. The slots below fill at most 4,500 of it whatever a run sends."""
+"""Most series of one run, whatever the size of the fleet (chosen). The slots below fill at most 4,500 of it."""
 MAX_RUNS = 100
 """Runs shown at once, those with the newest records first (chosen)."""
 SCALAR_SLOTS = 64

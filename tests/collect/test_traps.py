@@ -1,9 +1,8 @@
 """The traps of training loops: each guard holds, and the trap bites where its guard is taken out.
 
-Numbers are those of the facts that the design stands on: 1 checkpointing, 9 loss scale, 12 nested outputs, 13 retried
-forwards and evaluation, 14 order of backward, 18 clipping, 20 two optimizers, 23 identity, 26 skipped steps, 27 persistent
-leaves. 5, 15 and 21 are tried in tests/layouts, 7 in test_pipelining.py, 8 in tests/trainers, 2, 4 and 6 in test_steps.py
-and test_hooks.py, 25, 28 and 29 in tests/end_to_end/test_origin.py.
+Tried here: checkpointing, the loss scale, nested outputs, retried forwards and evaluation, the order of a backward,
+clipping, two optimizers, identity of tensors, skipped steps, and leaves that outlive a step. Others are tried in
+tests/layouts, tests/trainers, tests/end_to_end/test_origin.py, test_pipelining.py, test_steps.py and test_hooks.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an incident explains, and what it does not: subject, lineage, age and size (DESIGN.md, section 7b)."""
+"""What an incident explains, and what it does not: subject, lineage, age and size."""
 
 from __future__ import annotations
 

@@ -473,7 +473,7 @@ def test_what_was_bad_before_a_collective_is_not_its_fault():
 
 @pytest.mark.parametrize("schedule", ["zbv", "ZBV", "ScheduleZBVZeroBubble", "DualPipeV", "dualpipe-v", "v-half"])
 def test_v_shaped_schedules_fold_however_they_are_spelt(schedule):
-    """Rank 0 holds the first and the last chunk: what it does in both is far apart (FIELD_NOTES.md, 1.15)."""
+    """Rank 0 holds the first and the last chunk: what it does in both is far apart in depth."""
     chunks = [(stage, chunk) for chunk in range(2) for stage in range(2)]
 
     assert {chunk: depth_of(schedule, *chunk, 2) for chunk in chunks} == {(0, 0): 0, (1, 0): 1, (1, 1): 2, (0, 1): 3}

@@ -1,31 +1,18 @@
+"""docs/configuration.md says which changes are told and what becomes of a notification; its example is a configuration."""
+
 import re
 
 import msgspec
 import pytest
 
-from sentinel.control.policy import ControlConfig
-from sentinel.report.alert import CHANGES, RouteConfig
+from sentinel.report.alert import CHANGES
 from sentinel.report.metrics import OUTCOMES
-from sentinel.report.sinks.alertmanager import AlertmanagerConfig
-from sentinel.report.sinks.console import ConsoleConfig
-from sentinel.report.sinks.slack import SlackConfig
 from sentinel.report.sinks.table import NotifyConfig
-from sentinel.report.sinks.webhook import WebhookConfig
 
 
 @pytest.fixture
 def text(pytestconfig):
     return (pytestconfig.rootpath / "docs" / "configuration.md").read_text()
-
-
-@pytest.mark.parametrize(
-    "config",
-    [NotifyConfig, RouteConfig, SlackConfig, AlertmanagerConfig, WebhookConfig, ConsoleConfig, ControlConfig],
-)
-def test_every_field_is_in_the_docs(text, config):
-    named = set(re.findall(r"`(\w+)`", text))
-
-    assert [field for field in config.__struct_fields__ if field not in named] == []
 
 
 def test_every_word_that_counts_is_in_the_docs(text):

@@ -1,7 +1,7 @@
 """Plain torch on the host: one chunk after the other, about a center guessed from the chunk before.
 
-On a CPU looking at a value costs no wait, so a chunk is summed about a guess and the result looked at: as in the C
-library, and for the same reason (FIELD_NOTES 2), only where the guess was poor the chunk is read again.
+On a CPU looking at a value costs no wait, so a chunk is summed about a guess and the result looked at. As in the C library
+the chunk is read again where the guess was poor: sums about a far center lose the digits that a kurtosis needs.
 """
 
 from __future__ import annotations

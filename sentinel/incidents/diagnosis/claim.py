@@ -11,7 +11,7 @@ import msgspec
 from sentinel.incidents.diagnosis.evidence import Evidence, Sign
 
 LASTING_STEPS = 3
-"""Steps in a row that are no batch any more (DESIGN.md, section 6)."""
+"""Steps in a row that are no batch any more: the next two batches would have to be bad too."""
 QUIET_STEPS = 2
 """Whole steps that must be well before an excursion counts as gone (chosen)."""
 WELL_STEPS = 5

@@ -19,7 +19,7 @@ from sentinel.report.sinks.delivery import Delivery, Poster, check_url
 from sentinel.report.sinks.secret import read_secret
 
 ENDS_AFTER_INTERVALS = 4
-"""An alert not sent again for this many intervals resolves itself (FIELD_NOTES.md section 4: 3 to 4)."""
+"""An alert not sent again for this many intervals resolves itself; Alertmanager's own clients take 3 to 4."""
 END_STANDS_S = 3600.0
 """The alert about how a run ended is sent once and resolves itself after so long (chosen): resolved at once, an Alertmanager
 that waits for its group would tell nobody; nothing keeps it alive."""

@@ -82,7 +82,8 @@ class HttpPoster:
     made by a thread of its own, which is cut off then; one that even so does not end (a name is being looked up) is left
     behind, and no other is made before it has ended.
 
-    The environment's proxies are not read (STYLE.md: two readers of the environment); `proxy` names one.
+    The environment's proxies are not read, for `cli/` and `collect/environment.py` alone read the environment; `proxy`
+    names one.
     """
 
     def __init__(self, *, timeout_s: float = 10.0, proxy: str = "", ca_file: str = "") -> None:

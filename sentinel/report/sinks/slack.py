@@ -16,7 +16,7 @@ MAX_HEADER = 150
 MAX_SECTION = 3000
 MAX_BLOCKS = 50
 MAX_TOTAL = 12_000
-"""Characters in all; the true limit is undocumented, about 13,000 (FIELD_NOTES.md section 4)."""
+"""Characters in all; the true limit is not documented; about 13,000 were taken when it was tried."""
 MAX_DIGEST_LINES = 40
 
 

@@ -34,7 +34,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> int:
-        """0 clean, 1 errors, 3 lint only (DESIGN.md, section 11)."""
+        """0 clean, 1 errors, 3 lint only."""
         return 1 if self.errors else 3 if self.lint else 0
 
 

@@ -139,7 +139,7 @@ class RowWatch(Watch):
             score = abs(value) / baseline if baseline > 0 else math.nan
             text = f"{wording.subject(tensor.kind, tensor.name, statistic)} is {wording.number(value)} on rank {rank}"
             text += f", past the limit {wording.number(baseline)}"
-            # An absolute limit is the user's own word, yet a lone finite excursion pages nobody (DESIGN.md, section 6).
+            # An absolute limit is the user's own word, yet a lone finite excursion pages nobody.
             severity = severity if full else Severity.INFO
         key = f"{tensor.key}/{'nonfinite' if statistic in ('nans', 'infs') else statistic}"
         return tensor_anomaly(

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from sentinel.step_view import StepView
 
 LASTING_STEPS = 3
-"""Points in a row that corroborate a lone excursion (DESIGN.md, section 6)."""
+"""Points in a row that corroborate a lone excursion, of which healthy runs have many."""
 AGREEING_TENSORS = 3
-"""Tensors of one rule and step that corroborate each other (DESIGN.md, section 6)."""
+"""Tensors of one rule and step that corroborate each other."""
 SEVERAL = 3.0
 """Times the size of its onset from which an episode that goes on is news (chosen): it grew several times worse."""
 HIGHER = 1.5
-"""Times the score of its onset at which a point of an open episode, after a pause, is news (chosen on ../shared/trainlogs:
-of two spikes within 20 steps the second was the one that people mark)."""
+"""Times the score of its onset at which a point of an open episode, after a pause, is news (chosen on public
+logs: of two spikes within 20 steps the second was the one that people mark)."""
 BACKGROUND_RATE = 0.02
 """Weight of the newest step in a rule's usual number of lone excursions a step; chosen."""
 
