@@ -69,7 +69,7 @@ class ConfigFile:
             if is_blank(text):
                 raise ConfigError(f"{self.path}: the file is empty; for the defaults of every key write {{}}")
         except ConfigError as error:
-            return ConfigText(text=text, text_hash=text_hash, problem=str(error))
+            return ConfigText(text=text, text_hash=text_hash, problem="; ".join(str(error).splitlines()))
         return ConfigText(text=text, text_hash=text_hash, config=config)
 
     def _read(self) -> tuple[bytes, tuple[int, int]]:

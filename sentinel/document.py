@@ -1,16 +1,24 @@
-"""YAML with line numbers: a document as plain values that know where they were written."""
+"""YAML with line numbers: a document as plain values that know where they were written, and what is wrong in it.
+
+Every file that people write for Sentinel is read here: the trainer's config, the daemon's, rule packs and rule tests.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 MAX_DEPTH = 32
+"""Most levels of a document; what people write has six."""
 MAX_NODES = 100_000
 """A pack is small; what unfolds to more than this is a mistake or an attack (aliases of aliases)."""
+_TOO_DEEP = f"nested too deeply: expected at most {MAX_DEPTH} levels"
 _EXPONENT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 """1e6 is a number to whoever writes it, as to YAML 1.2 and JSON; to YAML 1.1, which the parser reads, it is text."""
 _MERGE = "tag:yaml.org,2002:merge"
@@ -19,11 +27,24 @@ _HINTS = {"found character '\\t' that cannot start any token": "found a tab; ind
 
 
 class BrokenDocument(ValueError):
-    """YAML that cannot be read; `line` is 1-based."""
+    """A file that is not there, or no YAML; `line` is 1-based."""
 
     def __init__(self, line: int, message: str) -> None:
         super().__init__(message)
         self.line = line
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong in a document."""
+
+    file: str
+    """As the user named it; empty where the values came from code."""
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.message}" if self.file else self.message
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +69,39 @@ class Located:
             return [item.plain() for item in self.value]
         return self.value
 
+    @staticmethod
+    def of(value: object) -> Located:
+        """Return a value of Python as a document has it, on line 0: mappings with text as keys, lists, and the rest."""
+        if isinstance(value, Mapping):
+            return Located({str(key): Located.of(item) for key, item in value.items()}, 0)
+        if isinstance(value, list | tuple | set | frozenset):
+            return Located([Located.of(item) for item in value], 0)
+        return Located(value, 0)
+
+
+def read_document(path: Path) -> Located | None:
+    """Return the document in a file, None when it is empty. BrokenDocument says what is wrong with it, and on which line."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise BrokenDocument(1, f"cannot be read: {error.strerror}") from error
+    return parse_bytes(data)
+
+
+def parse_bytes(data: bytes) -> Located | None:
+    """Return the document in the bytes of a file; else as `read_document`."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise BrokenDocument(line, f"not UTF-8: {error.reason} at byte {error.start}") from error
+    return parse(text)
+
 
 def parse(text: str) -> Located | None:
     """Return the one document in `text`, None when it is empty. BrokenDocument names the line of what is wrong."""
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         try:
             node = loader.get_single_node()
             return None if node is None else _NodeReader(loader).read(node, 0, 0)
@@ -66,7 +115,41 @@ def parse(text: str) -> Located | None:
     except yaml.YAMLError as error:
         raise BrokenDocument(1, f"not YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
-        raise BrokenDocument(1, "nested too deeply") from error
+        raise BrokenDocument(1, _TOO_DEEP) from error
+
+
+def type_of(value: object) -> str:
+    """Return what a value of a document is, in words."""
+    names = {dict: "a mapping", list: "a list", str: "text", bool: "true or false", type(None): "nothing"}
+    return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
+
+
+def show(value: object) -> str:
+    """Return a value of a document as it may be quoted: one line, cut where it is long."""
+    if isinstance(value, str):
+        return f'"{value[:200]}"' if value.isprintable() else ascii(value[:200])
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and value.bit_length() > 1000:
+        return "a number of hundreds of digits"  # which Python does not write
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+    return repr(value) if isinstance(value, int | float) else type_of(value)
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes no deeper than `MAX_DEPTH`: composing recurses, and the message names the line that goes too deep."""
+
+    depth = -1
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.depth >= MAX_DEPTH:
+            raise BrokenDocument(self.line + 1, _TOO_DEEP)
+        self.depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
 
 
 class _NodeReader:
@@ -80,7 +163,7 @@ class _NodeReader:
         line = node.start_mark.line + 1
         self._num_nodes += 1
         if depth > MAX_DEPTH:
-            raise BrokenDocument(line, "nested too deeply")
+            raise BrokenDocument(line, _TOO_DEEP)
         if self._num_nodes > MAX_NODES:
             raise BrokenDocument(line, f"expected at most {MAX_NODES:,} values, aliases unfolded; got more by here")
         if isinstance(node, yaml.MappingNode):

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from sentinel.document import BrokenDocument, Located, parse
+from sentinel.document import Located
 from sentinel.errors import ConfigError
+from sentinel.file_keys import TRAINER
+from sentinel.known_words import near, nearest
 from sentinel.place import AXES
 from sentinel.record import Kind
 from sentinel.target import Target
+from sentinel.typed_document import locate, parse_named, read_struct
 
 MEASURED = tuple(kind for kind in Kind if kind not in (Kind.SCALAR, Kind.HEALTH))
 """Kinds that the monitor can measure."""
@@ -36,16 +38,9 @@ MAX_CONFIG_BYTES = 2**20
 """A config is small; what is larger is another file."""
 
 
-def near(word: str, known: Collection[str]) -> str:
-    """Return `; did you mean "x"?` for the nearest known word, or nothing."""
-    match = difflib.get_close_matches(word, known, 1, 0.5)
-    return f'; did you mean "{match[0]}"?' if match else ""
-
-
 def _check_kind(where: str, kind: str) -> None:
     if kind not in MEASURED_LABELS:
-        known = ", ".join(MEASURED_LABELS)
-        raise ConfigError(f"{where}: unknown kind {kind!r}{near(kind, MEASURED_LABELS)}; known: {known}")
+        raise ConfigError(f"{where}: unknown kind {kind!r}{nearest(kind, MEASURED_LABELS)}")
 
 
 def _check_schedule(where: str, schedule: Measurement | ProbeSchedule) -> None:
@@ -282,7 +277,6 @@ FIXED = tuple(key for key in MonitorConfig.__struct_fields__ if key not in MAY_C
 
 _LISTS = ("kinds", "targets", "blocks", "allow_commands")
 """Keys for which one word may stand for a list of one."""
-_StructT = TypeVar("_StructT", bound=msgspec.Struct)
 
 
 class ConfigSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -331,7 +325,7 @@ def read_source(source: ConfigSource | MonitorConfig | Mapping[str, Any] | str |
         return ConfigSource(config=source)
     if not isinstance(source, Mapping):
         raise ConfigError(f"config must be a mapping of keys, got {type(source).__name__}")
-    return ConfigSource(config=_convert(dict(source), MonitorConfig, lambda key: ""))
+    return ConfigSource(config=read_struct(_listed(Located.of(source)), MonitorConfig, name="", kind=TRAINER))
 
 
 def hash_of(text: bytes) -> str:
@@ -343,17 +337,14 @@ def parse_config(text: bytes, name: str) -> MonitorConfig:
     """Return the config that a file's text says; ConfigError with `name` of the file and the line."""
     if len(text) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{name}: expected at most {MAX_CONFIG_BYTES} bytes, got {len(text)}")
-    tree = _parse(text, name)
-    if tree is None:
-        return MonitorConfig()
-    if not isinstance(tree.value, dict):
-        raise ConfigError(f"{name}: config must be a mapping of keys, got {type(tree.plain()).__name__}")
-    return _convert(tree.plain(), MonitorConfig, lambda key: f"{name}:{_line_of(tree, key)}: ")
+    tree = parse_named(text, name)
+    return read_struct(tree and _listed(tree), MonitorConfig, name=name, kind=TRAINER)
 
 
 def is_blank(text: bytes) -> bool:
     """Whether a file's text says nothing at all: while training rather a write that is under way than a wish."""
-    return _parse(text, "") is None
+    tree = parse_named(text, "")
+    return tree is None or tree.value is None
 
 
 def refuse_fixed(text: bytes, name: str, in_force: Mapping[str, Any]) -> None:
@@ -361,11 +352,11 @@ def refuse_fixed(text: bytes, name: str, in_force: Mapping[str, Any]) -> None:
 
     in_force: plain values of the config in force (`as_told`).
     """
-    wanted, tree = as_told(parse_config(text, name)), _parse(text, name)
+    wanted, tree = as_told(parse_config(text, name)), parse_named(text, name)
     changed = [key for key in FIXED if key in in_force and wanted[key] != in_force[key]]
     if changed:
         words = "; ".join(
-            f"{name}:{_line_of(tree, key)}: {key} cannot change while the run trains: it is "
+            f"{name}:{locate(tree, key)[0].where if tree else 1}: {key} cannot change while the run trains: it is "
             f"{_shown(in_force[key])}, the file says {_shown(wanted[key])}"
             for key in changed
         )
@@ -380,64 +371,28 @@ def as_told(config: Measurement) -> dict[str, Any]:
 
 def measurement_of(settings: Mapping[str, Any]) -> Measurement:
     """Return the measurement that plain values describe; ConfigError for what this version does not know."""
-    return _convert(dict(settings), Measurement, lambda key: "")
+    return read_struct(_listed(Located.of(settings)), Measurement, name="", kind=TRAINER)
 
 
-def _convert(plain: dict[str, Any], kind: type[_StructT], where: Any) -> _StructT:
-    known = kind.__struct_fields__
-    for key in plain:
-        if key not in known:
-            raise ConfigError(f"{where(str(key))}unknown key {key!r}{near(str(key), known)}; known: {', '.join(known)}")
-    try:
-        return msgspec.convert(_listed(plain), kind)
-    except msgspec.ValidationError as error:
-        # msgspec says "Expected `bool`, got `str` - at `$.black_box`".
-        said = re.fullmatch(r"(.*) - at `\$\.([^`]*)`", str(error))
-        path, problem = (said[2], f"{said[2]}: {said[1][:1].lower()}{said[1][1:]}") if said else ("", str(error))
-        raise ConfigError(f"{where(path)}{problem}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{where(str(error).split()[0].rstrip(':'))}{error}") from error
-
-
-def _listed(plain: dict[str, Any]) -> dict[str, Any]:
+def _listed(tree: Located) -> Located:
     """Let one word stand for a list of one, and a probe that says nothing for one with the common schedule."""
-    listed = {key: [value] if isinstance(value, str) and key in _LISTS else value for key, value in plain.items()}
-    dump = listed.get("dump")
-    if isinstance(dump, dict):
-        listed["dump"] = _listed(dump)
-    probes = listed.get("probes")
-    if isinstance(probes, list):
-        probes = {kind: None for kind in probes if isinstance(kind, str)}
-    if isinstance(probes, dict):
-        listed["probes"] = {
-            kind: {} if one is None else _listed(one) if isinstance(one, dict) else one for kind, one in probes.items()
-        }
-    return listed
-
-
-def _parse(text: bytes, name: str) -> Located | None:
-    try:
-        return parse(text.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{name}: not valid YAML: expected UTF-8, {error.reason} at byte {error.start}") from error
-    except BrokenDocument as error:
-        raise ConfigError(f"{name}:{error.line}: not valid YAML: {str(error).removeprefix('not YAML: ')}") from error
-
-
-def _line_of(tree: Located | None, dotted: str) -> int:
-    """Return the line of the deepest key of a dotted path that is in the file."""
-    line, at = 1, tree
-    for part in re.findall(r"[^.\[\]]+", dotted):
-        if at is None:
-            break
-        if isinstance(at.value, dict):
-            at = at.value.get(part)
-        elif isinstance(at.value, list) and part.isdigit() and int(part) < len(at.value):
-            at = at.value[int(part)]
-        else:
-            break
-        line = line if at is None else at.where
-    return line
+    if not isinstance(tree.value, dict):
+        return tree
+    keys = {
+        key: replace(item, value=[item]) if key in _LISTS and isinstance(item.value, str) else item
+        for key, item in tree.value.items()
+    }
+    if "dump" in keys:
+        keys["dump"] = _listed(keys["dump"])
+    probes = keys.get("probes")
+    if probes is not None:
+        by_kind = probes.value
+        if isinstance(by_kind, list) and all(isinstance(one.value, str) for one in by_kind):
+            by_kind = {one.value: replace(one, value=None) for one in by_kind}
+        if isinstance(by_kind, dict):
+            by_kind = {kind: replace(one, value={}) if one.value is None else _listed(one) for kind, one in by_kind.items()}
+        keys["probes"] = replace(probes, value=by_kind)
+    return replace(tree, value=keys)
 
 
 def _shown(value: Any) -> str:

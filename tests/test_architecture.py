@@ -14,7 +14,8 @@ NOUNS = {
     "record", "moments", "messages", "place", "anomaly", "command", "errors", "version", "aggregate",
     "config_file", "document", "monitor_config", "target", "dump", "tensor_file", "structure_file", "reference",
     "bounds", "csv_text", "private_files", "process", "process_exits", "regular_expression", "run_end", "run_name",
-    "decision", "step_view", "known_words", "msprobe_tag",
+    "decision", "step_view", "known_words", "msprobe_tag", "typed_document",
+    "file_keys",
 }  # fmt: skip
 STAGES = {
     "native", "collect", "wire", "ingest", "logs", "detect", "rules", "order", "incidents", "judge", "explain", "report",

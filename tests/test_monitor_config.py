@@ -26,19 +26,19 @@ from sentinel.monitor_config import (
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("kindz: [param]\n", "f.yaml:1: unknown key 'kindz'; did you mean \"kinds\"?"),
+        ("kindz: [param]\n", 'f.yaml:1: unknown key "kindz"; did you mean "kinds"?'),
         ("\nkinds:\n- param\n- parm\n", "f.yaml:4: kinds[1]: unknown kind 'parm'; did you mean \"param\"?"),
-        ("run: a\nblack_box: perhaps\n", "f.yaml:2: black_box: expected `bool`, got `str`"),
-        ("spool:\n  max_bytes: much\n", "f.yaml:2: spool.max_bytes: expected `int`, got `str`"),
+        ("run: a\nblack_box: perhaps\n", 'f.yaml:2: black_box: expected true or false, got "perhaps"'),
+        ("spool:\n  max_bytes: much\n", 'f.yaml:2: spool.max_bytes: expected a whole number, got "much"'),
         ("spool:\n\n  file_bytes: 3\n", "f.yaml:3: spool.file_bytes must be at least 65536, got 3"),
         ("collect_times: 0\n", "f.yaml:1: collect_times must be at least 1, got 0; to measure nothing: enabled: false"),
         ("ranks: [0, -3]\n", "f.yaml:1: ranks[1] must be at least 0, got -3"),
         ("at_step: -1\n", "f.yaml:1: at_step must be at least 0, got -1"),
-        ("kinds: [param]\nrun: a\nkinds: []\n", 'f.yaml:3: not valid YAML: key "kinds" is there twice, first on line 1'),
-        ("kinds: [param\n", "f.yaml:2: not valid YAML: expected"),
-        ("- param\n", "f.yaml: config must be a mapping of keys, got list"),
+        ("kinds: [param]\nrun: a\nkinds: []\n", 'f.yaml:3: key "kinds" is there twice, first on line 1'),
+        ("kinds: [param\n", "f.yaml:2: not YAML: expected"),
+        ("- param\n", "f.yaml:1: expected a mapping of keys, got a list"),
         ("run: ../up\n", "f.yaml:1: run must be a plain folder name"),
-        ("\xff", "f.yaml: not valid YAML: expected UTF-8"),
+        ("\xff", "f.yaml:1: not UTF-8"),
     ],
 )
 def test_errors_name_file_line_and_the_nearest_word(text: str, said: str) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import click
 
-from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND
+from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, LINT_ONLY
+from sentinel.document import BrokenDocument, read_document
 from sentinel.errors import ConfigError, RuleError
+from sentinel.file_keys import DAEMON, FILES, RULE_TESTS, RULES, TRAINER, kind_of
 
 
 @click.command("check-config")
@@ -16,54 +19,64 @@ from sentinel.errors import ConfigError, RuleError
 @click.option(
     "--for",
     "reader",
-    type=click.Choice(["daemon", "trainer", "rules"]),
-    help="Who would read it. Default: told from the sections in the file.",
+    type=click.Choice(list(FILES)),
+    help="Who would read it. Default: told from the keys in the file.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a file.")
 def check_config(files: tuple[str, ...], reader: str | None, as_json: bool) -> int:
-    """Check configuration FILES: the daemon's, a trainer's, or rule packs. Exit 1 when one of them is wrong."""
-    is_clean = True
+    """Check configuration FILES: the daemon's, a trainer's, rule packs, or files of rule tests.
+
+    What the daemon's names is looked up as a daemon would that starts here and now: secret files, environment variables,
+    the addresses of sinks. Exit 1 when a file is wrong, 3 when something in it is only suspicious.
+    """
+    has_problem = has_suspicion = False
     for name in files:
         path = Path(name)
         kind = reader or _kind(path)
-        problem = _problem(path, kind)
-        is_clean = is_clean and problem is None
+        problem, suspicions = _found(path, kind)
+        has_problem, has_suspicion = has_problem or bool(problem), has_suspicion or bool(suspicions)
         if as_json:
-            click.echo(json.dumps({"file": name, "for": kind, "problem": problem}))
-        else:
-            click.echo(f"{name}: {problem or f'ok, for the {kind}'}")
-    return CLEAN if is_clean else FOUND if all(Path(name).exists() for name in files) else BAD_USAGE
+            click.echo(json.dumps({"file": name, "for": kind, "problem": problem or None, "suspicions": suspicions}))
+            continue
+        for line in [*problem.splitlines(), *(f"{one} (suspicious)" for one in suspicions)]:
+            click.echo(line)
+        if not problem and not suspicions:
+            click.echo(f"{name}: ok, for the {kind}")
+    if has_problem:
+        return FOUND if all(Path(name).exists() for name in files) else BAD_USAGE
+    return LINT_ONLY if has_suspicion else CLEAN
 
 
 def _kind(path: Path) -> str:
-    import yaml
-
+    if path.is_dir():
+        return RULES
     try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError):
-        return "daemon"
-    if isinstance(content, dict) and "rules" in content:
-        return "rules"
-    from sentinel.daemon.config import DaemonConfig
-
-    known = set(DaemonConfig.__struct_fields__)
-    return "trainer" if isinstance(content, dict) and content and not known & set(content) else "daemon"
+        document = read_document(path)
+    except BrokenDocument:
+        return DAEMON
+    return kind_of(list(document.value) if document is not None and isinstance(document.value, dict) else [])
 
 
-def _problem(path: Path, kind: str) -> str | None:
+def _found(path: Path, kind: str) -> tuple[str, list[str]]:
+    """Return what is wrong, a line each, and what is suspicious."""
     try:
-        if kind == "rules":
+        if kind == RULES:
             from sentinel.judge.packs import RulePacks
 
             RulePacks([path]).load()
-        elif kind == "trainer":
-            from sentinel.monitor_config import load_config as load_trainer_config
+        elif kind == RULE_TESTS:
+            from sentinel.rules.language.rule_test_file import read_rule_tests
 
-            load_trainer_config(path)
-        else:
-            from sentinel.daemon.config import load_config
+            return "\n".join(map(str, read_rule_tests(path)[1])), []
+        elif kind == TRAINER:
+            from sentinel.monitor_config import load_config
 
             load_config(path)
+        else:
+            from sentinel.daemon.config_check import check_daemon_config
+
+            found = check_daemon_config(path, os.environ)
+            return "\n".join(map(str, found.problems)), [str(one) for one in found.suspicions]
     except (ConfigError, RuleError) as error:
-        return str(error)
-    return None
+        return str(error), []
+    return "", []

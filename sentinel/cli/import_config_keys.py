@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from sentinel.errors import ConfigError
-from sentinel.monitor_config import near
+from sentinel.known_words import near
 from sentinel.regular_expression import RegularExpression
 
 OPS = ("norm", "min", "max", "zeros", "nans", "id", "mean", "shape", "dtype")

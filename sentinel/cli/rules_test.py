@@ -11,8 +11,8 @@ from sentinel.cli.code import allow_code_option
 from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, say
 
 if TYPE_CHECKING:
+    from sentinel.document import Problem
     from sentinel.judge.rule_tests import RuleTestResult
-    from sentinel.rules.language.problems import Problem
     from sentinel.rules.language.schema import Pack
 
 
@@ -39,8 +39,8 @@ def test(files: tuple[str, ...], packs: tuple[str, ...], only: str | None, as_js
     """
     from fnmatch import fnmatchcase
 
+    from sentinel.document import Problem
     from sentinel.judge.rule_tests import run_rule_test, unknown_rules
-    from sentinel.rules.language.problems import Problem
     from sentinel.rules.language.rule_test_file import read_rule_tests
 
     results: list[RuleTestResult] = []

@@ -7,9 +7,10 @@ from typing import TypeAlias
 
 import msgspec
 
+from sentinel import known_words
 from sentinel.collect.rows.tensor_table import TensorEntry
 from sentinel.errors import ConfigError
-from sentinel.monitor_config import MEASURED_LABELS, MODULE_KINDS, PARAMETER_KINDS, Measurement, ProbeSchedule, near
+from sentinel.monitor_config import MEASURED_LABELS, MODULE_KINDS, PARAMETER_KINDS, Measurement, ProbeSchedule
 from sentinel.record import Kind
 from sentinel.target import Target, means, nearest
 
@@ -459,7 +460,7 @@ def parse_kinds(kinds: Iterable[str] | str) -> frozenset[Kind]:
     labels = [kinds] if isinstance(kinds, str) else list(kinds)
     for label in labels:
         if label not in MEASURED_LABELS:
-            raise ConfigError(f"unknown kind {label!r}{near(label, MEASURED_LABELS)}; known: {', '.join(MEASURED_LABELS)}")
+            raise ConfigError(f"unknown kind {label!r}{known_words.nearest(label, MEASURED_LABELS)}")
     return frozenset(Kind.of(label) for label in labels)
 
 

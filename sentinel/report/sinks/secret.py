@@ -20,6 +20,8 @@ def read_secret(path: str, file: str, variable: str, environ: Mapping[str, str])
             text = Path(file).expanduser().read_text().strip()
         except OSError as error:
             raise ConfigError(f"{path}_file: {file}: {error.strerror or error}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}_file: {file}: expected text in UTF-8, got other bytes") from error
         if not text:
             raise ConfigError(f"{path}_file: {file}: expected a secret, got an empty file")
         return text

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from sentinel.anomaly import Severity
+from sentinel.errors import ConfigError
 from sentinel.report.alert import Alert, RouteConfig, facts, headline, worst_first
 from sentinel.report.sinks.delivery import Delivery, Poster, check_url
 from sentinel.report.sinks.secret import read_secret
@@ -57,6 +58,8 @@ class SlackSink:
         path = f"notify.sinks.{config.name}.url"
         self.name = config.name
         self.digest_after = config.digest_after
+        if not config.url_file and not config.url_env:
+            raise ConfigError(f"{path}: expected {path}_file or {path}_env, which holds the webhook's address; got neither")
         self._url = check_url(read_secret(path, config.url_file, config.url_env, environ), path)
         self._mention = config.page_mention
         self._external_url = external_url

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from sentinel.errors import ConfigError
 from sentinel.report.alert import Alert, RouteConfig, headline, worst_first
 from sentinel.report.sinks.delivery import Delivery, Poster, check_url
 from sentinel.report.sinks.secret import read_secret
@@ -67,6 +68,8 @@ class WebhookSink:
         path = f"notify.sinks.{config.name}"
         self.name = config.name
         self.digest_after = config.digest_after
+        if not (config.url or config.url_file or config.url_env):
+            raise ConfigError(f"{path}.url: expected url, url_file or url_env, which says where to post; got none of them")
         url = config.url or read_secret(f"{path}.url", config.url_file, config.url_env, environ)
         self._url = check_url(url, f"{path}.url")
         self._secret = read_secret(f"{path}.secret", config.secret_file, config.secret_env, environ)

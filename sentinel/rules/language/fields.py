@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,13 @@ import msgspec
 from sentinel.anomaly import Severity
 from sentinel.detect.dotted import why_not
 from sentinel.detect.windowed import RollingMedian
-from sentinel.document import Located
+from sentinel.document import Located, show, type_of
 from sentinel.errors import RuleError, SentinelError
 from sentinel.known_words import nearest
 from sentinel.reference import Reference
 from sentinel.rules.language.aggregate_match import read_aggregates
 from sentinel.rules.language.building import build_detector, detector_arguments, is_series_detector
-from sentinel.rules.language.problems import Draft, PackReading, show, type_of
+from sentinel.rules.language.problems import Draft, PackReading
 from sentinel.rules.language.schema import ACTIONS, RULE_KINDS, RULE_STATISTICS, VALUE, Match, Rule
 
 MATCH_KEYS = ("kind", "name", "statistic", "rank", "aggregate")
@@ -151,6 +152,10 @@ class Fields:
         if not isinstance(item.value, dict):
             self._complain("args", item.where, f'"args" must be a mapping, got {type_of(item.value)}')
             return {}
+        for key, entry in item.value.items():
+            for one in entry.value if isinstance(entry.value, list) else [entry]:
+                if isinstance(one.value, float) and not math.isfinite(one.value):
+                    self._complain("args", entry.where, f"args.{key}: expected a finite number, got {show(one.value)}")
         plain: dict[str, Any] = item.plain()
         return plain
 

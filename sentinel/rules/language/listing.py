@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from sentinel.detect import DETECTORS, known_detectors
+from sentinel.document import Problem
 from sentinel.rules.language.building import detector_arguments
 from sentinel.rules.language.lint import Finding, lint_rule, lint_together
 from sentinel.rules.language.loader import read_pack
-from sentinel.rules.language.problems import Problem
 from sentinel.rules.language.schema import RULE_KINDS, Pack, Rule
 
 

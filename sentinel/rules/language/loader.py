@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from sentinel.detect import known_detectors
-from sentinel.document import BrokenDocument, Located, parse
+from sentinel.document import BrokenDocument, Located, Problem, read_document, show, type_of
 from sentinel.errors import RuleError
 from sentinel.known_words import nearest
 from sentinel.rules.language.fields import Fields
-from sentinel.rules.language.problems import Draft, PackReading, Problem, ReadReference, show, type_of, unknown_keys
+from sentinel.rules.language.problems import Draft, PackReading, ReadReference, unknown_keys
 from sentinel.rules.language.schema import Pack, Rule
 
 PACKS = Path(__file__).parents[1] / "packs"
@@ -113,15 +113,9 @@ def _read_file(file: Path, reading: PackReading) -> tuple[list[Draft], bool]:
     """Return the rules of a file as drafts, and whether it leaves the default pack out."""
     name = str(file)
     try:
-        document = parse(file.read_bytes().decode("utf-8"))
+        document = read_document(file)
     except BrokenDocument as error:
         reading.complain(name, error.line, str(error))
-        return [], False
-    except UnicodeDecodeError as error:
-        reading.complain(name, 1, f"not UTF-8: byte {error.start}")
-        return [], False
-    except OSError as error:
-        reading.complain(name, 1, f"cannot be read: {error.strerror}")
         return [], False
     if document is None or document.value is None:
         reading.complain(name, 1, 'empty file; expected "rules:" and a list of rules')

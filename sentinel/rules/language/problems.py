@@ -7,24 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sentinel.document import Located
+from sentinel.document import Located, Problem, show
+from sentinel.file_keys import RULES, belongs
 from sentinel.known_words import nearest
 from sentinel.reference import Reference
 
 ReadReference = Callable[[Sequence[Path]], Reference]
 """Reads the logs and runs that `reference:` names. SentinelError where one cannot be read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing wrong in a pack."""
-
-    file: str
-    line: int
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.message}"
 
 
 @dataclass(slots=True)
@@ -56,21 +45,5 @@ def unknown_keys(given: Mapping[str, Located], known: tuple[str, ...], prefix: s
     """Complain of each key that is not known."""
     for key, item in given.items():
         if key not in known:
-            reading.complain(file, item.where, f'{prefix}unknown key "{key}"{nearest(key, known)}')
-
-
-def type_of(value: object) -> str:
-    """Return what a value of a document is, in words."""
-    names = {dict: "a mapping", list: "a list", str: "text", bool: "true or false", type(None): "nothing"}
-    return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
-
-
-def show(value: object) -> str:
-    """Return a value of a document as it may be quoted."""
-    return (
-        f'"{value}"'
-        if isinstance(value, str)
-        else str(value).lower()
-        if isinstance(value, bool)
-        else (repr(value) if isinstance(value, int | float) else type_of(value))
-    )
+            hint = ("" if prefix else belongs(key, RULES)) or nearest(key, known)
+            reading.complain(file, item.where, f"{prefix}unknown key {show(key)}{hint}")

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from sentinel.anomaly import Severity
-from sentinel.document import BrokenDocument, Located, parse
+from sentinel.document import BrokenDocument, Located, Problem, read_document, show
+from sentinel.file_keys import RULE_TESTS, belongs
 from sentinel.known_words import nearest
 from sentinel.rules.language.notation import BadNotation, expand
-from sentinel.rules.language.problems import Problem
 from sentinel.rules.language.schema import RULE_KINDS, RULE_STATISTICS, VALUE
 
 FILE_KEYS = ("rules", "builtin", "tests")
@@ -88,13 +88,9 @@ def read_rule_tests(path: str | Path) -> tuple[RuleTestFile, list[Problem]]:
     reader = _RuleTestReader(str(path))
     nothing = RuleTestFile(path=str(path), rules=(), builtin=True, trials=())
     try:
-        document = parse(path.read_bytes().decode("utf-8"))
+        document = read_document(path)
     except BrokenDocument as error:
         return nothing, [Problem(str(path), error.line, str(error))]
-    except UnicodeDecodeError as error:
-        return nothing, [Problem(str(path), 1, f"not UTF-8: byte {error.start}")]
-    except OSError as error:
-        return nothing, [Problem(str(path), 1, f"cannot be read: {error.strerror}")]
     if document is None or not isinstance(document.value, dict):
         return nothing, [Problem(str(path), 1, 'expected "tests:" and a list of tests')]
     reader.keys(document, FILE_KEYS, "")
@@ -143,7 +139,8 @@ class _RuleTestReader:
     def keys(self, item: Located, known: Sequence[str], where: str) -> None:
         for key, value in item.value.items():
             if key not in known:
-                self.complain(value, f'{where}unknown key "{key}"{nearest(key, known)}')
+                hint = ("" if where or self._of else belongs(key, RULE_TESTS)) or nearest(key, known)
+                self.complain(value, f"{where}unknown key {show(key)}{hint}")
 
     def list_of(self, item: Located, key: str) -> list[Located]:
         """Return the items of a list; a single value stands for a list of one."""

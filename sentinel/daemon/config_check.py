@@ -1,0 +1,95 @@
+"""What a daemon that starts with a configuration here and now would meet: missing secrets, sinks that hear nothing."""
+
+from __future__ import annotations
+
+import io
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from sentinel.daemon.config import DaemonConfig
+from sentinel.detect import known_detectors
+from sentinel.detect.dotted import is_dotted
+from sentinel.document import Located, Problem
+from sentinel.errors import ConfigError
+from sentinel.file_keys import DAEMON
+from sentinel.known_words import nearest
+from sentinel.report.sinks.secret import read_secret
+from sentinel.report.sinks.table import NotifyConfig, SinkConfig, build_sink
+from sentinel.typed_document import locate, named_document, read_struct
+
+
+class Findings(msgspec.Struct, frozen=True):
+    """What is wrong with a configuration that can be read, and what is only suspicious."""
+
+    problems: tuple[Problem, ...]
+    """A daemon that starts here and now would refuse these, or could reach nobody."""
+    suspicions: tuple[Problem, ...]
+    """A daemon would take these; they are hardly meant."""
+
+
+def check_daemon_config(path: Path, environ: Mapping[str, str]) -> Findings:
+    """Return what does not resolve. environ: the environment that the daemon would have. Opens no connection.
+
+    ConfigError, one `FILE:LINE: what` a line, where the file cannot be read as a configuration at all.
+    """
+    document = named_document(path)
+    notify = read_struct(document, DaemonConfig, name=str(path), kind=DAEMON).notify
+    wrong = [message for sink in notify.sinks for message in _unresolved(sink, notify, environ)]
+    if notify.ca_file and not Path(notify.ca_file).is_file():
+        wrong.append(f"notify.ca_file: {notify.ca_file}: expected a PEM file, found none")
+    odd = [message for sink in notify.sinks for message in _suspicions(sink)]
+    if not notify.sinks and document is not None and isinstance(document.value, dict) and "notify" in document.value:
+        is_empty = not document.value["notify"].value
+        odd += [] if is_empty else ["notify.sinks: there are none, so that nobody is notified of incidents"]
+    return Findings(_placed(path, document, wrong), _placed(path, document, odd))
+
+
+def _placed(path: Path, document: Located | None, messages: list[str]) -> tuple[Problem, ...]:
+    """Return messages, each of which begins with its dotted path, with the line that this is written on."""
+    root = document or Located({}, 1)
+    lines = [locate(root, message.split()[0].rstrip(":"))[0].where for message in messages]
+    return tuple(Problem(str(path), line, message) for line, message in zip(lines, messages, strict=True))
+
+
+def _secrets(sink: SinkConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, file, environment variable) of each secret that a sink may be given."""
+    for field in sink.__struct_fields__:
+        name = field.removesuffix("_file")
+        if name != field:
+            yield name, getattr(sink, field), getattr(sink, f"{name}_env")
+
+
+def _unresolved(sink: SinkConfig, notify: NotifyConfig, environ: Mapping[str, str]) -> Iterator[str]:
+    is_whole = True
+    for name, file, variable in _secrets(sink):
+        try:
+            read_secret(f"notify.sinks.{sink.name}.{name}", file, variable, environ)
+        except ConfigError as error:
+            is_whole = False
+            yield str(error)
+    if is_whole:
+        try:
+            build_sink(sink, notify, environ, io.StringIO())
+        except ConfigError as error:
+            yield str(error)
+
+
+def _suspicions(sink: SinkConfig) -> Iterator[str]:
+    path = f"notify.sinks.{sink.name}"
+    for name, file, _ in _secrets(sink):
+        try:
+            mode = Path(file).expanduser().stat().st_mode if file else 0
+        except OSError:
+            continue  # a problem already
+        if mode & (stat.S_IWGRP | stat.S_IWOTH):
+            who = "everybody" if mode & stat.S_IWOTH else "its group"
+            yield f"{path}.{name}_file: {file}: {who} may write it, mode {stat.S_IMODE(mode):04o}; run: chmod go-w {file}"
+    if not sink.route.changes:
+        yield f"{path}.route.changes: it is empty, so that no incident reaches this sink; leave it out for all changes"
+    known = known_detectors()
+    for at, detector in enumerate(sink.route.detectors):
+        if detector not in known and not is_dotted(detector):
+            yield f'{path}.route.detectors[{at}]: unknown detector "{detector}"{nearest(detector, list(known))}'
