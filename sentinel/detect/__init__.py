@@ -88,7 +88,8 @@ def known_detectors() -> Detectors:
     """
     found = Detectors(DETECTORS)
     for point in entry_points(group=ENTRY_POINTS):
-        where = f'entry point "{point.name}" of {ENTRY_POINTS} ({point.value})'
+        package = f', package "{point.dist.name}"' if point.dist is not None else ""
+        where = f'entry point "{point.name}" of {ENTRY_POINTS} ({point.value}{package})'
         try:
             problem = _offer(found, point)
         except (Exception, SystemExit) as error:  # another package's import may fail in any way

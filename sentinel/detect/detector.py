@@ -58,6 +58,8 @@ class SeriesDetector(Protocol):
 
     A detector is built from the `args` of its rule; its fields are those args, each documented. A state may hold a
     bool array `settled`: `learn` sets it for the series whose baseline moved to a lasting new level at this very point.
+    A detector of another package is handed finite values alone, unless its class says `raw_values = True`: a series
+    whose value is NaN or infinite sits the step out, scores 0.0 and keeps its state.
     """
 
     summary: ClassVar[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -54,9 +55,21 @@ def shortcoming(found: object) -> str | None:
         return f"expected a class, got {type(found).__name__}"
     lacking = {words: [name for name in names if not hasattr(found, name)] for words, names in CONTRACTS.items()}
     if not all(lacking.values()):
-        return None
+        return _unreadable(found)
     words, names = min(lacking.items(), key=lambda one: len(one[1]) / len(CONTRACTS[one[0]]))
     return f"it has no {' and no '.join(names)}; see the contract {words}"
+
+
+def _unreadable(found: type[Any]) -> str | None:
+    """Return in words what of a detector's declaration cannot be read: its statistics, its arguments; None where all can."""
+    statistics: Any = getattr(found, "statistics", ())
+    if not isinstance(statistics, tuple | list) or not all(isinstance(one, str) for one in statistics):
+        return f"expected statistics to be a tuple of names, got {statistics!r:.100}"
+    try:
+        inspect.signature(found)
+    except (TypeError, ValueError) as error:
+        return f"its arguments cannot be read: {error}"
+    return None
 
 
 def why_not(name: str, detectors: Mapping[str, type[Any]]) -> str:

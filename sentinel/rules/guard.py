@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sentinel.detect import Scores, State
-from sentinel.detect.group import Points
+from sentinel.detect.group import Points, StepPoints
 from sentinel.detect.liveness import Facts
 from sentinel.errors import RuleError
 
@@ -23,8 +23,8 @@ class Guarded:
     """A detector whose mistakes are its own.
 
     Its first exception, scores that are no scores, or a state that is no longer one switch it off for what it was judging:
-    nothing scores any more. It cannot write into what it is shown. Two threads never judge through one engine, so
-    `problem` needs no lock.
+    nothing scores any more. It cannot write into what it is shown, and is shown no value that is not finite, unless it says
+    `raw_values`. Two threads never judge through one engine, so `problem` needs no lock.
     """
 
     def __init__(self, detector: Any, name: str) -> None:
@@ -32,6 +32,7 @@ class Guarded:
         self._detector, self._name = detector, name
         self.summary = str(getattr(detector, "summary", ""))
         self.statistics = tuple(getattr(detector, "statistics", ("norm",)))
+        self._takes_all = bool(getattr(detector, "raw_values", False))
         self.problem = ""
         """Why it is off, in words; empty while it is well."""
         self._like: State = {}
@@ -63,8 +64,7 @@ class Guarded:
             scores = self._kept(state, lambda: _sound(ask(), shape))
             if scores is not None:
                 return scores
-        shaped = {name: np.full(shape, value) for name, value in evidence.items()}
-        return Scores.of(np.zeros(shape), np.full(shape, np.nan), **shaped)
+        return _silent(shape, evidence)
 
     def _kept(self, state: State, act: Callable[[], Scores | None]) -> Scores | None:
         """Return what `act` does; its failure switches the rule off. `state` keeps its arrays, whatever was put for them."""
@@ -79,6 +79,13 @@ class Guarded:
             self._fail(error, state)
             return None
         return result
+
+    def _fit(self, values: np.ndarray) -> np.ndarray | None:
+        """Return which values it may be shown; None for all of them."""
+        if self._takes_all:
+            return None
+        fit: np.ndarray = np.isfinite(values)
+        return None if fit.all() else fit
 
     def _is_off(self, state: State) -> bool:
         return bool(state[FAILED].any()) if FAILED in state else bool(self.problem)
@@ -100,28 +107,61 @@ class GuardedSeries(Guarded):
         return self if fit is None else GuardedSeries(fit(statistic), self._name)
 
     def score(self, values: np.ndarray, state: State) -> Scores:
-        """Return its scores; 0.0 throughout when it fails, or has failed."""
-        nothing = {"direction": np.int8(0)}
-        return self._scores(state, values.shape, nothing, lambda: self._detector.score(_shown(values), state))
+        """Return its scores; 0.0 for values that are not finite, and throughout when it fails, or has failed."""
+        nothing, fit = {"direction": np.int8(0)}, self._fit(values)
+        if fit is None:
+            return self._scores(state, values.shape, nothing, lambda: self._detector.score(_shown(values), state))
+
+        def ask() -> Scores:
+            return _spread(state, fit, lambda part: self._detector.score(values[fit], part), nothing)
+
+        return self._scores(state, values.shape, nothing, ask)
 
     def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
-        """Let it learn, unless it has failed."""
-        if not self._is_off(state):
+        """Let it learn, unless it has failed; a series whose value is not finite keeps its state."""
+        fit = self._fit(values)
+        if self._is_off(state):
+            return
+        if fit is None:
             self._kept(state, lambda: self._detector.learn(_shown(values), state, _shown(anomalous)))
+        elif fit.any():
+            self._kept(
+                state, lambda: _apart(state, fit, lambda part: self._detector.learn(values[fit], part, anomalous[fit]))
+            )
 
 
 class GuardedGroup(Guarded):
     """A guarded GroupDetector."""
 
     def score(self, points: Points, group: np.ndarray, state: State) -> Scores:
-        """Return its scores; 0.0 throughout when it fails, or has failed."""
-        nothing = {"is_sure": False, "alone": 0.0, "is_out": False}
-        return self._scores(state, group.shape, nothing, lambda: self._detector.score(points, _shown(group), state))
+        """Return its scores; 0.0 for members without a finite value, and throughout when it fails, or has failed."""
+        nothing, fit = {"is_sure": False, "alone": 0.0, "is_out": False}, self._fit_members(points)
+        if fit is None:
+            return self._scores(state, group.shape, nothing, lambda: self._detector.score(points, _shown(group), state))
+
+        def ask() -> Scores:
+            return _spread(state, fit, lambda part: self._detector.score(_members(points, fit), group[fit], part), nothing)
+
+        return self._scores(state, group.shape, nothing, ask)
 
     def learn(self, points: Points, group: np.ndarray, state: State, anomalous: np.ndarray) -> None:
-        """Let it learn, unless it has failed."""
-        if not self._is_off(state):
+        """Let it learn, unless it has failed; a member without a finite value keeps its state."""
+        fit = self._fit_members(points)
+        if self._is_off(state):
+            return
+        if fit is None:
             self._kept(state, lambda: self._detector.learn(points, _shown(group), state, _shown(anomalous)))
+        elif fit.any():
+
+            def learn(part: State) -> None:
+                self._detector.learn(_members(points, fit), group[fit], part, anomalous[fit])
+
+            self._kept(state, lambda: _apart(state, fit, learn))
+
+    def _fit_members(self, points: Points) -> np.ndarray | None:
+        """Return which members it may be shown, by the column that it compares; `wait_s` says NaN for what is not known."""
+        compared = points.get({"peers": "value", "ranks": "step_s"}.get(self._detector.over, ""))
+        return None if compared is None else self._fit(compared)
 
 
 class GuardedLiveness(Guarded):
@@ -151,6 +191,43 @@ def _shown(array: np.ndarray) -> np.ndarray:
     view = array.view()
     view.flags.writeable = False
     return view
+
+
+def _silent(shape: tuple[int, ...], evidence: dict[str, Any]) -> Scores:
+    """Return scores of 0.0 throughout, without a baseline."""
+    shaped = {name: np.full(shape, value) for name, value in evidence.items()}
+    return Scores.of(np.zeros(shape), np.full(shape, np.nan), **shaped)
+
+
+def _members(points: Points, fit: np.ndarray) -> Points:
+    return StepPoints({name: column[fit] for name, column in points.items()})
+
+
+def _apart(state: State, fit: np.ndarray, act: Callable[[State], Any]) -> Any:
+    """Return what `act` does with the state of the series that `fit` marks; what it puts there is put into `state`."""
+    own = {name: array[fit] for name, array in state.items()}
+    part = dict(own)
+    result = act(part)
+    _write_back(part, own)
+    for name, array in state.items():
+        array[fit] = own[name]
+    return result
+
+
+def _spread(state: State, fit: np.ndarray, ask: Callable[[State], Any], nothing: dict[str, Any]) -> Scores:
+    """Return scores of all series from those of the ones that `fit` marks: 0.0, without a baseline, for the others.
+
+    nothing: evidence where there is nothing to ask.
+    """
+    if not fit.any():
+        return _silent(fit.shape, nothing)
+    found = _sound(_apart(state, fit, ask), (int(fit.sum()),))
+    score, baseline, evidence = np.zeros(fit.shape), np.full(fit.shape, np.nan), {}
+    score[fit], baseline[fit] = found.score, found.baseline
+    for name, array in found.evidence.items():
+        evidence[name] = np.zeros(fit.shape, array.dtype)
+        evidence[name][fit] = array
+    return Scores.of(score, baseline, **evidence)
 
 
 def _checked(state: Any, num_series: int) -> State:

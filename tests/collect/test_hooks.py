@@ -636,7 +636,7 @@ def test_directory_that_others_may_write_is_taken_from_them(run: Path, caplog: p
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"kindz": ["param"]}, "unknown key 'kindz'; did you mean \"kinds\"?"),
+        ({"kindz": ["param"]}, 'unknown key "kindz"; did you mean "kinds"?'),
         ({"kinds": ["activations"]}, "unknown kind 'activations'; did you mean \"activation\"?"),
         ({"step_interval": 0}, "step_interval must be at least 1, got 0"),
         ({"black_box": "yes"}, "black_box"),

@@ -174,7 +174,7 @@ def test_a_broken_edit_keeps_the_old_config_and_says_so_once(tmp_path: Path) -> 
     run.train(20)
 
     assert run.commands() == []
-    assert "monitor.yaml:2: unknown key 'black_bocks'; did you mean \"black_box\"?" in run.edits.state.problem
+    assert 'monitor.yaml:2: unknown key "black_bocks"; did you mean "black_box"?' in run.edits.state.problem
     assert [entry[2] for entry in run.audit] == ["config.broken"]
     assert run.edits.counts["broken"] == 1
     assert run.ranks[0].collected["param"] == list(range(11, 41))
@@ -194,7 +194,7 @@ def test_a_broken_edit_keeps_the_old_config_and_says_so_once(tmp_path: Path) -> 
         ("", "the file is empty"),
         ("run: first\nkinds: [parm]\n", "monitor.yaml:2: kinds[0]: unknown kind 'parm'; did you mean \"param\"?"),
         ("run: first\ncollect_times: 0\n", "monitor.yaml:2: collect_times must be at least 1"),
-        ("run: first\nkinds: [param", "monitor.yaml:2: not valid YAML: expected"),
+        ("run: first\nkinds: [param", "monitor.yaml:2: not YAML: expected"),
     ],
 )
 def test_what_cannot_be_followed_is_said_with_its_line(tmp_path: Path, text: str, said: str) -> None:

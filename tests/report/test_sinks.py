@@ -286,7 +286,7 @@ def test_the_console_prints_a_line_without_control_characters():
     ("text", "message"),
     [
         ("{sinks: [{type: slack, url_env: NOPE}]}", "NOPE"),
-        ("{sinks: [{type: slack}]}", "notify.sinks.slack.url must be an http or https address"),
+        ("{sinks: [{type: slack}]}", "notify.sinks.slack.url: expected url_file or url_env"),
         ("{sinks: [{type: slack, url_env: SLACK, url_file: /x}]}", "got both"),
         ("{sinks: [{type: webhook, url: 'file:///etc/passwd'}]}", "notify.sinks.webhook.url"),
         ("{sinks: [{type: webhook, url: 'http://a'}, {type: webhook, url: 'http://b'}]}", "every name once"),

@@ -187,6 +187,48 @@ def test_the_same_class_runs_by_name_from_an_entry_point(own: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("raise RuntimeError('no')", "cannot be loaded: RuntimeError: no"),
+        ("import sys; sys.exit(5)", "cannot be loaded: SystemExit: 5"),
+        ("import no_such_module", "cannot be loaded: ModuleNotFoundError"),
+        ("x = 1", "cannot be loaded: AttributeError"),
+        ("class Plug: pass", "is no detector: it has no"),
+        (
+            "class Plug: state = score = learn = print; statistics = 'norm'",
+            "is no detector: expected statistics",
+        ),
+        ("class Plug: state = score = learn = print; __signature__ = 3", "is no detector: its arguments cannot be read"),
+    ],
+)
+def test_a_broken_package_is_named_and_only_a_rule_that_names_it_is_refused(
+    body: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any
+) -> None:
+    info = tmp_path / "plug_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plug-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sentinel.detectors]\nPlug = plug_in_question:Plug\n")
+    (tmp_path / "plug_in_question.py").write_text(body)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "plug_in_question", raising=False)
+    monkeypatch.setattr("sentinel.detect._said", set())
+    (tmp_path / "other.yaml").write_text("rules: [{name: loss-spike, severity: critical}]")
+    (tmp_path / "asks.yaml").write_text("rules:\n- name: a\n  detector: Plug\n")
+
+    assert run_cli(["rules", "check", str(tmp_path / "other.yaml")]) == 0
+    assert run_cli(["rules", "list"]) == 0
+    assert run_cli(["rules", "list", "--detectors"]) == 0
+    capsys.readouterr()
+    (said,) = [one.getMessage() for one in caplog.records if "Plug" in one.getMessage()]
+    assert (
+        'entry point "Plug" of sentinel.detectors (plug_in_question:Plug, package "plug-package")' in said and says in said
+    )
+    assert run_cli(["rules", "check", str(tmp_path / "asks.yaml")]) == 1
+    out = capsys.readouterr().out
+    assert 'asks.yaml:3: rule "a": entry point "Plug"' in out and says in out
+
+
+@pytest.mark.parametrize(
     ("path", "says"),
     [
         ("my_detectors:Nothing", "cannot be loaded: AttributeError"),

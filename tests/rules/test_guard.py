@@ -112,6 +112,109 @@ def test_it_stays_off_after_a_restart(paper_run):
     assert steps_told(again, run, range(5, 8)) == {"own": [], "ours": [5, 6, 7]}
 
 
+class Mean:
+    """How far a value lies from the mean of those before: of a NaN it makes a NaN, and a mean that stays one."""
+
+    summary = "far from its mean"
+    statistics = ("norm",)
+    raw_values = False
+
+    def state(self, num_series):
+        return {"sum": np.zeros(num_series), "num": np.zeros(num_series, np.int64)}
+
+    def score(self, values, state):
+        mean = state["sum"] / np.maximum(state["num"], 1)
+        score = np.where(state["num"] > 0, np.abs(values - mean) / 10.0, 0.0)
+        return Scores.of(score, mean, direction=np.ones(len(values), np.int8))
+
+    def learn(self, values, state, anomalous):
+        state["sum"] = state["sum"] + values
+        state["num"] += 1
+
+
+class Greedy(Mean):
+    raw_values = True
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_value_that_is_not_finite_switches_nothing_off(paper_run, bad):
+    rule = Rule(name="own", detector="Mean", match=Match(kind=("wgrad",)), severity=Severity.WARNING, episode_quiet_steps=0)
+    engine, run = Engine(Pack(rules=(rule,)), detectors={**DETECTORS, "Mean": Mean}), paper_run(TENSORS)
+    told = {}
+    for step, values in enumerate([[1.0] * 4, [1.0, bad, 1.0, 50.0], [bad] * 4, [1.0, 50.0, 1.0, 1.0]]):
+        told[step] = [one.tag_name for one in engine.judge(run.view(step, values))]
+
+    assert told == {0: [], 1: ["layers.3.mlp"], 2: [], 3: ["layers.1.mlp", "layers.3.mlp"]}
+    assert engine.blind_groups == []
+    state = engine._watches[0].state
+    assert np.isfinite(state["sum"]).all() and state["num"].tolist() == [3, 2, 3, 3]
+
+
+def test_a_detector_that_asks_for_values_that_are_not_finite_is_handed_them():
+    asked, plain = guarded(Greedy(), "Greedy"), guarded(Mean(), "Mean")
+    values = np.array([1.0, np.nan, np.inf])
+
+    for detector in (asked, plain):
+        state = detector.state(3)
+        detector.score(values, state)
+        detector.learn(values, state, np.zeros(3, np.bool_))
+        assert detector.problem == ""
+        assert np.isfinite(state["sum"]).all() == (detector is plain)
+        assert state["num"].tolist() == ([1, 1, 1] if detector is asked else [1, 0, 0])
+
+
+def test_finite_neighbours_of_a_nan_are_judged_as_if_it_were_not_there():
+    rng = np.random.default_rng(3)
+    steps = rng.normal(5.0, 20.0, (40, 6))
+    steps[rng.random(steps.shape) < 0.2] = np.nan
+    steps[7] = np.nan
+    many = guarded(Mean(), "Mean")
+    state = many.state(6)
+    alone = [guarded(Mean(), "Mean") for _ in range(6)]
+    states = [one.state(1) for one in alone]
+
+    for values in steps:
+        scores = many.score(values, state)
+        for at, one in enumerate(alone):
+            if np.isfinite(values[at]):
+                assert one.score(values[at : at + 1], states[at]).score[0] == scores.score[at]
+                one.learn(values[at : at + 1], states[at], scores.score[at : at + 1] >= 1.0)
+            else:
+                assert scores.score[at] == 0.0 and np.isnan(scores.baseline[at])
+        many.learn(values, state, scores.score >= 1.0)
+
+    assert state["num"].tolist() == [int(one["num"][0]) for one in states] and not many.problem
+
+
+class Peers:
+    """Compares the value of ranks with their group's mean."""
+
+    summary, statistics, over = "compares", ("value",), "peers"
+
+    def state(self, num_members):
+        return {"num": np.zeros(num_members, np.int64)}
+
+    def score(self, points, group, state):
+        return Scores.of(
+            np.abs(points["value"] - points["value"].mean()), np.zeros(len(group)), is_sure=np.ones(len(group), bool)
+        )
+
+    def learn(self, points, group, state, anomalous):
+        state["num"] += 1
+
+
+def test_a_member_without_a_finite_value_is_not_compared():
+    found, group = guarded(Peers(), "Peers"), np.zeros(4, np.int64)
+    state = found.state(4)
+    for value in ([1.0, np.nan, 3.0, np.inf], [np.nan] * 4):
+        points = {"value": np.array(value), "is_own": np.ones(4, np.bool_)}
+        scores = found.score(points, group, state)
+        found.learn(points, group, state, scores.score >= 1.0)
+        assert scores.evidence["is_sure"].tolist() == np.isfinite(value).tolist()
+
+    assert found.problem == "" and state["num"].tolist() == [1, 0, 1, 0]
+
+
 class Group:
     """Compares ranks, and fails."""
 

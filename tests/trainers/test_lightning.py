@@ -608,7 +608,7 @@ def test_copies_and_checkpoints_of_the_module_are_free_of_us(tmp_path: Path, run
 
 
 def test_an_unknown_key_is_said_when_the_callback_is_made() -> None:
-    with pytest.raises(sentinel.errors.ConfigError, match="unknown key 'kindz'"):
+    with pytest.raises(sentinel.errors.ConfigError, match='unknown key "kindz"'):
         sentinel.LightningCallback({"kindz": []})
 
 

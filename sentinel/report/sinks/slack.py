@@ -59,7 +59,9 @@ class SlackSink:
         self.name = config.name
         self.digest_after = config.digest_after
         if not config.url_file and not config.url_env:
-            raise ConfigError(f"{path}: expected {path}_file or {path}_env, which holds the webhook's address; got neither")
+            raise ConfigError(
+                f"{path}: expected url_file or url_env, which says where the webhook's address is; got neither"
+            )
         self._url = check_url(read_secret(path, config.url_file, config.url_env, environ), path)
         self._mention = config.page_mention
         self._external_url = external_url

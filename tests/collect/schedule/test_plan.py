@@ -348,8 +348,8 @@ def test_what_is_in_force_is_said_in_the_descriptor(run: Path, tmp_path: Path) -
     ("keys", "reason"),
     [
         ({"settings": {"kinds": ["nonsense"]}}, "unknown kind 'nonsense'"),
-        ({"settings": {"kindz": []}}, "unknown key 'kindz'"),
-        ({"settings": {"run": "other"}}, "unknown key 'run'"),
+        ({"settings": {"kindz": []}}, 'unknown key "kindz"'),
+        ({"settings": {"run": "other"}}, 'unknown key "run"'),
         ({"settings": {"step_interval": 0}}, "step_interval must be at least 1"),
     ],
 )
