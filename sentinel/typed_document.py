@@ -12,7 +12,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from sentinel.known_words import near, nearest
 
 _StructT = TypeVar("_StructT", bound=msgspec.Struct)
 _EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+NONE_OUTSIDE: Mapping[str, type[msgspec.Struct]] = types.MappingProxyType({})
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
@@ -48,15 +49,23 @@ def named_document(path: Path) -> Located | None:
         raise ConfigError(f"{path}:{error.line}: {error}") from error
 
 
-def read_struct(document: Located | None, struct: type[_StructT], *, name: str, kind: str) -> _StructT:
+def read_struct(
+    document: Located | None,
+    struct: type[_StructT],
+    *,
+    name: str,
+    kind: str,
+    outside: Mapping[str, type[msgspec.Struct]] = NONE_OUTSIDE,
+) -> _StructT:
     """Return the struct that a document describes; its defaults where the document is empty.
 
     name: of the file, for messages; empty where the values came from code. kind: of the file (`sentinel.file_keys`).
-    ConfigError names everything that is wrong, one `FILE:LINE: what` a line.
+    outside: structs of other packages, by the word that names them where the document chooses one of several; it may raise
+    ConfigError for one that cannot be had. ConfigError names everything that is wrong, one `FILE:LINE: what` a line.
     """
     if document is None or document.value is None:
         return struct()
-    reading = _Reading(document, name, kind)
+    reading = _Reading(document, name, kind, outside)
     try:
         found: _StructT = reading.struct(document, struct, "")
     except _Wrong:
@@ -110,21 +119,20 @@ def _types(struct: type[msgspec.Struct]) -> dict[str, Any]:
 class _Reading:
     """Reads one document, and goes on after a problem to find the others."""
 
-    def __init__(self, document: Located, name: str, kind: str) -> None:
+    def __init__(self, document: Located, name: str, kind: str, outside: Mapping[str, type[msgspec.Struct]]) -> None:
         self.problems: list[Problem] = []
         self.cause: Exception | None = None
-        self._document, self._name, self._kind = document, name, kind
+        self._document, self._name, self._kind, self._outside = document, name, kind, outside
 
     def complain(self, item: Located, message: str) -> None:
         self.problems.append(Problem(self._name, item.where or 1, message))
 
-    def struct(self, item: Located, struct: type[msgspec.Struct], path: str) -> Any:
+    def struct(self, item: Located, struct: type[msgspec.Struct], path: str, tag: str | None = None) -> Any:
         if isinstance(item.value, struct):
             return item.value
         if not isinstance(item.value, dict):
             return self._refuse(item, path, "a mapping of keys")
         known, before = _types(struct), len(self.problems)
-        tag = struct.__struct_config__.tag_field
         values: dict[str, Any] = {}
         for key, value in item.value.items():
             if key in known:
@@ -168,7 +176,8 @@ class _Reading:
                 return None
             args = tuple(one for one in args if one is not type(None))
             if len(args) > 1:
-                return self._tagged(item, args, path)
+                is_tagged = all(_is_struct(one) for one in args)
+                return self._tagged(item, args, path) if is_tagged else self._other(item, kind, path)
             return self.value(item, args[0], path)
         if _is_struct(kind):
             return self.struct(item, kind, path)
@@ -178,7 +187,7 @@ class _Reading:
             return self._dict(item, args[1], path)
         if isinstance(kind, type) and issubclass(kind, enum.Enum):
             return self._word(item, kind, path)
-        return self._scalar(item, kind, path)
+        return self._scalar(item, kind, path) if kind in _EXPECTED else self._other(item, kind, path)
 
     def _tuple(self, item: Located, kind: Any, path: str) -> tuple[Any, ...]:
         if not isinstance(item.value, list):
@@ -206,19 +215,23 @@ class _Reading:
     def _tagged(self, item: Located, structs: Sequence[Any], path: str) -> Any:
         """Return the struct, of several, that a key such as `type` names."""
         by_tag = {one.__struct_config__.tag: one for one in structs}
-        field = structs[0].__struct_config__.tag_field
+        field, tags = structs[0].__struct_config__.tag_field, (*by_tag, *self._outside)
         if isinstance(item.value, tuple(structs)):
             return item.value
         if not isinstance(item.value, dict):
             self._refuse(item, path, f'a mapping with "{field}"')
         named = item.value.get(field)
         if named is None:
-            self.complain(item, f'{path}: "{field}" is missing; expected one of {", ".join(by_tag)}')
+            self.complain(item, f'{path}: "{field}" is missing; expected one of {", ".join(tags)}')
             raise _Wrong
-        if not isinstance(named.value, str) or named.value not in by_tag:
-            hint = near(named.value, tuple(by_tag)) if isinstance(named.value, str) else ""
-            self._refuse(named, f"{path}.{field}", f"one of {', '.join(by_tag)}", hint)
-        return self.struct(item, by_tag[named.value], path)
+        if not isinstance(named.value, str) or named.value not in tags:
+            hint = near(named.value, tags) if isinstance(named.value, str) else ""
+            self._refuse(named, f"{path}.{field}", f"one of {', '.join(tags)}", hint)
+        try:
+            return self.struct(item, by_tag.get(named.value) or self._outside[named.value], path, field)
+        except ConfigError as error:
+            self.complain(named, f"{path}.{field}: {error}")
+            raise _Wrong from error
 
     def _word(self, item: Located, kind: type[enum.Enum], path: str) -> enum.Enum:
         if isinstance(item.value, kind):
@@ -249,6 +262,14 @@ class _Reading:
         elif kind is str and isinstance(value, int | float | datetime.date):
             hint = "; write it in quotes"
         return self._refuse(item, path, expected, hint)
+
+    def _other(self, item: Located, kind: Any, path: str) -> Any:
+        """Return a value of a type that only structs of other packages have, as msgspec reads it."""
+        try:
+            return msgspec.convert(item.plain(), kind)
+        except msgspec.ValidationError as error:
+            self.complain(item, f"{path}: {str(error)[:1].lower()}{str(error)[1:]}")
+            raise _Wrong from error
 
     def _refuse(self, item: Located, path: str, expected: str, hint: str = "") -> Any:
         is_plain = isinstance(item.value, str | int | float)

@@ -9,7 +9,7 @@ import msgspec
 from sentinel.control.policy import ControlConfig
 from sentinel.file_keys import DAEMON
 from sentinel.judge.config import JudgingConfig
-from sentinel.report.sinks.table import NotifyConfig
+from sentinel.report.sinks.table import NotifyConfig, outside_sinks
 from sentinel.typed_document import named_document, read_struct
 
 
@@ -25,4 +25,4 @@ def load_config(path: Path | None) -> DaemonConfig:
     """Return the configuration of a YAML file; the defaults for None. ConfigError says FILE:LINE, dotted path and what."""
     if path is None:
         return DaemonConfig()
-    return read_struct(named_document(path), DaemonConfig, name=str(path), kind=DAEMON)
+    return read_struct(named_document(path), DaemonConfig, name=str(path), kind=DAEMON, outside=outside_sinks())

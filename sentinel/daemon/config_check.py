@@ -17,7 +17,7 @@ from sentinel.errors import ConfigError
 from sentinel.file_keys import DAEMON
 from sentinel.known_words import nearest
 from sentinel.report.sinks.secret import read_secret
-from sentinel.report.sinks.table import NotifyConfig, SinkConfig, build_sink
+from sentinel.report.sinks.table import NotifyConfig, SinkConfig, build_sink, outside_sinks
 from sentinel.typed_document import locate, named_document, read_struct
 
 
@@ -36,7 +36,7 @@ def check_daemon_config(path: Path, environ: Mapping[str, str]) -> Findings:
     ConfigError, one `FILE:LINE: what` a line, where the file cannot be read as a configuration at all.
     """
     document = named_document(path)
-    notify = read_struct(document, DaemonConfig, name=str(path), kind=DAEMON).notify
+    notify = read_struct(document, DaemonConfig, name=str(path), kind=DAEMON, outside=outside_sinks()).notify
     wrong = [message for sink in notify.sinks for message in _unresolved(sink, notify, environ)]
     if notify.ca_file and not Path(notify.ca_file).is_file():
         wrong.append(f"notify.ca_file: {notify.ca_file}: expected a PEM file, found none")
@@ -55,10 +55,10 @@ def _placed(path: Path, document: Located | None, messages: list[str]) -> tuple[
 
 
 def _secrets(sink: SinkConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, file, environment variable) of each secret that a sink may be given."""
+    """Yield (name, file, environment variable) of each secret that a sink may be given in either."""
     for field in sink.__struct_fields__:
         name = field.removesuffix("_file")
-        if name != field:
+        if name != field and f"{name}_env" in sink.__struct_fields__:
             yield name, getattr(sink, field), getattr(sink, f"{name}_env")
 
 

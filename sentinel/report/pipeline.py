@@ -246,7 +246,10 @@ class SinkWorker:
     def _deliver(self, alerts: Sequence[Alert], now: float) -> Delivery:
         self.busy_since = now
         try:
-            return self.sink.deliver(alerts, now)
+            delivery: object = self.sink.deliver(alerts, now)
+            if not isinstance(delivery, Delivery):
+                raise TypeError(f"deliver() gave {type(delivery).__name__}, expected a Delivery")
+            return delivery
         except Exception as error:  # A sink of somebody else's must not end the thread, nor lose its alerts.
             _log.exception("sink %s: raised", self.sink.name)
             return Delivery(outcome="retry", detail=f"{type(error).__name__}", is_unknown=True)

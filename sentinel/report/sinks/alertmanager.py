@@ -15,7 +15,7 @@ import msgspec
 from sentinel.anomaly import Incident, Severity
 from sentinel.errors import ConfigError
 from sentinel.report.alert import Alert, RouteConfig, facts, headline, tells_of_an_end
-from sentinel.report.sinks.delivery import Delivery, Poster, check_url
+from sentinel.report.sinks.delivery import Delivery, Poster, SinkParts, check_url
 from sentinel.report.sinks.secret import read_secret
 
 ENDS_AFTER_INTERVALS = 4
@@ -65,6 +65,10 @@ class AlertmanagerConfig(
         taken = RESERVED_LABELS.intersection(self.labels)
         if taken:
             raise ConfigError(f"notify.sinks.{self.name}.labels must not set {', '.join(sorted(taken))}")
+
+    def build(self, parts: SinkParts) -> AlertmanagerSink:
+        """Return the sink; `SinkSettings.build`."""
+        return AlertmanagerSink(self, parts.poster(self.timeout_s), parts.environ, parts.external_url)
 
 
 Identity = tuple[str, str, Severity, bool]

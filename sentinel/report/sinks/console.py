@@ -8,7 +8,7 @@ from typing import TextIO
 import msgspec
 
 from sentinel.report.alert import Alert, RouteConfig, facts, headline
-from sentinel.report.sinks.delivery import SENT, Delivery
+from sentinel.report.sinks.delivery import SENT, Delivery, SinkParts
 
 
 class ConsoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="console"):
@@ -19,6 +19,10 @@ class ConsoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     route: RouteConfig = RouteConfig()
     """What is told; by default every incident from warning on."""
+
+    def build(self, parts: SinkParts) -> ConsoleSink:
+        """Return the sink; `SinkSettings.build`."""
+        return ConsoleSink(self, parts.stream)
 
 
 class ConsoleSink:

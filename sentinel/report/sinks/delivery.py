@@ -6,14 +6,15 @@ import email.utils
 import threading
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Protocol, TextIO, runtime_checkable
 
 import msgspec
 import requests
 import urllib3
 
 from sentinel.errors import ConfigError
-from sentinel.report.alert import Alert
+from sentinel.report.alert import Alert, RouteConfig
 from sentinel.report.sinks import cutting
 
 CUT_S = 0.5
@@ -51,6 +52,44 @@ class Sink(Protocol):
 
     def deliver(self, alerts: Sequence[Alert], now: float) -> Delivery:
         """Tell `alerts` in one request; several: as a digest. now: seconds since the epoch. Never raises on failure."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkParts:
+    """What a sink may be built of."""
+
+    environ: Mapping[str, str]
+    """The environment as the command line hands it down, for secrets."""
+    stream: TextIO
+    """Where the console is."""
+    external_url: str = ""
+    """Address of the daemon's page, for links; empty: no links."""
+    proxy: str = ""
+    """`notify.proxy`."""
+    ca_file: str = ""
+    """`notify.ca_file`."""
+
+    def poster(self, timeout_s: float) -> HttpPoster:
+        """Return what makes requests as the `notify` section says."""
+        return HttpPoster(timeout_s=timeout_s, proxy=self.proxy, ca_file=self.ca_file)
+
+
+class SinkSettings(Protocol):
+    """The configuration of one sink: a frozen struct, each field documented. Other packages offer theirs by entry point."""
+
+    @property
+    def name(self) -> str:
+        """Name in metrics and in the outbox; unique."""
+        ...
+
+    @property
+    def route(self) -> RouteConfig:
+        """What is told."""
+        ...
+
+    def build(self, parts: SinkParts) -> Sink:
+        """Return the sink. ConfigError where a secret is missing. Opens no connection."""
         ...
 
 

@@ -10,7 +10,7 @@ import msgspec
 from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
 from sentinel.report.alert import Alert, RouteConfig, facts, headline, worst_first
-from sentinel.report.sinks.delivery import Delivery, Poster, check_url
+from sentinel.report.sinks.delivery import Delivery, Poster, SinkParts, check_url
 from sentinel.report.sinks.secret import read_secret
 
 MAX_HEADER = 150
@@ -47,6 +47,10 @@ class SlackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     timeout_s: float = 10.0
     """Longest a whole request may take, from looking up the name to the last byte of the answer."""
+
+    def build(self, parts: SinkParts) -> SlackSink:
+        """Return the sink; `SinkSettings.build`."""
+        return SlackSink(self, parts.poster(self.timeout_s), parts.environ, parts.external_url)
 
 
 class SlackSink:

@@ -7,16 +7,25 @@ from typing import TextIO
 
 import msgspec
 
-from sentinel.errors import ConfigError
+from sentinel.errors import ConfigError, SentinelError
 from sentinel.report.alert import RouteConfig
-from sentinel.report.sinks.alertmanager import AlertmanagerConfig, AlertmanagerSink
-from sentinel.report.sinks.console import ConsoleConfig, ConsoleSink
-from sentinel.report.sinks.delivery import HttpPoster, Sink
-from sentinel.report.sinks.slack import SlackConfig, SlackSink
-from sentinel.report.sinks.webhook import WebhookConfig, WebhookSink
+from sentinel.report.sinks.alertmanager import AlertmanagerConfig
+from sentinel.report.sinks.console import ConsoleConfig
+from sentinel.report.sinks.delivery import Sink, SinkParts, SinkSettings
+from sentinel.report.sinks.outside import OutsideSinks
+from sentinel.report.sinks.slack import SlackConfig
+from sentinel.report.sinks.webhook import WebhookConfig
 
 SinkConfig = SlackConfig | AlertmanagerConfig | WebhookConfig | ConsoleConfig
-"""Told apart by `type`: slack, alertmanager, webhook, console."""
+"""Told apart by `type`: slack, alertmanager, webhook, console; those of other packages by the names of entry points."""
+
+SINKS: dict[str, type[SinkSettings]] = {
+    "slack": SlackConfig,
+    "alertmanager": AlertmanagerConfig,
+    "webhook": WebhookConfig,
+    "console": ConsoleConfig,
+}
+"""`type` -> configuration of the sinks that come with Sentinel."""
 
 
 class NotifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,16 +79,22 @@ class NotifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return [(sink.name, sink.route) for sink in self.sinks]
 
 
-def build_sink(config: SinkConfig, notify: NotifyConfig, environ: Mapping[str, str], stream: TextIO) -> Sink:
+def outside_sinks() -> OutsideSinks:
+    """Return the sinks of other packages, by `type`; none is imported before it is asked for."""
+    return OutsideSinks(SINKS)
+
+
+def build_sink(config: SinkSettings, notify: NotifyConfig, environ: Mapping[str, str], stream: TextIO) -> Sink:
     """Return the sink that `config` describes; ConfigError when its secret is missing. Opens no connection."""
-    if isinstance(config, ConsoleConfig):
-        return ConsoleSink(config, stream)
-    poster = HttpPoster(timeout_s=config.timeout_s, proxy=notify.proxy, ca_file=notify.ca_file)
-    if isinstance(config, SlackConfig):
-        return SlackSink(config, poster, environ, notify.external_url)
-    if isinstance(config, AlertmanagerConfig):
-        return AlertmanagerSink(config, poster, environ, notify.external_url)
-    return WebhookSink(config, poster, environ, notify.external_url)
+    parts = SinkParts(
+        environ=environ, stream=stream, external_url=notify.external_url, proxy=notify.proxy, ca_file=notify.ca_file
+    )
+    try:
+        return config.build(parts)
+    except SentinelError:
+        raise
+    except Exception as error:  # another package's code may fail in any way
+        raise ConfigError(f"notify.sinks.{config.name} cannot be built: {type(error).__name__}: {error}") from error
 
 
 def build_sinks(notify: NotifyConfig, environ: Mapping[str, str], stream: TextIO) -> list[Sink]:

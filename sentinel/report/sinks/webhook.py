@@ -11,7 +11,7 @@ import msgspec
 
 from sentinel.errors import ConfigError
 from sentinel.report.alert import Alert, RouteConfig, headline, worst_first
-from sentinel.report.sinks.delivery import Delivery, Poster, check_url
+from sentinel.report.sinks.delivery import Delivery, Poster, SinkParts, check_url
 from sentinel.report.sinks.secret import read_secret
 
 
@@ -53,6 +53,10 @@ class WebhookConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     timeout_s: float = 10.0
     """Longest a whole request may take, from looking up the name to the last byte of the answer."""
+
+    def build(self, parts: SinkParts) -> WebhookSink:
+        """Return the sink; `SinkSettings.build`."""
+        return WebhookSink(self, parts.poster(self.timeout_s), parts.environ, parts.external_url)
 
 
 class WebhookSink:
