@@ -227,7 +227,7 @@ def test_the_six_scenarios_of_a_config_edited_while_two_ranks_train(tmp_path: Pa
         states = [ack.state for ack in Spoken(tmp_path / "run", rank).acks if ack.command == on.id]
         assert states == ["armed", "applied"]
 
-    assert "unknown key 'blak_box'; did you mean \"black_box\"?" in broken
+    assert 'unknown key "blak_box"; did you mean "black_box"?' in broken
     assert forbidden
     assert first.changes() == [on, longer, changed, again, last]
     assert final["config"]["problem"] == ""
