@@ -248,8 +248,8 @@ class MonitorConfig(Measurement, frozen=True, kw_only=True, forbid_unknown_field
                 raise ConfigError(f"allow_commands[{at}]: unknown command {command!r}{near(command, COMMANDS)}")
         if self.at_step is not None and self.at_step < 0:
             raise ConfigError(f"at_step must be at least 0, got {self.at_step}")
-        if not self.zero_eps >= 0:
-            raise ConfigError(f"zero_eps must be at least 0, got {self.zero_eps}")
+        if not 0 <= self.zero_eps < float("inf"):
+            raise ConfigError(f"zero_eps must be at least 0 and finite, got {self.zero_eps}")
         if self.gradient_divisor is not None and not 0 < self.gradient_divisor < float("inf"):
             raise ConfigError(f"gradient_divisor must be above 0 and finite, got {self.gradient_divisor}")
         if self.max_rows < 1024:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sentinel.control.policy import ControlConfig
 from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.config import load_config as load_daemon_config
 from sentinel.document import BrokenDocument, Located, parse, parse_bytes
 from sentinel.errors import ConfigError
 from sentinel.file_keys import DAEMON, KEYS, RULE_TESTS, RULES, TRAINER
+from sentinel.judge.config import JudgingConfig
 from sentinel.monitor_config import MonitorConfig, SpoolConfig, load_config, parse_config
+from sentinel.report.sinks.slack import SlackConfig
+from sentinel.report.sinks.table import NotifyConfig
 from sentinel.rules.language.loader import read_pack
 from sentinel.rules.language.rule_test_file import read_rule_tests
 from sentinel.typed_document import locate, read_struct
@@ -159,7 +165,7 @@ def test_a_wrong_value_of_the_trainers_config_is_told_where_it_stands(text: str,
         ("notify:\n  sinks:\n  - type: console\n    route:\n      changes: [opned]\n",
          ["5: notify.sinks.route.changes must be among"]),
         ("notify:\n  sinks:\n  - type: console\n  - type: webhook\n    name: team.a\n    timeout_s: 0\n",
-         ["6: notify.sinks.team.a.timeout_s must be above 0, got 0.0"]),
+         ["6: notify.sinks.team.a.timeout_s must be above 0 and finite, got 0"]),
         ("notify:\n  sinks:\n  - type: console\n  - type: console\n",
          ["2: notify.sinks: expected every name once, got 'console' 2 times"]),
     ],
@@ -243,3 +249,18 @@ def test_32_levels_are_read_and_33_are_not() -> None:
     with pytest.raises(BrokenDocument, match="nested too deeply"):
         parse("[" * 34 + "]" * 34)
     assert isinstance(parse_bytes(b"a: 1"), Located)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_numbers_that_are_not_finite_are_refused_from_code_too(value: float) -> None:
+    structs: list[tuple[type[Any], str]] = [
+        (JudgingConfig, "late_after_s"), (JudgingConfig, "snapshot_interval_s"), (NotifyConfig, "max_retry_s"),
+        (NotifyConfig, "give_up_after_s"), (ControlConfig, "cooldown_s"), (ControlConfig, "expires_s"),
+        (ControlConfig, "latency_s"), (MonitorConfig, "zero_eps"), (MonitorConfig, "max_overhead"),
+        (MonitorConfig, "gradient_divisor"),
+    ]  # fmt: skip
+    for struct, field in structs:
+        with pytest.raises(ConfigError, match=field):
+            struct(**{field: value})
+    with pytest.raises(ConfigError, match=r"slack\.timeout_s"):
+        NotifyConfig(sinks=(SlackConfig(timeout_s=value),))

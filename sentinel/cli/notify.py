@@ -25,7 +25,7 @@ def notify() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a sink.")
 def test(config: str, names: tuple[str, ...], as_json: bool) -> int:
     """Send a test message to the configured sinks. Exit 1 when one of them did not take it."""
-    from sentinel.daemon.config import load_config
+    from sentinel.daemon.config import load_config, placed
     from sentinel.report.alert import sample_alert
     from sentinel.report.sinks.table import build_sink
 
@@ -42,7 +42,11 @@ def test(config: str, names: tuple[str, ...], as_json: bool) -> int:
         if names and one.name not in names:
             continue
         now = time.time()
-        delivery = build_sink(one, settings, os.environ, sys.stderr).deliver([sample_alert(one.name, now)], now)
+        try:
+            sink = build_sink(one, settings, os.environ, sys.stderr)
+        except ConfigError as error:
+            raise placed(error, Path(config)) from error
+        delivery = sink.deliver([sample_alert(one.name, now)], now)
         is_clean = is_clean and delivery.outcome == "sent"
         if as_json:
             click.echo(json.dumps({"sink": one.name, "outcome": delivery.outcome, "detail": delivery.detail}))

@@ -63,7 +63,7 @@ def serve(
     import msgspec
 
     from sentinel.daemon.app import Daemon, ServeOptions
-    from sentinel.daemon.config import load_config
+    from sentinel.daemon.config import load_config, placed
     from sentinel.daemon.http import HttpConfig
 
     logging.basicConfig(
@@ -99,4 +99,8 @@ def serve(
         watchdog_us=int(watchdog) if watchdog.isdigit() else 0,
         drain_s=drain_s,
     )
-    return Daemon(options, os.environ, sys.stderr).run()
+    try:
+        daemon = Daemon(options, os.environ, sys.stderr)
+    except ConfigError as error:
+        raise placed(error, Path(config)) if config else error from error
+    return daemon.run()

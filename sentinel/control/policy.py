@@ -99,12 +99,13 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             ("dump_first_n", 1), ("max_dumps_per_hour", 0),
         ):  # fmt: skip
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"control.{name} must be at least {least}, got {value}")
+            if value is not None and not least <= value < math.inf:
+                bound = f"at least {least}" if math.isfinite(value) else "finite"
+                raise ConfigError(f"control.{name} must be {bound}, got {value}")
         if not 0 < self.latency_s <= MAX_LATENCY_S:
             raise ConfigError(f"control.latency_s must be in (0, {MAX_LATENCY_S:g}], got {self.latency_s}")
-        if not self.expires_s > 0:
-            raise ConfigError(f"control.expires_s must be above 0, got {self.expires_s}")
+        if not 0 < self.expires_s < math.inf:
+            raise ConfigError(f"control.expires_s must be above 0 and finite, got {self.expires_s}")
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):

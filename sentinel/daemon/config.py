@@ -7,10 +7,11 @@ from pathlib import Path
 import msgspec
 
 from sentinel.control.policy import ControlConfig
+from sentinel.errors import ConfigError
 from sentinel.file_keys import DAEMON
 from sentinel.judge.config import JudgingConfig
 from sentinel.report.sinks.table import NotifyConfig, outside_sinks
-from sentinel.typed_document import named_document, read_struct
+from sentinel.typed_document import locate, named_document, read_struct
 
 
 class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,3 +27,12 @@ def load_config(path: Path | None) -> DaemonConfig:
     if path is None:
         return DaemonConfig()
     return read_struct(named_document(path), DaemonConfig, name=str(path), kind=DAEMON, outside=outside_sinks())
+
+
+def placed(error: ConfigError, path: Path) -> ConfigError:
+    """Return an error about a configuration with FILE:LINE before it, where its dotted path is one of the file's."""
+    dotted = str(error).split(maxsplit=1)[0].rstrip(":")
+    document = named_document(path)
+    if document is None or dotted.partition(".")[0] not in DaemonConfig.__struct_fields__:
+        return error
+    return ConfigError(f"{path}:{locate(document, dotted)[0].where}: {error}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from sentinel.errors import ConfigError
@@ -25,13 +27,13 @@ class JudgingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         if self.late_after_steps < 0:
             raise ConfigError(f"judging.late_after_steps must be at least 0, got {self.late_after_steps}")
-        if self.late_after_s < 0:
-            raise ConfigError(f"judging.late_after_s must be at least 0, got {self.late_after_s}")
+        if not 0 <= self.late_after_s < math.inf:
+            raise ConfigError(f"judging.late_after_s must be at least 0 and finite, got {self.late_after_s}")
         if not self.late_after_steps and not self.late_after_s:
             raise ConfigError(
                 "judging.late_after_steps and judging.late_after_s must not both be 0: no step would ever close"
             )
         if self.max_anomalies_per_step < 1:
             raise ConfigError(f"judging.max_anomalies_per_step must be at least 1, got {self.max_anomalies_per_step}")
-        if self.snapshot_interval_s < 0:
-            raise ConfigError(f"judging.snapshot_interval_s must be at least 0, got {self.snapshot_interval_s}")
+        if not 0 <= self.snapshot_interval_s < math.inf:
+            raise ConfigError(f"judging.snapshot_interval_s must be at least 0 and finite, got {self.snapshot_interval_s}")

@@ -143,3 +143,17 @@ def test_a_directory_of_rule_packs_is_checked_as_one(tmp_path: Path, capsys: pyt
 
     assert run_cli(["check-config", str(tmp_path)]) == CLEAN
     assert "ok, for the rules" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["serve", "{runs}", "--no-http", "--config"], ["notify", "test", "--config"]])
+def test_a_secret_that_is_missing_is_told_with_its_line_by_whoever_needs_it(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs").mkdir(mode=0o700)
+    path = tmp_path / "daemon.yaml"
+    path.write_text(f"# comment\n{SLACK}    url_env: NOT_SET\n")
+
+    code = run_cli([*(word.format(runs=tmp_path / "runs") for word in words), str(path)])
+
+    assert code == BAD_USAGE
+    assert f"{path}:5: notify.sinks.slack.url_env: expected the environment variable NOT_SET" in capsys.readouterr().err

@@ -293,7 +293,7 @@ def test_the_console_prints_a_line_without_control_characters():
         ("{sinks: [{type: alertmanager, labels: {run: x}}]}", "must not set run"),
         ("{sinks: [{type: alertmanager, resend_interval_s: 0.1}]}", r"\[1, 3600\], got 0.1"),
         ("{sinks: [{type: console}], retry_s: 0}", "notify.retry_s"),
-        ("{sinks: [{type: webhook, url: 'http://a', rate_per_s: 0}]}", "rate_per_s must be above 0, got 0"),
+        ("{sinks: [{type: webhook, url: 'http://a', rate_per_s: 0}]}", "rate_per_s must be above 0 and finite, got 0"),
     ],
 )
 def test_nonsense_is_refused_by_its_path(text, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TextIO
 
@@ -62,17 +63,19 @@ class NotifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ConfigError(f"notify.sinks: expected every name once, got {name!r} {names.count(name)} times")
             if not name or not all(char.isalnum() or char in "-_." for char in name):
                 raise ConfigError(f"notify.sinks: expected a name of letters, digits, '-', '_', '.', got {name!r}")
+        if not self.max_retry_s < math.inf:
+            raise ConfigError(f"notify.max_retry_s must be finite, got {self.max_retry_s}")
         if not 0 < self.retry_s <= self.max_retry_s:
             raise ConfigError(f"notify.retry_s must be in (0, notify.max_retry_s], got {self.retry_s}")
-        if self.give_up_after_s <= 0:
-            raise ConfigError(f"notify.give_up_after_s must be above 0, got {self.give_up_after_s}")
+        if not 0 < self.give_up_after_s < math.inf:
+            raise ConfigError(f"notify.give_up_after_s must be above 0 and finite, got {self.give_up_after_s}")
         if self.max_pending < 1:
             raise ConfigError(f"notify.max_pending must be at least 1, got {self.max_pending}")
         for sink in self.sinks:
             for name in ("timeout_s", "rate_per_s"):
                 value = getattr(sink, name, 1.0)
-                if not value > 0:
-                    raise ConfigError(f"notify.sinks.{sink.name}.{name} must be above 0, got {value}")
+                if not 0 < value < math.inf:
+                    raise ConfigError(f"notify.sinks.{sink.name}.{name} must be above 0 and finite, got {value}")
 
     def routes(self) -> list[tuple[str, RouteConfig]]:
         """Return (name, route) of every sink: what `report.alert.alerts_for` takes."""
