@@ -62,8 +62,10 @@ def _found(path: Path, kind: str) -> tuple[str, list[str]]:
     try:
         if kind == RULES:
             from sentinel.judge.packs import RulePacks
+            from sentinel.rules.language.listing import check_packs
 
             RulePacks([path]).load()
+            return "", [f"{one.file}:{one.line}: {one.message}" for one in check_packs([path]).lint]
         elif kind == RULE_TESTS:
             from sentinel.rules.language.rule_test_file import read_rule_tests
 

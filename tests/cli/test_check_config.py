@@ -157,3 +157,16 @@ def test_a_secret_that_is_missing_is_told_with_its_line_by_whoever_needs_it(
 
     assert code == BAD_USAGE
     assert f"{path}:5: notify.sinks.slack.url_env: expected the environment variable NOT_SET" in capsys.readouterr().err
+
+
+def test_what_is_only_suspicious_in_a_rule_pack_is_told_as_rules_check_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rules.yaml"
+    path.write_text(
+        "rules:\n- name: a\n  detector: Threshold\n  match: {kind: wgrad, statistic: zeros}\n  args: {above: 2}\n"
+    )
+
+    assert run_cli(["check-config", str(path)]) == LINT_ONLY
+    assert f'{path}:2: rule "a": never fires: ' in capsys.readouterr().out
+    assert run_cli(["rules", "check", str(path)]) == LINT_ONLY

@@ -195,6 +195,12 @@ def test_a_broken_edit_keeps_the_old_config_and_says_so_once(tmp_path: Path) -> 
         ("run: first\nkinds: [parm]\n", "monitor.yaml:2: kinds[0]: unknown kind 'parm'; did you mean \"param\"?"),
         ("run: first\ncollect_times: 0\n", "monitor.yaml:2: collect_times must be at least 1"),
         ("run: first\nkinds: [param", "monitor.yaml:2: not YAML: expected"),
+        ("run: first\nkinds: " + "[" * 3000, "monitor.yaml:2: nested too deeply"),
+        ("run: first\nrun: second\n", 'monitor.yaml:2: key "run" is there twice, first on line 1'),
+        ("run: first\nmax_overhead: .nan\n", "monitor.yaml:2: max_overhead: expected a finite number, got .nan"),
+        ("run: first\nnotify: {}\n", 'monitor.yaml:2: unknown key "notify"; it is a key of the daemon'),
+        ("run: first\nkindz: []\nstep_interval: x\n", '"kinds"?; '),
+        ("---\n", "the file is empty"),
     ],
 )
 def test_what_cannot_be_followed_is_said_with_its_line(tmp_path: Path, text: str, said: str) -> None:
