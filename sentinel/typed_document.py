@@ -191,7 +191,12 @@ class _Reading:
 
     def _tuple(self, item: Located, kind: Any, path: str) -> tuple[Any, ...]:
         if not isinstance(item.value, list):
-            self._refuse(item, path, "a list")
+            hint = (
+                f"; write [{item.value}]"
+                if isinstance(item.value, str) and re.fullmatch(r"[\w.-]{1,60}", item.value)
+                else ""
+            )
+            self._refuse(item, path, "a list", hint)
         found = self._each([(one, f"{path}[{at}]") for at, one in enumerate(item.value)], kind)
         return tuple(found)
 

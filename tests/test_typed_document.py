@@ -152,6 +152,9 @@ def test_a_wrong_value_of_the_trainers_config_is_told_where_it_stands(text: str,
         ("judging:\n\n  late_after_steps: -1\n", ["3: judging.late_after_steps must be at least 0, got -1"]),
         ("late_after_s: 3\n", ['1: unknown key "late_after_s"; it belongs under "judging"']),
         ("control:\n  escalat: true\n", ['2: control: unknown key "escalat"; did you mean "escalate"?']),
+        ("control:\n  kinds: wgrad\n", ['2: control.kinds: expected a list, got "wgrad"; write [wgrad]']),
+        ("control:\n  kinds: [wgrat]\n", ["2: control.kinds must be among"]),
+        ("control:\n  dump_kinds: [a]\n", ["2: control.dump_kinds must be among"]),
         ("notify:\n", ["1: notify: expected a mapping of keys, got nothing"]),
         ("notify:\n  sinks: slack\n", ['2: notify.sinks: expected a list, got "slack"']),
         ("notify:\n  sinks:\n  - slack\n", ['3: notify.sinks[0]: expected a mapping with "type", got "slack"']),
@@ -264,3 +267,18 @@ def test_numbers_that_are_not_finite_are_refused_from_code_too(value: float) -> 
             struct(**{field: value})
     with pytest.raises(ConfigError, match=r"slack\.timeout_s"):
         NotifyConfig(sinks=(SlackConfig(timeout_s=value),))
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("control: {kinds: [wgrat]}", "wgrad"),
+        ("control: {dump_kinds: [parm]}", "param"),
+        ("notify: {sinks: [{type: console, route: {changes: [opned]}}]}", "opened"),
+    ],
+)
+def test_the_nearest_known_word_is_told(text: str, word: str, tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_text(text)
+
+    with pytest.raises(ConfigError, match=f'; did you mean "{word}"'):
+        load_daemon_config(tmp_path / "f.yaml")

@@ -13,6 +13,7 @@ from sentinel.command import DumpTensors, EnableMonitoring
 from sentinel.control.commands import RunCommands
 from sentinel.control.status import CommandStatus
 from sentinel.errors import ConfigError
+from sentinel.known_words import near
 from sentinel.monitor_config import MEASURED_LABELS
 from sentinel.place import Place, depth
 from sentinel.record import KIND_LABELS
@@ -90,10 +91,11 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         unknown = [kind for kind in self.kinds if kind not in KIND_LABELS]
         if unknown or not self.kinds:
-            raise ConfigError(f"control.kinds must be among {', '.join(KIND_LABELS)}, got {unknown or 'none'}")
+            raise ConfigError(f"control.kinds must be among {', '.join(KIND_LABELS)}, got {_quoted(unknown, KIND_LABELS)}")
         unknown = [kind for kind in self.dump_kinds if kind not in MEASURED_LABELS]
         if unknown or not self.dump_kinds:
-            raise ConfigError(f"control.dump_kinds must be among {', '.join(MEASURED_LABELS)}, got {unknown or 'none'}")
+            known = ", ".join(MEASURED_LABELS)
+            raise ConfigError(f"control.dump_kinds must be among {known}, got {_quoted(unknown, MEASURED_LABELS)}")
         for name, least in (
             ("for_steps", 1), ("max_per_hour", 0), ("max_edits_per_hour", 0), ("cooldown_s", 0), ("dump_for_steps", 1),
             ("dump_first_n", 1), ("max_dumps_per_hour", 0),
@@ -106,6 +108,11 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError(f"control.latency_s must be in (0, {MAX_LATENCY_S:g}], got {self.latency_s}")
         if not 0 < self.expires_s < math.inf:
             raise ConfigError(f"control.expires_s must be above 0 and finite, got {self.expires_s}")
+
+
+def _quoted(unknown: Sequence[str], known: Collection[str]) -> str:
+    """Return unknown words as a message quotes them, with the nearest known one of the first."""
+    return f"{list(unknown)}{near(unknown[0], known)}" if unknown else "none"
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ import msgspec
 
 from sentinel.anomaly import CLOSED_STATES, Incident, Severity
 from sentinel.errors import ConfigError
+from sentinel.known_words import near
 
 CHANGES: tuple[str, ...] = (
     "opened", "raised", "worse", "refined", "acknowledged", "reopened", "resolved", "settled", "ended", "closed", "merged",
@@ -81,7 +82,8 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         for change in self.changes:
             if change not in CHANGES:
-                raise ConfigError(f"notify.sinks.route.changes must be among {', '.join(CHANGES)}, got {change!r}")
+                hint = near(change, CHANGES)
+                raise ConfigError(f"notify.sinks.route.changes must be among {', '.join(CHANGES)}, got {change!r}{hint}")
 
     def hears(self, incident: Incident) -> bool:
         """Return whether incidents like this one are told at all."""
