@@ -78,9 +78,8 @@ def num_judged(run_dir: Path) -> int:
     return sum(one.num_rows for decision in closed for one in decision.ranks)
 
 
-def the_loss(run_dir: Path) -> Any:
-    (onset,) = [one for one in anomalies(run_dir) if one.rule == "rows-lost" and one.event == "onset"]
-    return onset
+def losses(run_dir: Path) -> list[Any]:
+    return [one for one in anomalies(run_dir) if one.rule == "rows-lost" and one.event == "onset"]
 
 
 def the_nan(run_dir: Path) -> set[tuple[int, int | None, str]]:
@@ -111,7 +110,7 @@ def test_a_daemon_that_comes_late_finds_the_nan_and_tells_what_was_lost(tmp_path
             daemon.communicate(timeout=60)
 
     lost = described["num_rows_lost"]
-    onset = the_loss(run_dir)
+    (onset,) = losses(run_dir)
     assert num_judged(run_dir) + lost == sent and lost > 0
     assert onset.value == lost, "told once, with all of it"
     assert f"{lost:,} of " in onset.message and "spool.max_bytes (512 KiB)" in onset.message
@@ -150,11 +149,12 @@ def test_a_daemon_that_stands_still_for_a_while(tmp_path: Path, script: Path, ma
     assert the_nan(run_dir) == {(150, 0, MODULE)}
     assert report["is_complete"] is not is_lossy, err
     if is_lossy:
-        assert the_loss(run_dir).value is not None and lost > 0
+        # A daemon that a busy machine keeps waiting may have the room used up a second time, behind steps that were whole.
+        assert losses(run_dir) and lost > 0
         assert "LOST" in err
         assert any("rows-lost" in one.title or "lost" in one.title for one in incidents(run_dir))
     else:
-        assert lost == 0 and not [one for one in anomalies(run_dir) if one.rule == "rows-lost"]
+        assert lost == 0 and not losses(run_dir)
     assert run.returncode == 1, "the NaN, and where there is one the loss, fail the command"
 
 
