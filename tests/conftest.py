@@ -1,12 +1,17 @@
-"""Settings of every test: how many examples a property is tried on, and what the garbage collector looks through."""
+"""Settings of every test: threads, how many examples a property is tried on, what the garbage collector looks through."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+# Before anybody imports torch, here or in a process that a test starts: workers that share two cores, each with a thread for
+# each core, wait for one another in every small operation (a file of tests took 68 s so, and 3 s with one thread).
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples each time: what fails here fails again. The first profile stands unless --hypothesis-profile names one.
 for name, max_examples in (("default", 100), ("quick", 10), ("all", 500)):
