@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -32,6 +34,7 @@ class Interception(Generic[User]):
         """Have `user` told from now on."""
         self.users.append(user)
         if not self._replaced:
+            _have_the_compiler_look_up_torch()
             self._replace_all(self)
 
     def leave(self, user: User) -> None:
@@ -60,3 +63,16 @@ class Interception(Generic[User]):
         # As it is stored: looked up, a method of a C++ class is a function that no longer takes its object.
         self._replaced.append((owner, name, vars(owner).get(name, _INHERITED), ours))
         setattr(owner, name, ours)
+
+
+def _have_the_compiler_look_up_torch() -> None:
+    """Have torch.compile look up torch's functions while they are torch's own.
+
+    It does so once a process, by name, when it is first imported and used, which the first optimizer brings about. What
+    stands there in the place of a function it takes for torch's from then on, and the function itself, once it is back, for
+    nobody's, at which graphs break.
+
+    Source: torch/_dynamo/trace_rules.py, get_torch_obj_rule_map, of torch 2.4 to 2.13.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        importlib.import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -471,3 +473,20 @@ def test_a_compiled_model_is_not_broken(fullgraph: bool, run: Path) -> None:
     assert losses == pytest.approx(expected, rel=1e-5)
     told = Told(run)
     assert told.of(0, "attention") or "blind_probe" in {one.code for one in told.health}
+
+
+WATCHED_BEFORE_THERE_IS_AN_OPTIMIZER = """
+import sys, torch, sentinel
+model = torch.nn.MultiheadAttention(4, 1)
+monitor = sentinel.attach(model, config={"kinds": ["attention"]})
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+monitor.detach()
+compiled = torch.compile(lambda x: torch.softmax(x, -1), backend="eager", fullgraph=True)
+assert compiled(torch.zeros(1, 2)).tolist() == [[0.5, 0.5]]
+"""
+
+
+def test_functions_that_were_watched_are_still_known_to_the_compiler_afterwards(run: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", WATCHED_BEFORE_THERE_IS_AN_OPTIMIZER], capture_output=True, text=True)
+
+    assert ended.returncode == 0, ended.stderr
