@@ -115,21 +115,28 @@ def _rank(
         if monitor is not None:
             assert monitor.is_alive
             monitor.detach()
-        weights = 0.0
-        for n, model in enumerate(trainer.models):
-            for m, param in enumerate(model.parameters()):
-                local = getattr(param, "_local_tensor", param).detach().double()
-                weights += float((local.flatten() * torch.arange(1, local.numel() + 1)).sum()) * (1 + n + m)
+        weights = _weights_of(trainer)
         count = dist.group.WORLD._get_sequence_number_for_group()
         result = Result(losses, norms, weights, int(count), health)
         (Path(folder) / f"result-{rank}.json").write_text(json.dumps(dataclasses.asdict(result)))
         dist.barrier()
-        del trainer
+        # Nothing may hold the model any longer: where the last reference to DistributedDataParallel goes after the process
+        # group was destroyed, it joins gloo's thread and holds the lock that this thread waits for, in torch 2.13.
+        del trainer, monitor
         gc.collect()
         dist.destroy_process_group()
     except BaseException:
         (Path(folder) / f"error-{rank}.txt").write_text(traceback.format_exc())
         raise
+
+
+def _weights_of(trainer: Trainer) -> float:
+    found = 0.0
+    for n, model in enumerate(trainer.models):
+        for m, param in enumerate(model.parameters()):
+            local = getattr(param, "_local_tensor", param).detach().double()
+            found += float((local.flatten() * torch.arange(1, local.numel() + 1)).sum()) * (1 + n + m)
+    return found
 
 
 def heard(folder: Path) -> list[ClosedStep]:
