@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sentinel.errors import ConfigError
+from sentinel.kinds import is_of_kind
 from sentinel.native import merge_rows
-from sentinel.record import is_of_kind
 
 if TYPE_CHECKING:
     from sentinel.step_view import LogicalTensor

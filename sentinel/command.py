@@ -6,7 +6,11 @@ from typing import Any
 
 import msgspec
 
+from sentinel.kinds import MODULE_KINDS, labels
+
 ANY_ATTEMPT = -1
+ALARM_KINDS: tuple[str, ...] = tuple(sorted(labels(MODULE_KINDS)))
+"""What is measured more where an alarm asks for it, unless it says otherwise."""
 
 
 class EnableMonitoring(msgspec.Struct, frozen=True, kw_only=True, tag="EnableMonitoring"):
@@ -16,7 +20,7 @@ class EnableMonitoring(msgspec.Struct, frozen=True, kw_only=True, tag="EnableMon
     seq: int
     """Number of the file `<run>/control/<seq>.json`; grows by one a command."""
     at_step: int
-    kinds: tuple[str, ...] = ("activation", "activation_in", "dgrad", "dgrad_in")
+    kinds: tuple[str, ...] = ALARM_KINDS
     targets: tuple[str, ...] = ()
     """Globs of canonical or local module names; empty: all."""
     statistics: tuple[str, ...] | None = None

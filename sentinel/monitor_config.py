@@ -13,24 +13,16 @@ import msgspec
 from sentinel.document import Located
 from sentinel.errors import ConfigError
 from sentinel.file_keys import TRAINER
+from sentinel.kinds import MEASURED_KINDS, PARAMETER_KINDS
 from sentinel.known_words import near, nearest
 from sentinel.place import AXES
 from sentinel.record import Kind
 from sentinel.target import Target
 from sentinel.typed_document import locate, parse_named, read_struct
 
-MEASURED = tuple(kind for kind in Kind if kind not in (Kind.SCALAR, Kind.HEALTH))
-"""Kinds that the monitor can measure."""
-MODULE_KINDS = (Kind.ACTIVATION_IN, Kind.ACTIVATION, Kind.DGRAD, Kind.DGRAD_IN)
-"""Kinds that are tensors passing a module: they need its hooks."""
-PARAMETER_KINDS = (
-    Kind.PARAM, Kind.WGRAD_UNREDUCED, Kind.WGRAD, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.UPDATE, Kind.UPDATE_RATIO,
-    Kind.GRAD_MOMENTUM_ALIGNMENT, Kind.WEIGHT_SPECTRUM,
-)  # fmt: skip
-"""Kinds of which there is one for each parameter: their targets name parameters, or modules that hold some."""
 SITE_PLACEMENTS = ("shard", "replicate", "partial", "unknown")
 """What a user may say of a plain activation."""
-MEASURED_LABELS = tuple(kind.label for kind in MEASURED)
+MEASURED_LABELS = tuple(kind.label for kind in MEASURED_KINDS)
 COMMANDS = ("EnableMonitoring", "DisableMonitoring", "ChangeConfig", "DescribeStructure", "DumpTensors")
 DEFAULT_COMMANDS = COMMANDS[:-1]
 """Raw tensors are training data and fill disks: nobody orders them unless the trainer's own config says so."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
 
 import numpy as np
 
@@ -46,24 +45,6 @@ class Kind(enum.IntEnum):
 
 
 KIND_LABELS: tuple[str, ...] = tuple(kind.label for kind in Kind)
-FORWARD_KINDS = frozenset(
-    {
-        Kind.ACTIVATION_IN, Kind.ACTIVATION, Kind.RESIDUAL, Kind.ATTENTION, Kind.ROUTER, Kind.SATURATION, Kind.CHANNEL,
-    }
-)  # fmt: skip
-BACKWARD_KINDS = frozenset({Kind.DGRAD, Kind.DGRAD_IN})
-
-STREAM_KINDS = frozenset({"activation_in", "activation", "dgrad", "dgrad_in"})
-STREAM_BORDERS = frozenset({"block_input", "block_output"})
-
-
-def is_of_kind(kind: str, border: str, kinds: Collection[str]) -> bool:
-    """Return whether a tensor is of one of these kinds. border: that of the black box which it is, or empty.
-
-    `residual` means the residual stream and its gradient: whatever passes the borders of the blocks. It has no rows of its
-    own: a tensor is measured once.
-    """
-    return kind in kinds or ("residual" in kinds and kind in STREAM_KINDS and border in STREAM_BORDERS)
 
 
 class Flag(enum.IntFlag):

@@ -11,7 +11,7 @@ import msgspec
 from sentinel.cli.main import CLEAN, FOUND, say
 from sentinel.cli.places import find_run
 from sentinel.cli.progress import RunProgress, standing_of
-from sentinel.command import DescribeStructure, DisableMonitoring, DumpTensors, EnableMonitoring
+from sentinel.command import ALARM_KINDS, DescribeStructure, DisableMonitoring, DumpTensors, EnableMonitoring
 from sentinel.control.commands import RunCommands
 from sentinel.control.policy import first_step
 from sentinel.errors import ConfigError
@@ -57,7 +57,7 @@ def enable(
     a daemon that serves the run withdraws the command when not every rank could obey. Exit 1 when nobody listens.
     """
     run_dir, now = find_run(run), time.time()
-    wanted = parse_kinds(kinds) or ("activation", "activation_in", "dgrad", "dgrad_in")
+    wanted = parse_kinds(kinds) or ALARM_KINDS
     standing = standing_of(run_dir, now)
     command = desk_of(run_dir, standing).enable(
         at_step=parse_step(run_dir, at_step, standing),

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from sentinel.errors import ConfigError
+from sentinel.kinds import PARAMETER_KINDS, labels
 from sentinel.known_words import near
 from sentinel.regular_expression import RegularExpression
 
@@ -23,8 +24,7 @@ L2_HOOKS = {
     "moe_router_weight_hook": "router",
     "moe_router_logit_hook": "router",
 }
-WHOLE_PARAMETERS = ("param", "wgrad", "wgrad_unreduced", "exp_avg", "exp_avg_sq", "update", "update_ratio",
-                    "grad_momentum_alignment")  # fmt: skip
+WHOLE_PARAMETERS = labels(PARAMETER_KINDS) - {"weight_spectrum"}
 JUDGED = ("norm", "min", "max", "mean", "zeros", "nans")
 TURBULENT = ("norm", "mean")
 """Statistics of which msProbe records turbulence; of the others it finds it and drops it."""

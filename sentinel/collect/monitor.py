@@ -49,8 +49,9 @@ from sentinel.collect.schedule.plan import Plan
 from sentinel.collect.step import Boundary
 from sentinel.collect.understanding import Understanding
 from sentinel.command import ANY_ATTEMPT
+from sentinel.kinds import MODULE_KINDS
 from sentinel.messages import Ack, Bye, Descriptor, Heartbeat
-from sentinel.monitor_config import MODULE_KINDS, ConfigSource
+from sentinel.monitor_config import ConfigSource
 from sentinel.place import Place
 from sentinel.record import Flag, Kind
 from sentinel.version import VERSION

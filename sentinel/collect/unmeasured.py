@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Self
 
-from sentinel.monitor_config import MODULE_KINDS
+from sentinel.kinds import MODULE_KINDS
 
 log = logging.getLogger("sentinel")
 

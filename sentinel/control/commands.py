@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from sentinel.command import (
+    ALARM_KINDS,
     ANY_ATTEMPT,
     ChangeConfig,
     Command,
@@ -101,7 +102,7 @@ class RunCommands:
         *,
         at_step: int,
         now: float,
-        kinds: tuple[str, ...] = ("activation", "activation_in", "dgrad", "dgrad_in"),
+        kinds: tuple[str, ...] = ALARM_KINDS,
         targets: tuple[str, ...] = (),
         statistics: tuple[str, ...] | None = None,
         per_micro_step: bool = True,

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from sentinel.anomaly import Anomaly, Severity
-from sentinel.command import DumpTensors, EnableMonitoring
+from sentinel.command import ALARM_KINDS, DumpTensors, EnableMonitoring
 from sentinel.control.commands import RunCommands
 from sentinel.control.status import CommandStatus
 from sentinel.errors import ConfigError
@@ -22,8 +22,6 @@ ESCALATE = "escalate"
 """The action of a rule that asks for more monitoring."""
 DUMP = "dump"
 """The action of a rule that asks for raw tensors."""
-PLACELESS_KINDS = frozenset({"scalar", "health"})
-"""Kinds that say nothing about where: a bad loss may come from anywhere."""
 ASSUMED_STEP_S = 0.1
 """Duration of a step while none is known (chosen: too short costs a few steps, too long a missed command)."""
 MAX_LATENCY_S = 30.0
@@ -44,7 +42,7 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     dry_run: bool = False
     """Only write down what would be asked."""
 
-    kinds: tuple[str, ...] = ("activation", "activation_in", "dgrad", "dgrad_in")
+    kinds: tuple[str, ...] = ALARM_KINDS
     """What is measured more."""
 
     per_micro_step: bool = True
@@ -167,8 +165,9 @@ def propose(
         return None
     # A rule may ask because of the loss, while another saw where it began: suspect what was seen first.
     suspects = [one for one in onsets if one.id in first_causes] or onsets
-    # A group of tensors may span all stages: its members say where, if anybody does.
-    located = [one for one in suspects if one.kind not in PLACELESS_KINDS and not one.num_members]
+    # A logged value says nothing about where: a bad loss may come from anywhere. A group of tensors may span all stages: its
+    # members say where, if anybody does.
+    located = [one for one in suspects if one.kind in MEASURED_LABELS and not one.num_members]
     ranks = blast_radius(located, places)
     first = asking[0]
     where = located[0].segment or located[0].tag_name if located else "somewhere"

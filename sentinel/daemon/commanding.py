@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from sentinel.command import ANY_ATTEMPT
+from sentinel.command import ALARM_KINDS, ANY_ATTEMPT
 from sentinel.control.commands import RunCommands
 from sentinel.control.edits import ConfigFileEdits, ConfigInUse
 from sentinel.control.policy import ControlConfig, Escalator, Proposal, first_step
@@ -27,7 +27,6 @@ _FACT = "commands"
 EDITS_FACT = "config"
 SILENT_START_S = 5.0
 """How long proposals wait, after a start, for a rank to be heard: heartbeats come every second."""
-ALARM_KINDS = ("activation", "activation_in", "dgrad", "dgrad_in")
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,8 +9,9 @@ import msgspec
 
 from sentinel.anomaly import Anomaly
 from sentinel.incidents.wording import is_liveness, place_words
+from sentinel.kinds import Phase
 from sentinel.order.causal import is_nonfinite, sort_key
-from sentinel.order.phase import Phase, phase_of
+from sentinel.order.phase import phase_of
 
 MAX_STEPS = 4
 """Most steps that a cascade shows (chosen): the first, those right behind it, and the first recurrences."""

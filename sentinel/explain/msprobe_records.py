@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
+from sentinel.kinds import Phase
 from sentinel.msprobe_tag import TAG
 from sentinel.order.causal import SortKey, sort_key
-from sentinel.order.phase import Phase, phase_of
+from sentinel.order.phase import phase_of
 from sentinel.place import depth
 
 _MESSAGE = re.compile(

@@ -16,6 +16,7 @@ from sentinel.explain.drawing import WIDTH, draw, rank_words, spans, way
 from sentinel.explain.topk import topk
 from sentinel.incidents.revisions import find_incident, incident_members, incident_revisions
 from sentinel.incidents.wording import place_words
+from sentinel.kinds import MODULE_KINDS, labels
 from sentinel.order.causal import sort_key
 from sentinel.order.causes import BlastRadius, blast_radius
 
@@ -104,8 +105,11 @@ def story_of(run_dir: Path, wanted: str, alerts: Sequence[tuple[str, SentAlert]]
     )
 
 
+_OF_MODULE = labels(MODULE_KINDS)
+
+
 def _is_of_module(anomaly: Anomaly) -> bool:
-    return anomaly.kind in ("activation", "activation_in", "dgrad", "dgrad_in")
+    return anomaly.kind in _OF_MODULE
 
 
 def _commands(run_dir: Path) -> list[EnableMonitoring]:

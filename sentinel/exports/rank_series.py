@@ -12,9 +12,10 @@ import numpy.typing as npt
 
 from sentinel.aggregate import matches
 from sentinel.exports.series import SCALAR, SeriesQuery
+from sentinel.kinds import is_of_kind
 from sentinel.messages import TensorInfo
 from sentinel.moments import Moments
-from sentinel.record import NONE_ID, is_of_kind
+from sentinel.record import NONE_ID
 
 if TYPE_CHECKING:
     from sentinel.step_view import Layout, StepView

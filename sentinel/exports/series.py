@@ -13,9 +13,10 @@ import numpy.typing as npt
 
 from sentinel.aggregate import Aggregate, Groups, matches, nearest_names, rows_at
 from sentinel.errors import ConfigError
+from sentinel.kinds import MEASURED_KINDS, WATCHED_KINDS, is_of_kind
 from sentinel.known_words import nearest
 from sentinel.moments import EMPTY, Moments
-from sentinel.record import KIND_LABELS, STATISTICS, STATS_DTYPE, is_of_kind
+from sentinel.record import STATISTICS, STATS_DTYPE
 
 if TYPE_CHECKING:
     from sentinel.step_view import Layout, LogicalTensor, StepView
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 SCALAR = "scalar"
 VALUE = "value"
 """The statistic of a scalar: the number itself."""
-SERIES_KINDS: tuple[str, ...] = tuple(kind for kind in KIND_LABELS if kind != "health")
-TENSOR_KINDS: tuple[str, ...] = tuple(kind for kind in SERIES_KINDS if kind != SCALAR)
+SERIES_KINDS: tuple[str, ...] = tuple(kind.label for kind in WATCHED_KINDS)
+TENSOR_KINDS: tuple[str, ...] = tuple(kind.label for kind in MEASURED_KINDS)
 RECENT_BYTES = 16 * 2**20
 """Most memory that a run's recent steps take: 170 steps of 1,000 tensors (chosen)."""
 RECENT_LAYOUTS = 4

@@ -15,10 +15,11 @@ from sentinel.incidents.diagnosis.held import HeldDiagnosis
 from sentinel.incidents.diagnosis.step_facts import StepFacts
 from sentinel.incidents.scope import deviating_rank, is_several_times, lineage_of, series_of, size_of
 from sentinel.incidents.wording import born_words, root_words, title_words
+from sentinel.kinds import Phase
 from sentinel.order.causal import is_nonfinite
 from sentinel.order.causes import leading_causes, reached_by
 from sentinel.order.origin import Origin, origin
-from sentinel.order.phase import Phase, phase_of
+from sentinel.order.phase import phase_of
 
 MAX_SERIES = 4096
 """Most series that an incident remembers, to know its own again (chosen); past it the newest are not remembered."""

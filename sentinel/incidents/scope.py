@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 
 from sentinel.anomaly import Anomaly
 from sentinel.incidents.wording import is_liveness
+from sentinel.kinds import Phase
 from sentinel.order.causal import is_nonfinite
 from sentinel.order.causes import reached_by
-from sentinel.order.phase import Phase, phase_of, tensor_name
+from sentinel.order.phase import phase_of, tensor_name
 
 SEVERAL = 3.0
 """Times its size from which an anomaly is several times worse than what its incident told (chosen)."""

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import msgspec
 
 from sentinel.anomaly import Anomaly
+from sentinel.kinds import Phase
 from sentinel.msprobe_tag import module_of
 from sentinel.order.causal import is_nonfinite
 from sentinel.order.origin import Origin, origin
-from sentinel.order.phase import Phase, phase_of
+from sentinel.order.phase import phase_of
 
 _LIVENESS = frozenset({"StaleRank", "SlowRank"})
 _VALUE_WORDS = {"nan": "NaN", "inf": "inf", "-inf": "-inf"}

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from sentinel.kinds import BACKWARD_KINDS, ROW_OF, Side, labels, measured_kind
 from sentinel.messages import ChunkInfo, Descriptor, TensorInfo
 from sentinel.place import canonical, chunk_name, layer_offsets
 
-_INPUTS = ("activation_in", "dgrad_in")
-_OUTPUTS = ("activation", "dgrad", "saturation", "channel")
+_BACKWARD = labels(BACKWARD_KINDS)
 
 
 class CanonicalNames(msgspec.Struct, frozen=True):
@@ -47,10 +47,10 @@ class CanonicalNames(msgspec.Struct, frozen=True):
         that probes make of it; so are the losses of routers.
         """
         whole = self.wholes.get(depth, chunk_name(depth, self.num_depths, self.model))
-        if kind == "precision":  # Its quantity tells of what: `:dgrad_in.dynamic_range`.
-            kind = name.rpartition(":")[2].partition(".")[0]
+        kind = measured_kind(kind, name)
+        side = ROW_OF[kind].side if kind in ROW_OF else Side.NONE
         is_first, is_last = depth == 0, depth == self.num_depths - 1
-        if kind == "router" or (kind in _INPUTS and is_first) or (kind in _OUTPUTS and is_last):
+        if kind == "router" or (side is Side.INPUT and is_first) or (side is Side.OUTPUT and is_last):
             whole = chunk_name(0, 1, self.model)
         offsets = self.offsets.get(depth, {})
         full = canonical(name, {**offsets, **own_offsets} if own_offsets else offsets, whole, name_map)
@@ -132,7 +132,7 @@ def segment_of(tensor: TensorInfo, chunk: ChunkInfo) -> str:
 
     An activation at border i was made by the segment that ends there, a gradient by the one that begins there.
     """
-    is_gradient = tensor.kind in ("dgrad", "dgrad_in")
+    is_gradient = tensor.kind in _BACKWARD
     if tensor.border:
         at = tensor.border_index if is_gradient else tensor.border_index - 1
         return chunk.segments[at] if 0 <= at < len(chunk.segments) else ""

@@ -10,12 +10,13 @@ import msgspec
 
 from sentinel.ingest.naming import CanonicalNames, segment_of
 from sentinel.ingest.tables import coupled_modules
+from sentinel.kinds import COPIED_KINDS, labels
 from sentinel.messages import ChunkInfo, Descriptor, TensorInfo
 from sentinel.place import Place
 from sentinel.step_view import LogicalTensor, Shard
 
 MERGED_AXES = ("dp", "tp", "cp", "ep")
-WEIGHT_KINDS = frozenset({"param", "wgrad", "exp_avg", "exp_avg_sq"})
+WEIGHT_KINDS = labels(COPIED_KINDS)
 """Data-parallel ranks hold copies of these; of all else each holds its own part of the batch."""
 KEPT_APART = ("unknown", "partial")
 """Placements that nobody may merge over: each rank keeps its own series, told apart by its coordinate."""

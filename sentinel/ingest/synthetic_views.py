@@ -13,6 +13,7 @@ import numpy.typing as npt
 from sentinel.errors import ConfigError
 from sentinel.ingest.merge import ClosedStep, ModelLayout
 from sentinel.ingest.placing import WEIGHT_KINDS
+from sentinel.kinds import ELEMENT_KINDS, SHARED_KINDS, labels
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
 from sentinel.moments import EMPTY
 from sentinel.place import Place
@@ -39,7 +40,7 @@ class SyntheticSeries(msgspec.Struct, frozen=True, kw_only=True):
     comes of a rank's batch (activations and their gradients) is drawn for each rank; copies are alike."""
 
 
-OF_A_BATCH = ("activation_in", "activation", "dgrad", "dgrad_in", "wgrad_unreduced", "residual")
+OF_A_BATCH = labels(ELEMENT_KINDS) - labels(SHARED_KINDS)
 """Kinds of which no two ranks have the same numbers: each has a batch of its own."""
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from sentinel.anomaly import Anomaly
 from sentinel.incidents.diagnosis.step_facts import FirstBad, Maker, TensorReading
+from sentinel.kinds import ACTIVATION_KINDS, BACKWARD_KINDS, labels
 from sentinel.order.causal import is_nonfinite
 from sentinel.order.origin import maker_of
 from sentinel.step_view import StepView
@@ -18,7 +19,8 @@ MAX_READINGS = 8
 """Inputs of one of them (chosen)."""
 MAX_BACK = 4
 """Modules that minus infinities are followed back through (chosen)."""
-_OF_FORWARD = ("activation", "activation_in")
+_OF_FORWARD = labels(ACTIVATION_KINDS)
+_OF_BACKWARD = labels(BACKWARD_KINDS)
 
 
 class MakerReader:
@@ -37,7 +39,7 @@ class MakerReader:
             if one.event == "onset" and one.rank is not None and is_nonfinite(one) and len(wanted) < MAX_MAKERS:
                 if one.kind in _OF_FORWARD:
                     wanted.append((one.rank, one.kind, one.tag_name))
-                elif one.kind in ("dgrad", "dgrad_in"):
+                elif one.kind in _OF_BACKWARD:
                     wanted += [(one.rank, "activation", name) for name in (one.tag_name, *one.consumers)]
         if wanted and not self._places:
             self._learn(view)

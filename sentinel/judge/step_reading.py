@@ -22,8 +22,9 @@ from sentinel.incidents.diagnosis.step_facts import (
     Upstream,
 )
 from sentinel.judge.makers import MakerReader
+from sentinel.kinds import ACTIVATION_KINDS, Phase, labels
 from sentinel.order.causal import is_nonfinite
-from sentinel.order.phase import Phase, scalar_phase
+from sentinel.order.phase import scalar_phase
 from sentinel.record import Flag, Kind
 from sentinel.step_view import NAN_CHECKSUM, Differing, Layout, StepView
 
@@ -54,7 +55,7 @@ MIN_ELEMENTS = 64
 
 _RATE = re.compile(r"(^|[._/-])(lr|learning_rate)([._/-]|_group\d+|_\d+|$)", re.IGNORECASE)
 _SCALE = re.compile(r"(loss|grad|amp)[._ -]?scale", re.IGNORECASE)
-_FORWARD = (int(Kind.ACTIVATION), int(Kind.ACTIVATION_IN))
+_FORWARD = tuple(int(kind) for kind in ACTIVATION_KINDS)
 
 
 class FactReader:
@@ -347,7 +348,7 @@ def _tails(rows: np.ndarray) -> np.ndarray:
     return np.where((count >= MIN_ELEMENTS) & np.isfinite(share), share, 0.0)
 
 
-_OF_FORWARD = frozenset({"activation", "activation_in"})
+_OF_FORWARD = labels(ACTIVATION_KINDS)
 
 
 def _first(view: StepView, differing: Iterable[Differing]) -> list[Differing]:

@@ -16,7 +16,8 @@ statistic of all lanes. `is_possible_cause` is the wider, intransitive reading: 
 from __future__ import annotations
 
 from sentinel.anomaly import Anomaly
-from sentinel.order.phase import AFTER_FORWARD, AFTER_LOSS, AFTER_PARAM, CONCURRENT, DATAFLOW, Phase
+from sentinel.kinds import Phase
+from sentinel.order.phase import AFTER_FORWARD, AFTER_LOSS, AFTER_PARAM, CONCURRENT, DATAFLOW
 from sentinel.order.position import ALL_LANES, Position, SiteOrder, position
 
 _NO_MICRO_STEP = 1 << 62

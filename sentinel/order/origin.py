@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from sentinel.anomaly import Anomaly
-from sentinel.order.phase import Phase, measured_kind, phase_of, tensor_name
+from sentinel.kinds import MODULE_KINDS, Phase, labels, measured_kind
+from sentinel.order.phase import phase_of, tensor_name
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +130,7 @@ def _group_alike(anomaly: Anomaly, anomalies: Iterable[Anomaly]) -> tuple[int, .
     return tuple(sorted(ranks)) if len(ranks) > 1 else ()
 
 
+_OF_MODULE = labels(MODULE_KINDS)
 _CHUNK = re.compile(r"model|stage\d+")
 
 
@@ -161,10 +163,7 @@ def maker_of(name: str, border: str, also: Sequence[str]) -> str:
 
 def _sees_modules(anomaly: Anomaly, anomalies: Iterable[Anomaly]) -> bool:
     """Tell whether the rank of a border had module monitoring on, as far as its anomalies of the step show it."""
-    return any(
-        not a.border and a.rank == anomaly.rank and a.kind in ("activation", "activation_in", "dgrad", "dgrad_in")
-        for a in anomalies
-    )
+    return any(not a.border and a.rank == anomaly.rank and a.kind in _OF_MODULE for a in anomalies)
 
 
 def _suspects(anomaly: Anomaly, anomalies: Iterable[Anomaly]) -> tuple[str, ...]:

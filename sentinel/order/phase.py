@@ -2,56 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import re
 
-
-class Phase(enum.IntEnum):
-    """When in a step an anomaly was made; the number is its place in the total order."""
-
-    PARAM = 0
-    """Weights as the step reads them."""
-    FORWARD = 1
-    LOSS = 2
-    METRIC = 3
-    """A scalar of unknown making: after the forward, before nothing."""
-    BACKWARD = 4
-    WGRAD_UNREDUCED = 5
-    WGRAD = 6
-    SCHEDULE = 7
-    """Learning rate and its like: only the optimizer reads them."""
-    NORM = 8
-    """Gradient norm, found_inf: after every rank's weight gradients."""
-    OPTIMIZER = 9
-    COMM = 10
-    """A collective: program order on its own rank only."""
-    FREE = 11
-    """Health and wall-clock figures: related to nothing inside the step."""
-
-
-_PHASE_OF_KIND = {
-    "param": Phase.PARAM,
-    "weight_spectrum": Phase.PARAM,
-    "activation_in": Phase.FORWARD,
-    "activation": Phase.FORWARD,
-    "residual": Phase.FORWARD,
-    "attention": Phase.FORWARD,
-    "router": Phase.FORWARD,
-    "saturation": Phase.FORWARD,
-    "channel": Phase.FORWARD,
-    "dgrad": Phase.BACKWARD,
-    "dgrad_in": Phase.BACKWARD,
-    "wgrad_unreduced": Phase.WGRAD_UNREDUCED,
-    "wgrad": Phase.WGRAD,
-    "exp_avg": Phase.OPTIMIZER,
-    "exp_avg_sq": Phase.OPTIMIZER,
-    "update": Phase.OPTIMIZER,
-    "update_ratio": Phase.OPTIMIZER,
-    "grad_momentum_alignment": Phase.OPTIMIZER,
-    "comm": Phase.COMM,
-    "health": Phase.FREE,
-}
+from sentinel.kinds import ROW_OF, Ordering, Phase, measured_kind
 
 _EDGE, _END = r"(?:^|[._/: -])", r"(?:[._/: (-]|$)"
 _EVALUATION = re.compile(rf"{_EDGE}(eval|evaluation|val|valid|validation|test){_END}", re.IGNORECASE)
@@ -111,14 +65,12 @@ def scalar_phase(name: str) -> Phase:
 
 def phase_of(kind: str, name: str) -> Phase:
     """Return the phase of a step in which a tensor of this kind, or a scalar of this name, was made."""
-    if kind == "scalar":
+    row = ROW_OF.get(measured_kind(kind, name))
+    if row is None:
+        return Phase.FREE  # Of a newer version, or of a quantity that names no tensor: nothing is known to come after it.
+    if row.ordering is Ordering.NAME:
         return scalar_phase(name)
-    return _PHASE_OF_KIND.get(measured_kind(kind, name), Phase.FREE)
-
-
-def measured_kind(kind: str, name: str) -> str:
-    """Return the kind of the tensor that a row is about: `dgrad` for the precision row `fc1:dgrad.fp16_overflow`."""
-    return name.rpartition(":")[2].partition(".")[0] if kind == "precision" else kind
+    return Phase.FREE if row.phase is None else row.phase
 
 
 def tensor_name(name: str) -> str:

@@ -10,15 +10,8 @@ import enum
 from typing import NamedTuple
 
 from sentinel.anomaly import Anomaly
-from sentinel.order.phase import Phase, measured_kind, phase_of, tensor_name
-
-_SLOT = {
-    "activation_in": 0, "attention": 1, "router": 1, "activation": 2, "residual": 2, "saturation": 2, "channel": 2,
-    "dgrad": 0, "dgrad_in": 2,
-    "exp_avg": 0, "exp_avg_sq": 0, "update": 1, "update_ratio": 2, "grad_momentum_alignment": 2,
-}  # fmt: skip
-"""Order of the slots of one module: in forward the input is there before the output, in backward the other way; what a
-probe says of an output stands where the output does. Of one parameter: the optimizer's state, then what it adds."""
+from sentinel.kinds import ROW_OF, Phase, measured_kind
+from sentinel.order.phase import phase_of, tensor_name
 
 _NAMED_BY_TENSOR = frozenset({Phase.WGRAD_UNREDUCED, Phase.WGRAD, Phase.OPTIMIZER})
 """Phases in which anomalies are related by the parameter that they are about."""
@@ -97,6 +90,7 @@ def position(anomaly: Anomaly) -> Position:
         site = SiteOrder.LOCAL
     else:
         site = SiteOrder.COUPLED if anomaly.communicates else SiteOrder.RANKED
+    row = ROW_OF.get(measured_kind(anomaly.kind, anomaly.tag_name))
     return Position(
         anomaly.run,
         (anomaly.attempt, anomaly.step),
@@ -105,7 +99,7 @@ def position(anomaly: Anomaly) -> Position:
         _replica(anomaly),
         micro,
         site,
-        _SLOT.get(measured_kind(anomaly.kind, anomaly.tag_name), 0),
+        row.slot if row is not None else 0,
         anomaly.rank,
         anomaly.call_id,
         tensor_name(anomaly.tag_name) if phase in _NAMED_BY_TENSOR else anomaly.tag_name,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sentinel.ingest.merge import ClosedStep
-from sentinel.record import STREAM_KINDS, is_of_kind
+from sentinel.kinds import MODULE_KINDS, is_of_kind
 
 from .builds import LAYOUTS, REFERENCES, one
 from .layout import EVERYTHING, Build, differences, gradient_norm, heard, statistics, train
@@ -34,7 +34,7 @@ def of_the_model(found: dict[str, dict[str, float]]) -> dict[str, dict[str, floa
 def residual(view: ClosedStep) -> dict[str, dict[str, float]]:
     """Key -> statistics of what counts as `residual`."""
     stream = {one.key for one in view.tensors if is_of_kind(one.kind, one.border, ("residual",))}
-    found = {key: one for kind in STREAM_KINDS for key, one in statistics(view, kind).items()}
+    found = {key: one for kind in MODULE_KINDS for key, one in statistics(view, kind.label).items()}
     return {key: one for key, one in found.items() if key in stream}
 
 
@@ -68,11 +68,11 @@ def test_statistics_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     assert bool(views[0].layout.replicas) is (name in COPIES)
     for view, whole in zip(views, expected, strict=True):
         for kind in ("param", "wgrad", "exp_avg", "exp_avg_sq"):
-            wrong = differences(statistics(view, kind), statistics(whole, kind))
+            wrong = differences(statistics(view, kind.label), statistics(whole, kind))
             assert not wrong, "\n".join([f"{kind} of step {view.step}:", *wrong[:20], f"{len(wrong)} in all"])
         if name not in LOCAL_ACTIVATIONS:
             for kind in ("activation", "activation_in", "dgrad", "dgrad_in"):
-                wrong = differences(of_the_model(statistics(view, kind)), statistics(whole, kind))
+                wrong = differences(of_the_model(statistics(view, kind.label)), statistics(whole, kind))
                 assert not wrong, "\n".join([f"{kind} of step {view.step}", *wrong[:20], f"{len(wrong)} in all"])
         wrong = differences(residual(view), residual(whole))
         assert not wrong, "\n".join([f"residual stream of step {view.step}", *wrong[:20]])

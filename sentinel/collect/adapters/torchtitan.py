@@ -27,7 +27,8 @@ from sentinel.collect.environment import read_environment
 from sentinel.collect.monitor import Monitor
 from sentinel.collect.parallel.placements import local_of
 from sentinel.collect.unmeasured import Unmeasured
-from sentinel.monitor_config import MODULE_KINDS, ConfigSource, MonitorConfig, read_source
+from sentinel.kinds import MODULE_KINDS
+from sentinel.monitor_config import ConfigSource, MonitorConfig, read_source
 from sentinel.place import Place
 
 STATE = "sentinel"

@@ -11,8 +11,8 @@ from sentinel.collect.hooks.sightings import Sighting
 from sentinel.collect.parallel.placements import is_dtensor, part_of, placements_of
 from sentinel.collect.rows.recording import Recording
 from sentinel.collect.rows.tensor_table import TensorEntry, TensorTable
-from sentinel.collect.schedule.plan import CARRIERS, Plan
-from sentinel.monitor_config import MODULE_KINDS
+from sentinel.collect.schedule.plan import Plan
+from sentinel.kinds import CARRIERS, MODULE_KINDS
 from sentinel.place import Place
 from sentinel.record import Flag, Kind
 

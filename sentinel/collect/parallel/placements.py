@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from sentinel.collect.parallel.topology import AXIS_OF
+from sentinel.kinds import BACKWARD_KINDS, FORWARD_KINDS
 from sentinel.place import Place
-from sentinel.record import BACKWARD_KINDS, FORWARD_KINDS, Kind
+from sentinel.record import Kind
 
 PLACEMENTS = ("replicate", "shard", "owned", "partial", "unknown")
 """Words for one axis. Shards merge, replicas are compared, an owned tensor is held by one rank of the axis alone; of

@@ -16,7 +16,8 @@ from sentinel.collect.rows.recording import Onlooker
 from sentinel.collect.rows.tensor_table import TensorEntry
 from sentinel.collect.schedule.plan import Dump, Request
 from sentinel.dump import DumpHead, Piece, key_of
-from sentinel.record import BACKWARD_KINDS, FORWARD_KINDS, Kind
+from sentinel.kinds import BACKWARD_KINDS, FORWARD_KINDS
+from sentinel.record import Kind
 
 CLOSE_S = 5.0
 """Most seconds that a trainer waits, when it ends, for dumps on their way to the disk."""

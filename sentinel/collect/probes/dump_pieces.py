@@ -12,8 +12,9 @@ import torch
 from sentinel.collect.parallel.placements import is_dtensor
 from sentinel.collect.rows.tensor_table import TensorEntry
 from sentinel.dump import Piece
+from sentinel.kinds import BACKWARD_KINDS, FORWARD_KINDS
 from sentinel.place import Place
-from sentinel.record import BACKWARD_KINDS, FORWARD_KINDS, Kind
+from sentinel.record import Kind
 
 _STRETCH = re.compile(r"(\d+):(\d+)")
 _CUT = re.compile(r"[^=,]+=(\d+)")

@@ -12,9 +12,9 @@ from sentinel.collect.hooks.loss_scale import carried
 from sentinel.collect.parallel.placements import local_of
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.pieces import ROOM, side_by_side
-from sentinel.collect.rows.buffer import DGRAD_KINDS, GRADIENT_KINDS, scaled_kinds
+from sentinel.collect.rows.buffer import DGRAD_KINDS, UNDIVIDED_KINDS, scaled_kinds
 from sentinel.collect.rows.tensor_table import TensorEntry
-from sentinel.monitor_config import MEASURED
+from sentinel.kinds import MEASURED_KINDS
 from sentinel.record import Kind
 
 LEAST, MOST, END = -64, 16, 128
@@ -42,7 +42,9 @@ class Histogram:
 
     def _is_wanted(self) -> bool:
         plan = self._context.plan
-        self._kinds = frozenset(int(kind) for kind in MEASURED if plan.schedule_of(kind).histogram and plan.wants(kind))
+        self._kinds = frozenset(
+            int(kind) for kind in MEASURED_KINDS if plan.schedule_of(kind).histogram and plan.wants(kind)
+        )
         return bool(self._kinds)
 
     def look(self, entry: TensorEntry, tensor: torch.Tensor, micro_step: int) -> None:
@@ -68,7 +70,7 @@ class Histogram:
         if not isinstance(rows.grad_scale, torch.Tensor) and rows.grad_scale != 1.0:  # DeepSpeed's.
             return rows.grad_scale if kind in scaled_kinds(rows.wgrads_are_scaled) else 1.0
         own = getattr(self._context.parameters.holding, "loss_scale", None)  # Megatron's, which reads them unscaled.
-        return own if own is not None and kind in GRADIENT_KINDS else 1.0
+        return own if own is not None and kind in UNDIVIDED_KINDS else 1.0
 
     def _fold(self) -> None:
         self._context.recording.vectors.add_up(STATISTIC, keeps_micro_steps=self._context.plan.per_micro_step)

@@ -9,6 +9,7 @@ from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.derived import DerivedEntries
 from sentinel.collect.probes.prepared_rows import observe_some, share_words, write_rows
 from sentinel.collect.rows.tensor_table import TensorEntry
+from sentinel.kinds import ELEMENT_KINDS
 from sentinel.record import Kind
 
 LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "fp16": 65504.0, "bf16": 3.3895313892515355e38}
@@ -19,12 +20,6 @@ SMALLEST = {"fp8_e4m3": 2.0**-9, "fp8_e5m2": 2.0**-16, "fp16": 2.0**-24, "bf16":
 QUANTITIES = (
     *(f"{name}_underflow" for name in SMALLEST), *(f"{name}_overflow" for name in LARGEST), "dynamic_range",
 )  # fmt: skip
-
-LOOKED_AT = frozenset({
-    Kind.PARAM, Kind.WGRAD_UNREDUCED, Kind.WGRAD, Kind.ACTIVATION_IN, Kind.ACTIVATION, Kind.DGRAD, Kind.DGRAD_IN,
-    Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.UPDATE,
-})  # fmt: skip
-"""Kinds whose rows are a tensor's elements; those of other probes are derived quantities."""
 
 CHUNK = 1 << 20
 """Elements looked at in one go: 4 MiB of fp32."""
@@ -41,7 +36,7 @@ class Precision:
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
         self._derived = DerivedEntries(context, Kind.PRECISION, "precision")
-        self._quantities = {kind: tuple(f"{kind.label}.{one}" for one in QUANTITIES) for kind in LOOKED_AT}
+        self._quantities = {kind: tuple(f"{kind.label}.{one}" for one in QUANTITIES) for kind in ELEMENT_KINDS}
         self._num_rows = 0
         context.look_while("precision", lambda: context.plan.wants(Kind.PRECISION), self.look)
         context.events.ending.subscribe("precision", self._end)
@@ -49,7 +44,7 @@ class Precision:
     def look(self, entry: TensorEntry, tensor: torch.Tensor, micro_step: int) -> None:
         """Count what each format would lose of a tensor. Does not wait for an accelerator."""
         kind = Kind(entry.kind)
-        if kind not in LOOKED_AT or not tensor.is_floating_point():
+        if kind not in ELEMENT_KINDS or not tensor.is_floating_point():
             return
         entries = self._derived.due(entry, self._quantities[kind], tensor, entry.shape)
         if not entries:

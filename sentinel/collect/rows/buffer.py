@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from sentinel import native
+from sentinel.kinds import BACKWARD_KINDS, GRADIENT_KINDS
 from sentinel.record import NONE_ID, ROW_DTYPE, STATS_DTYPE, STATS_OFFSET, Flag, Kind
 
 WORDS = STATS_DTYPE.itemsize // 8
@@ -34,10 +35,10 @@ SLOT_BYTES = 8 * SLOT_WORDS
 EPOCH, SEAL = WORDS, WORDS + 1
 SEAL_FACTOR = 0x9E3779B97F4A7C15
 
-DGRAD_KINDS = [int(Kind.DGRAD), int(Kind.DGRAD_IN)]
-GRADIENT_KINDS = [*DGRAD_KINDS, int(Kind.WGRAD_UNREDUCED)]
+DGRAD_KINDS = [int(kind) for kind in BACKWARD_KINDS]
+UNDIVIDED_KINDS = [*DGRAD_KINDS, int(Kind.WGRAD_UNREDUCED)]
 """Read while a backward runs: nobody has divided them by the scale of the loss yet."""
-SCALED_KINDS = [int(Kind.WGRAD), *GRADIENT_KINDS]
+SCALED_KINDS = [int(kind) for kind in GRADIENT_KINDS]
 
 _META = struct.Struct("<IBBHiIIIIIii")
 _EMPTY_ROW = np.zeros((), ROW_DTYPE)
@@ -443,7 +444,7 @@ def seals(words: np.ndarray) -> np.ndarray:
 
 def scaled_kinds(wgrads_are_scaled: bool) -> Sequence[int]:
     """Return the kinds whose rows carry the scale of the loss."""
-    return SCALED_KINDS if wgrads_are_scaled else GRADIENT_KINDS
+    return SCALED_KINDS if wgrads_are_scaled else UNDIVIDED_KINDS
 
 
 def divide_gradients(rows: np.ndarray, scale: float, kinds: Sequence[int]) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from sentinel.kinds import PARAMETER_KINDS
 from sentinel.messages import TensorInfo
 from sentinel.record import Flag, Kind
 
-SHAPED_KINDS = frozenset(
-    {Kind.PARAM, Kind.WGRAD_UNREDUCED, Kind.WGRAD, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.UPDATE, Kind.UPDATE_RATIO}
-)
+SHAPED_KINDS = frozenset(PARAMETER_KINDS) - {Kind.GRAD_MOMENTUM_ALIGNMENT, Kind.WEIGHT_SPECTRUM}
 """Kinds that have the shape of a weight, which is news when it changes. All others follow the batch: tokens of an expert,
 lengths of sequences. Their rows carry the number of elements; the table tells the shape that was seen first."""
 

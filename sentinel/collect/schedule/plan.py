@@ -10,16 +10,10 @@ import msgspec
 from sentinel import known_words
 from sentinel.collect.rows.tensor_table import TensorEntry
 from sentinel.errors import ConfigError
-from sentinel.monitor_config import MEASURED_LABELS, MODULE_KINDS, PARAMETER_KINDS, Measurement, ProbeSchedule
+from sentinel.kinds import CARRIERS, MODULE_KINDS, PARAMETER_KINDS
+from sentinel.monitor_config import MEASURED_LABELS, Measurement, ProbeSchedule
 from sentinel.record import Kind
 from sentinel.target import Target, means, nearest
-
-CARRIERS: dict[Kind, frozenset[Kind]] = {
-    Kind.SATURATION: frozenset({Kind.ACTIVATION}),
-    Kind.CHANNEL: frozenset({Kind.ACTIVATION}),
-    Kind.PRECISION: frozenset({Kind.ACTIVATION, Kind.DGRAD}),
-}
-"""Kinds that look at the tensors of others: those must pass by, whether or not they are measured themselves."""
 
 NOT_ADJUSTABLE = frozenset({Kind.RESIDUAL, Kind.COMM})
 """Kinds that are measured as their schedule says whatever they cost: rows of the black box, and calls whose two ends are

@@ -7,7 +7,7 @@ import re
 from sentinel.anomaly import TO_DO
 from sentinel.incidents.diagnosis.claim import QUIET_STEPS, Diagnosis, listed
 from sentinel.incidents.diagnosis.evidence import Evidence, NonFiniteOrigin, Sign
-from sentinel.order.phase import Phase
+from sentinel.kinds import Phase
 
 _ROUTER = re.compile(r"(^|\.)(gate|router)(\.|$)")
 """Weights of a router. A gated feed-forward's are called gate_proj."""

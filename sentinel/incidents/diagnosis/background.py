@@ -10,7 +10,8 @@ from sentinel.anomaly import Anomaly, Severity
 from sentinel.incidents.diagnosis.claim import CALM_STEPS, rose
 from sentinel.incidents.diagnosis.evidence import LearningRateJump
 from sentinel.incidents.diagnosis.step_facts import StepFacts
-from sentinel.order.phase import Phase, scalar_phase
+from sentinel.kinds import Phase
+from sentinel.order.phase import scalar_phase
 
 RECENT_LOSSES, MIN_LOSSES = 16, 8
 """Values of a loss that say what is usual when an incident opens (chosen)."""

@@ -23,7 +23,7 @@ from sentinel.incidents.diagnosis.claim import (
     times,
 )
 from sentinel.incidents.diagnosis.evidence import Evidence, Sign, StepEvidence
-from sentinel.order.phase import Phase
+from sentinel.kinds import Phase
 
 
 def by_data(case: Evidence, signs: list[Sign], notes: list[StepEvidence]) -> Diagnosis | None:

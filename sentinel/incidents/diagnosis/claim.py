@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from sentinel.incidents.diagnosis.evidence import Evidence, Sign
+from sentinel.kinds import STATE_KINDS, labels
 
 LASTING_STEPS = 3
 """Steps in a row that are no batch any more: the next two batches would have to be bad too."""
@@ -30,7 +31,7 @@ PULSE_STEPS = 32
 """Steps that bad data may last (chosen): what comes and goes at once is a stretch of it."""
 GONE = 0.25
 """Share of its height below which a jump is gone at once, rather than fading (chosen)."""
-AVERAGES = frozenset({"exp_avg", "exp_avg_sq"})
+AVERAGES = labels(STATE_KINDS)
 LOST = 0.3
 """Share of what it was below which a running mean was lost rather than fell (chosen): with b1 = 0.9 it keeps nine tenths."""
 SILENT = 3

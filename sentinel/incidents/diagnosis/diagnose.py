@@ -59,7 +59,7 @@ from sentinel.incidents.diagnosis.evidence import Evidence
 from sentinel.incidents.diagnosis.finite import finite
 from sentinel.incidents.diagnosis.nonfinite import nonfinite
 from sentinel.incidents.diagnosis.step_facts import Divergence
-from sentinel.order.phase import Phase
+from sentinel.kinds import Phase
 
 
 def diagnose(case: Evidence) -> Diagnosis:

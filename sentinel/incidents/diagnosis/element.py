@@ -29,7 +29,7 @@ from sentinel.incidents.diagnosis.claim import (
 )
 from sentinel.incidents.diagnosis.evidence import FLOW, Evidence, Sign
 from sentinel.incidents.diagnosis.step_facts import OddWeight, Outlier
-from sentinel.order.phase import Phase
+from sentinel.kinds import Phase
 
 FAR = 10.0
 """Size of one element that is nearly all of a weight from which it is worth a word (chosen): weights are below 1."""

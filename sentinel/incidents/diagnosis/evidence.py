@@ -17,9 +17,10 @@ from sentinel.incidents.diagnosis.step_facts import (
     StepFacts,
     Upstream,
 )
+from sentinel.kinds import COPIED_KINDS, Phase, labels
 from sentinel.order.causal import is_nonfinite
 from sentinel.order.origin import Origin
-from sentinel.order.phase import Phase, phase_of
+from sentinel.order.phase import phase_of
 
 MAX_SIGNS = 256
 """Series of an incident that a verdict looks at, the earliest (chosen)."""
@@ -35,7 +36,7 @@ MAX_SAMPLES = 4096
 FLOW = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.WGRAD_UNREDUCED, Phase.WGRAD, Phase.NORM})
 """Phases that a batch shows in, and is gone from in the next step; weights and optimizer state remember."""
 
-_SHARED_KINDS = frozenset({"param", "wgrad", "exp_avg", "exp_avg_sq"})
+_COPIED = labels(COPIED_KINDS)
 """All data-parallel ranks hold the same of these: a rank's own says nothing of its data."""
 
 
@@ -270,7 +271,7 @@ class Evidence(msgspec.Struct, kw_only=True):
         sign.last_step, sign.last_index, sign.num_steps = step, self.num_seen, sign.num_steps + 1
 
     def _lanes_of(self, a: Anomaly) -> tuple[int, ...]:
-        if a.dp_size <= 1 or a.kind in _SHARED_KINDS:
+        if a.dp_size <= 1 or a.kind in _COPIED:
             return ()
         if a.detector == "RankSkew" and len(set(self.lane_of.values())) == 2 and a.kind == "scalar":
             return ()  # Of two, each is as far from the other.
@@ -325,7 +326,7 @@ class Evidence(msgspec.Struct, kw_only=True):
             self.num_origins += 1
             if len(self.origins) >= MAX_ORIGINS:
                 continue
-            is_lane = born.rank is not None and a.dp_size > 1 and a.kind not in _SHARED_KINDS
+            is_lane = born.rank is not None and a.dp_size > 1 and a.kind not in _COPIED
             self.origins.append(
                 NonFiniteOrigin(
                     step=step, phase=phase_of(a.kind, a.tag_name), kind=a.kind, name=born.name,

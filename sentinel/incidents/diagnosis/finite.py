@@ -33,7 +33,7 @@ from sentinel.incidents.diagnosis.claim import (
 )
 from sentinel.incidents.diagnosis.element import by_output, by_weight
 from sentinel.incidents.diagnosis.evidence import Evidence, Sign, StepEvidence
-from sentinel.order.phase import Phase
+from sentinel.kinds import Phase
 
 
 def finite(case: Evidence, acquitted: str) -> Diagnosis:

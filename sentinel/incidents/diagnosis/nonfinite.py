@@ -22,7 +22,7 @@ from sentinel.incidents.diagnosis.claim import (
 from sentinel.incidents.diagnosis.element import by_weight
 from sentinel.incidents.diagnosis.evidence import Evidence, NonFiniteOrigin
 from sentinel.incidents.diagnosis.program import by_function, by_update, functions_words
-from sentinel.order.phase import Phase
+from sentinel.kinds import Phase
 
 _LOSS = re.compile(r"loss|criterion", re.IGNORECASE)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from sentinel.incidents.diagnosis.claim import Diagnosis, is_narrow, listed, plural
 from sentinel.incidents.diagnosis.evidence import Evidence, NonFiniteOrigin
 from sentinel.incidents.diagnosis.step_facts import Maker, TensorReading
-from sentinel.order.phase import Phase
+from sentinel.kinds import Phase
 
 COMMON = frozenset({"div", "softmax", "mean", "std", "var", "exp", "exp2", "expm1", "sinh", "cosh"})
 """Functions that good models are full of."""

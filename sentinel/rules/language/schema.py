@@ -12,7 +12,8 @@ import msgspec
 
 from sentinel.aggregate import Aggregate
 from sentinel.anomaly import Severity
-from sentinel.record import KIND_LABELS, STATISTICS
+from sentinel.kinds import WATCHED_KINDS
+from sentinel.record import STATISTICS
 from sentinel.reference import Reference
 
 ACTIONS: tuple[str, ...] = ("notify", "escalate", "dump", "webhook")
@@ -22,7 +23,7 @@ VALUE = "value"
 """The statistic of a scalar: the number itself."""
 
 RULE_STATISTICS: tuple[str, ...] = (*STATISTICS, VALUE)
-RULE_KINDS: tuple[str, ...] = tuple(kind for kind in KIND_LABELS if kind != "health")
+RULE_KINDS: tuple[str, ...] = tuple(kind.label for kind in WATCHED_KINDS)
 
 
 class Match(msgspec.Struct, frozen=True, kw_only=True):

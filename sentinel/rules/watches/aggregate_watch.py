@@ -17,7 +17,8 @@ from sentinel.detect import Scores, SeriesDetector
 from sentinel.moments import Moments, raw_statistic
 from sentinel.rules.language.schema import Rule
 from sentinel.rules.watches import wording
-from sentinel.rules.watches.facts import GRADIENT_KINDS, onset, skip_note, value_text
+from sentinel.rules.watches.facts import onset, skip_note, value_text
+from sentinel.rules.watches.gradients import GRADIENTS
 from sentinel.rules.watches.watch import BACKGROUND_RATE, LASTING_STEPS, AnomalousPoints, SeriesWatch
 
 if TYPE_CHECKING:
@@ -249,7 +250,7 @@ class _GroupPoints(AnomalousPoints):
             text = f"{wording.subject(group.kind, named, watch.statistic)} is {value_text(value)}{skip_note(view)}"
         # It stands where the last of its members was made, so that each of them may be its cause.
         places = [(one.depth, int(view.site_pos[one.index]), one.index) for one in members]
-        last = view.tensors[(min(places) if group.kind in GRADIENT_KINDS else max(places))[2]]
+        last = view.tensors[(min(places) if group.kind in GRADIENTS else max(places))[2]]
         ranks = tuple(sorted({rank for one in members for rank in one.ranks}))
         names = sorted(one.name for one in members)
         anomaly = onset(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
+from sentinel.kinds import BACKWARD_KINDS, SHARED_KINDS, labels
 from sentinel.moments import Moments
 from sentinel.native import merge_rows
 from sentinel.place import Place
@@ -18,9 +19,8 @@ from sentinel.rules.language.schema import Rule
 if TYPE_CHECKING:
     from sentinel.step_view import LogicalTensor, StepView
 
-FORWARD_KINDS = frozenset({"activation_in", "activation", "residual", "attention"})
-GRADIENT_KINDS = frozenset({"wgrad", "wgrad_unreduced", "dgrad", "dgrad_in"})
-SHARED_KINDS = frozenset({"param", "wgrad", "exp_avg", "exp_avg_sq", "update", "update_ratio"})
+_BACKWARD = labels(BACKWARD_KINDS)
+_SHARED = labels(SHARED_KINDS)
 """All data-parallel ranks hold the same of these: no rank's own part moves alone."""
 MOVED = 0.5
 """Share of the whole's excursion, in logarithms, from which a rank's own part moved too (chosen)."""
@@ -47,7 +47,7 @@ def _consumers(view: StepView, tensor: LogicalTensor, rank: int | None) -> tuple
     The table of tensors tells who reads what as a rule. A module that at times works on a copy of its input is not the one
     whose backward made this gradient when the gradient of its copy is clean.
     """
-    if rank is None or tensor.kind not in ("dgrad", "dgrad_in") or not tensor.consumers:
+    if rank is None or tensor.kind not in _BACKWARD or not tensor.consumers:
         return tensor.consumers
     left = tuple(name for name in tensor.consumers if (rank, name) not in view.clean_inputs)
     # Of an input gradient its own module is left to be suspected; of an output's nobody would be.
@@ -198,7 +198,7 @@ def moved_holders(
 
     rows: [n] places of the tensor's rows in the step.
     """
-    if tensor.kind in SHARED_KINDS or tensor.place or len(rows) < 2 or any_place(view).dp_size <= 1:
+    if tensor.kind in _SHARED or tensor.place or len(rows) < 2 or any_place(view).dp_size <= 1:
         return ()
     ranks, number = np.unique(view.row_rank[rows], return_inverse=True)
     if len(ranks) < 2:

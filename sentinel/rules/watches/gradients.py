@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from sentinel.kinds import GRADIENT_KINDS, labels
+
 if TYPE_CHECKING:
     from sentinel.step_view import StepView
 
-GRADIENTS = frozenset({"wgrad", "wgrad_unreduced", "dgrad", "dgrad_in"})
+GRADIENTS = labels(GRADIENT_KINDS)
 FAR = 2.0
 """Score from which gradients that rise together in one step are no ordinary batch (chosen: text in batches of a few
 sequences, recurrent and transformer, stayed below it in 15 of 16 healthy runs; every tensor of a step reads the same

@@ -9,16 +9,21 @@ import numpy as np
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.detect import SeriesDetector
+from sentinel.kinds import ELEMENT_KINDS, FORWARD_KINDS, labels
 from sentinel.moments import raw_statistic
 from sentinel.record import NONE_ID
 from sentinel.rules.language.schema import Rule
 from sentinel.rules.watches import wording
-from sentinel.rules.watches.facts import FORWARD_KINDS, GRADIENT_KINDS, is_loss_scaling, tensor_anomaly
+from sentinel.rules.watches.facts import is_loss_scaling, tensor_anomaly
+from sentinel.rules.watches.gradients import GRADIENTS
 from sentinel.rules.watches.series_index import Selection
 from sentinel.rules.watches.watch import AGREEING_TENSORS, LASTING_STEPS, Watch, WatchPlan
 
 if TYPE_CHECKING:
     from sentinel.step_view import StepView
+
+_MASKED = (labels(ELEMENT_KINDS) & labels(FORWARD_KINDS)) | {"attention"}
+"""Kinds that may hold minus infinity by design: scores before a softmax, and what passes modules on the way to it."""
 
 
 class RowWatch(Watch):
@@ -128,9 +133,9 @@ class RowWatch(Watch):
             total = int(row["count"]) + num_nan + num_inf
             text = wording.nonfinite(tensor.kind, tensor.name, num_nan, num_inf, total, rank, micro_step, view.is_skipped)
             # Collectives carry the gradients; a forward that is bad says so itself.
-            if (tensor.kind in GRADIENT_KINDS or tensor.kind == "comm") and is_loss_scaling(view):
+            if (tensor.kind in GRADIENTS or tensor.kind == "comm") and is_loss_scaling(view):
                 severity = min(severity, Severity.WARNING, key=lambda s: s.level)
-            if tensor.kind in FORWARD_KINDS and not num_nan and not int(row["num_pos_inf"]):
+            if tensor.kind in _MASKED and not num_nan and not int(row["num_pos_inf"]):
                 # Attention scores before a softmax are masked with -inf by design; a -inf that does harm turns into a NaN.
                 severity = Severity.INFO
         else:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sentinel.anomaly import Anomaly, Severity
-from sentinel.rules.watches.facts import GRADIENT_KINDS, is_loss_scaling, loss_scale_of
+from sentinel.rules.watches.facts import is_loss_scaling, loss_scale_of
+from sentinel.rules.watches.gradients import GRADIENTS
 
 if TYPE_CHECKING:
     from sentinel.step_view import StepView
@@ -20,7 +21,7 @@ RAISED_STEPS = 200
 """Steps after the scale was raised in which an overflow is the raise's doing (chosen): a tenth of GradScaler's interval."""
 MAX_SKIPS = 2
 """Skipped steps in a row that a raise may cost (chosen): it doubles the scale, and a skip halves it."""
-_BROUGHT = GRADIENT_KINDS | {"comm"}
+_BROUGHT = GRADIENTS | {"comm"}
 _OF_GRADIENTS = re.compile(r"grad(ient)?s?[._ -]?norm|total_norm|gnorm", re.IGNORECASE)
 
 

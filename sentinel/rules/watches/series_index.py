@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from sentinel.record import is_of_kind
+from sentinel.kinds import is_of_kind
 from sentinel.rules.language.schema import Match
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import numpy as np
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.detect import GroupDetector, Scores
 from sentinel.detect.group import StepPoints
+from sentinel.kinds import is_of_kind
 from sentinel.place import Place
-from sentinel.record import is_of_kind
 from sentinel.rules.language.schema import VALUE, Rule
 from sentinel.rules.watches import wording
 from sentinel.rules.watches.facts import finite, tensor_anomaly

@@ -11,7 +11,7 @@ import numpy as np
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.record import Kind
-from sentinel.rules.watches.facts import GRADIENT_KINDS
+from sentinel.rules.watches.gradients import GRADIENTS
 
 if TYPE_CHECKING:
     from sentinel.step_view import StepView
@@ -34,7 +34,7 @@ def _explained(view: StepView, one: Anomaly) -> str:
         return ""
     if one.detector == "HiddenNan" and _has_finite_gradients(view):
         return "; all gradients measured in this step were finite"
-    if one.detector == "DeadTensor" and one.kind in GRADIENT_KINDS and _is_loss_zero(view):
+    if one.detector == "DeadTensor" and one.kind in GRADIENTS and _is_loss_zero(view):
         return "; the loss of this step is exactly 0"
     return ""
 

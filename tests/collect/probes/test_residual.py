@@ -10,8 +10,8 @@ from torch import nn
 import sentinel
 from sentinel.exports.megatron_stats import places_of
 from sentinel.exports.series import MergedStep, Picker, SeriesQuery
-from sentinel.order.phase import Phase, phase_of
-from sentinel.record import is_of_kind
+from sentinel.kinds import Phase, is_of_kind
+from sentinel.order.phase import phase_of
 
 from ...ingest.daemon import Ears
 from ..conftest import TinyModel, loss_of
