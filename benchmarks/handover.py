@@ -22,11 +22,11 @@ from pathlib import Path
 
 import numpy as np
 
+from sentinel.collect.writing.handover import Handover
+from sentinel.collect.writing.step_batch import StepBatch
 from sentinel.messages import EndStep, Heartbeat
 from sentinel.record import NONE_ID, ROW_DTYPE, Kind
 from sentinel.wire import spool
-from sentinel.wire.handover import Handover
-from sentinel.wire.step_batch import StepBatch
 
 POOL = 6
 COMPUTE_S = 0.010

@@ -25,7 +25,7 @@ STAGES = {
 MAY_IMPORT: dict[str, set[str]] = {
     "nouns": {"native"},  # moments are folded by the extension, which imports nothing of ours
     "native": set(),
-    "wire": {"native"},  # the writer thread folds micro-steps
+    "wire": {"native"},  # checksums
     "collect": {"wire", "native"},
     "ingest": {"wire", "native"},
     "logs": {"ingest"},

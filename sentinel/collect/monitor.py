@@ -48,6 +48,7 @@ from sentinel.collect.schedule.pacing import Pacing
 from sentinel.collect.schedule.plan import Plan
 from sentinel.collect.step import Boundary
 from sentinel.collect.understanding import Understanding
+from sentinel.collect.writing.handover import Handover
 from sentinel.command import ANY_ATTEMPT
 from sentinel.kinds import MODULE_KINDS
 from sentinel.messages import Ack, Bye, Descriptor, Heartbeat
@@ -55,7 +56,6 @@ from sentinel.monitor_config import ConfigSource
 from sentinel.place import Place
 from sentinel.record import Flag, Kind
 from sentinel.version import VERSION
-from sentinel.wire.handover import Handover
 
 log = logging.getLogger("sentinel")
 

@@ -22,7 +22,6 @@ from sentinel.wire.spool import SpoolWriter, life_folder
 STEP_NS = 1_000_000
 """Steps stand so far apart in time, since nothing says when they were (chosen): only their order means anything."""
 _FORWARD_FILES = ("actv", "attention_hook", "moe_router_logit_hook", "linear_hook")
-_UNBOUNDED = 2**62
 
 
 class ImportedRank(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +64,7 @@ class LifeWriter:
         self._clock = _StepClock(who.began_ns)
         self._spool = SpoolWriter(
             life_folder(run_dir, who.rank, self._life), self._life, who.rank, run_id_of(who.run), who.attempt,
-            max_bytes=_UNBOUNDED, file_bytes=64 * 2**20, clock=self._clock,
+            clock=self._clock,
         )  # fmt: skip
         self._placements = {"dp": "unknown"} if who.place.world_size > 1 and not who.is_placed else {}
         self._tensors: dict[tuple[int, str, str], TensorInfo] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -32,7 +32,7 @@ from sentinel.wire.frame import (
     run_id_of,
     scan,
 )
-from sentinel.wire.spool import FILE_BYTES, SPOOL_BYTES, SpoolWriter, life_folder
+from sentinel.wire.spool import FILE_BYTES, ClosedFiles, SpoolWriter, life_folder
 from sentinel.wire.spool_files import file_name
 
 
@@ -74,7 +74,7 @@ class SyntheticRun:
         seed: int = 0,
         clock: FakeClock | None = None,
         ranks: Iterable[int] | None = None,
-        spool_bytes: int = SPOOL_BYTES,
+        cap: Callable[[Path, int], ClosedFiles] | None = None,
         file_bytes: int = FILE_BYTES,
         schedule: str = "",
         vpp: int = 1,
@@ -86,6 +86,8 @@ class SyntheticRun:
         black_box: borders are observed whatever `kinds` says.
         schedule: gpipe, 1f1b, loopedbfs, interleaved1f1b, zbv, dualpipev, ...: in what order ranks do their work, and, with
         vpp chunks on each, how deep in the model a chunk lies. Empty: a plain pipeline, one micro-step after the other.
+        cap: makes what keeps the spool of a rank below a cap, of its folder and the rank, as `SpoolCap` of the collector
+        does; None: spools grow without end.
         shuffle: number the tensors otherwise on each rank, and write the rows of a step in no order.
         """
         self.directory = Path(directory)
@@ -100,7 +102,7 @@ class SyntheticRun:
         self._per_micro_step = per_micro_step
         self._seed = seed
         self._shuffle = shuffle
-        self._spool_bytes, self._file_bytes = spool_bytes, file_bytes
+        self._cap, self._file_bytes = cap, file_bytes
         self._num_lives = 0
         self._model = SyntheticModel(
             pp=pp, dp=dp, tp=tp, layers=layers, d_model=d_model, micro_steps=micro_steps, kinds=kinds,
@@ -235,10 +237,10 @@ class SyntheticRun:
         self.clock.advance(0.001)
         text = f"{self._seed}/{self.run}/{rank}/{self._num_lives}"
         one.life = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        folder = life_folder(self.directory, rank, one.life)
         one.spool = SpoolWriter(
-            life_folder(self.directory, rank, one.life), one.life, rank, run_id_of(self.run),
-            NO_ATTEMPT if self.attempt is None else self.attempt,
-            max_bytes=self._spool_bytes, file_bytes=self._file_bytes, clock=self.clock,
+            folder, one.life, rank, run_id_of(self.run), NO_ATTEMPT if self.attempt is None else self.attempt,
+            file_bytes=self._file_bytes, closed_files=self._cap and self._cap(folder, rank), clock=self.clock,
         )  # fmt: skip
         one.is_dead, one.held = False, None
         one.spool.append(FrameType.DESCRIPTOR, encode_message(one.table.descriptor))

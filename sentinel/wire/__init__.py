@@ -1,5 +1,5 @@
-"""From a rank to the daemon: frames, the spool on disk, and the hand-over to the thread that writes it. Bytes only.
+"""From a rank to the daemon: frames, the spool on disk, the control folder, the pulse. Bytes only.
 
-In: whole steps of one rank. Out: files that any number of readers follow.
-Never: knows what a row means, beyond which are worth keeping when there is no room for all.
+In: the payloads of one rank, in order. Out: files that any number of readers follow, whole up to the last frame.
+Never: folds rows, reads a value of one, or decides what is left out.
 """

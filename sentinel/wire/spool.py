@@ -1,7 +1,7 @@
 """The spool of one life: append-only files in one folder, one writer, any number of readers.
 
 <run>/spool/r<rank:05d>-<life, 8 hex digits>/<index:06d>.spool      written here, cut at a size, bounded in total
-                                             <last>.<first>-<n>.spool   what is kept of files at the cap (`thinning`)
+                                             <last>.<first>-<n>.spool   what is kept of files at the cap
                                              ack                    written by the daemon: "<file index> <offset>\n"
 """
 
@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import logging
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -32,14 +32,8 @@ from sentinel.wire.frame import (
     encode_message,
 )
 from sentinel.wire.layouts import Layouts
-from sentinel.wire.losses import Losses
 from sentinel.wire.spool_files import file_name
-from sentinel.wire.thinning import LEFT_OUT, SpoolFile, Thinned, next_to_thin, thin
 
-log = logging.getLogger("sentinel")
-
-SPOOL_BYTES = 4 * 2**30
-"""Most bytes of spool a life keeps, unless said otherwise."""
 FILE_BYTES = 64 * 2**20
 """Size at which a spool file is cut, unless said otherwise."""
 ROWS_BYTES = 4 * 2**20
@@ -79,6 +73,33 @@ def write_ack(folder: Path, file_index: int, offset: int) -> None:
     fresh.replace(path)
 
 
+class ClosedFiles(Protocol):
+    """The files of a spool that are written to the end: what may be taken away of them, and what is to be said of it.
+
+    Called by the writer of the spool, in its thread.
+    """
+
+    def add(self, index: int, num_bytes: int) -> None:
+        """Take in the whole file of this index, which is closed now."""
+        ...
+
+    def make_room(self, file_bytes: int) -> None:
+        """Have room for one more file of so many bytes below the cap, as far as there is anything that may go."""
+        ...
+
+    def drop_committed(self) -> bool:
+        """Delete the oldest file if the daemon has committed all of it; True when it did."""
+        ...
+
+    def news(self, step: int) -> Health | None:
+        """Return what is to be said in the spool of files that were rewritten, as of a step; None: nothing is."""
+        ...
+
+    def said(self) -> None:
+        """Take note that the news were written."""
+        ...
+
+
 class SpoolWriter:
     """Appends the frames of one life. Never raises for what the disk does: False, counted, said once it works again."""
 
@@ -90,39 +111,34 @@ class SpoolWriter:
         run_id: int,
         attempt: int | None = None,
         *,
-        max_bytes: int = SPOOL_BYTES,
         file_bytes: int = FILE_BYTES,
+        closed_files: ClosedFiles | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`directory` is the life's own folder (`life_folder`), made 0700 at the first append."""
+        """`directory` is the life's own folder (`life_folder`), made 0700 at the first append.
+
+        closed_files: keeps the spool below a cap; None: nothing is ever taken away.
+        """
         self.directory = Path(directory)
         self.life = life
         self.rank = rank
         self.run_id = run_id
         self.attempt = NO_ATTEMPT if attempt is None else attempt
-        self.max_bytes = max_bytes
-        self.file_bytes = max(1, min(file_bytes, max_bytes // 2))
+        self.file_bytes = max(1, file_bytes)
         self.num_failed_frames = 0
         """Frames that the disk did not take, since the beginning."""
         self.num_lost_rows = 0
         """Rows in those frames, since the beginning."""
-        self.cut = Losses()
-        """Steps that lost rows at the cap before the daemon had committed them, since the beginning."""
-        self.gone = Losses()
-        """Steps that were lost whole, likewise."""
         self._clock = clock or SystemClock()
         self._seq = 0
         self._fd = -1
         self._index = -1
         self._offset = 0
-        self._old: list[SpoolFile] = []
-        """Closed files, oldest first."""
+        self._closed = closed_files
         self._is_in_step = False
         """Rows were written behind the last end of a step."""
         self._layouts = Layouts()
         self._untold_failures = 0
-        self._untold_thinned = 0
-        self._logged_level = 0
         self._untold_unlinked = False
         self._last_error = ""
         self._step = NO_STEP
@@ -152,7 +168,8 @@ class SpoolWriter:
 
     @property
     def _has_untold(self) -> bool:
-        return bool(self._untold_failures or self._untold_thinned or self._untold_unlinked)
+        has_news = self._closed is not None and self._closed.news(self._step) is not None
+        return bool(self._untold_failures or self._untold_unlinked or has_news)
 
     def describe(self, descriptor: Descriptor) -> bool:
         """Put a descriptor in force for what comes, and append what it says otherwise than the last; False as `append`.
@@ -216,7 +233,8 @@ class SpoolWriter:
             except (OSError, WireError) as failure:
                 error = failure
                 # Our own committed files are the one thing here that may make room.
-                if not (isinstance(failure, OSError) and failure.errno == errno.ENOSPC and self._drop_committed()):
+                is_full = isinstance(failure, OSError) and failure.errno == errno.ENOSPC
+                if not (is_full and self._closed is not None and self._closed.drop_committed()):
                     break
         self._seq += 1
         self.num_failed_frames += 1
@@ -246,7 +264,8 @@ class SpoolWriter:
         if self._fd >= 0:
             return self._offset == 0
         make_directory(self.directory)
-        self._make_room()
+        if self._closed is not None:
+            self._closed.make_room(self.file_bytes)
         index = self._index + 1
         try:
             self._fd = create_file(self.directory / file_name(index), os.O_WRONLY | os.O_APPEND | os.O_EXCL)
@@ -296,7 +315,8 @@ class SpoolWriter:
 
     def _cut(self) -> None:
         if self._fd >= 0 and self._offset:
-            self._old.append(SpoolFile(first=self._index, last=self._index, num_bytes=self._offset))
+            if self._closed is not None:
+                self._closed.add(self._index, self._offset)
         elif self._fd >= 0:
             # Leave no gap in the numbers: a reader goes from one file to the next.
             with contextlib.suppress(OSError):
@@ -320,57 +340,6 @@ class SpoolWriter:
             self._close_file()
             self._untold_unlinked = True
 
-    def _make_room(self) -> None:
-        """Have room for one more file below the cap: what was committed goes first, then what is worth least."""
-        while self._old and sum(one.num_bytes for one in self._old) + self.file_bytes > self.max_bytes:
-            if not self._drop_committed() and not self._thin():
-                return
-
-    def _drop_committed(self) -> bool:
-        """Delete the oldest closed file if the daemon has committed all of it; True when it did."""
-        if not self._old or self._old[0].last >= read_ack(self.directory)[0]:
-            return False
-        self._delete(self._old.pop(0))
-        return True
-
-    def _thin(self) -> bool:
-        """Keep less of the oldest among the files of which most is kept; False: nothing more can be left out."""
-        found = next_to_thin(self._old, self.file_bytes)
-        if found is None:
-            return False
-        at, num_files = found
-        former = self._old[at : at + num_files]
-        try:
-            thinned = thin(self.directory, former)
-        except OSError as error:
-            self._last_error = str(error)
-            return False
-        self._old[at : at + num_files] = [thinned.file]
-        # The newest first: a reader that finds the oldest goes through what is whole before it comes to what is not.
-        for one in reversed(former):
-            self._delete(one)
-        self.cut.merge(thinned.cut)
-        self.gone.merge(thinned.gone)
-        self._untold_thinned += num_files
-        self._log_loss(thinned)
-        return True
-
-    def _log_loss(self, thinned: Thinned) -> None:
-        """Say in the trainer's own log, once for each level, what goes now: where there is no daemon nobody else says it."""
-        losses = thinned.cut or thinned.gone
-        if losses and thinned.file.level > self._logged_level:
-            self._logged_level = thinned.file.level
-            log.warning(
-                "sentinel: rank %d: the spool has reached spool.max_bytes (%d) and no daemon has judged it: %s go "
-                "from now on, those of steps %d to %d first; run `sentinel serve %s`, or raise spool.max_bytes",
-                self.rank, self.max_bytes, LEFT_OUT[thinned.file.level], losses.first_step, losses.last_step,
-                self.directory.parent.parent,
-            )  # fmt: skip
-
-    def _delete(self, one: SpoolFile) -> None:
-        with contextlib.suppress(OSError):
-            (self.directory / one.name).unlink()
-
     def _say_losses(self) -> None:
         """Now that the disk takes frames again, say what it did not take."""
         if self._untold_failures:
@@ -379,15 +348,10 @@ class SpoolWriter:
             if not self._say(Health(code="disk_full", message=text, count=count, step=self._step)):
                 return
             self._untold_failures = 0
-        if self._untold_thinned:
-            count = self._untold_thinned
-            text = (
-                f"rank {self.rank}: spool.max_bytes {self.max_bytes} is used up: {count} files were thinned before they "
-                f"were judged; is the daemon running?"
-            )
-            if not self._say(Health(code="spool_full", message=text, count=count, step=self._step)):
+        if self._closed is not None and (news := self._closed.news(self._step)) is not None:
+            if not self._say(news):
                 return
-            self._untold_thinned = 0
+            self._closed.said()
         if self._untold_unlinked:
             text = f"rank {self.rank}: somebody deleted the spool file that was being written; going on in a new one"
             self._untold_unlinked = not self._say(Health(code="spool_deleted", message=text, step=self._step))

@@ -11,7 +11,7 @@ import torch
 import sentinel
 from sentinel.collect.lifecycle.standstill import AFTER
 from sentinel.collect.monitor import Monitor
-from sentinel.wire.handover import Handover
+from sentinel.collect.writing.handover import Handover
 
 from .conftest import TinyModel
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 
 import pytest
 
 from sentinel.cli.status import run_status
+from sentinel.collect.retention.spool_cap import SpoolCap
 from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.serving import ServedRun
 from sentinel.judge.packs import RulePacks
@@ -33,7 +35,13 @@ def test_what_was_lost_is_said_after_a_restart_too_and_replays_to_the_same(
     tmp_path: Path, shape: dict[str, int], max_kib: int
 ) -> None:
     run = SyntheticRun(
-        tmp_path / "run", layers=2, d_model=16, elements=4, spool_bytes=max_kib * 1024, file_bytes=2**16, **shape
+        tmp_path / "run",
+        layers=2,
+        d_model=16,
+        elements=4,
+        cap=functools.partial(SpoolCap, max_bytes=max_kib * 1024),
+        file_bytes=2**16,
+        **shape,
     ).plant(Nan(step=30, module="layers.1"))
     run.write(500)
     run.end()

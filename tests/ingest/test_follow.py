@@ -55,7 +55,7 @@ def test_strange_folders_are_left_alone(run_dir: Path) -> None:
 
 
 def test_a_record_knows_its_descriptor_and_its_place(run_dir: Path) -> None:
-    run = SyntheticRun(run_dir, file_bytes=30_000, spool_bytes=10**9)
+    run = SyntheticRun(run_dir, file_bytes=30_000)
     run.write(5)
     records = drain(RunFollower(run_dir))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from sentinel.collect.retention.spool_cap import SpoolCap
 from sentinel.ingest.spool_room import SpoolRoom, fullest, room_of
 from sentinel.testing import SyntheticRun
 from sentinel.wire.frame import FrameType, encode_message
@@ -16,7 +18,14 @@ from sentinel.wire.spool import write_ack
 
 def capped(directory: Path, max_bytes: int, num_steps: int, **more: int) -> SyntheticRun:
     """Return a run whose rank tells its cap, as attach does."""
-    run = SyntheticRun(directory / "run", layers=2, elements=4, spool_bytes=max_bytes, file_bytes=2**16, **more)
+    run = SyntheticRun(
+        directory / "run",
+        layers=2,
+        elements=4,
+        cap=functools.partial(SpoolCap, max_bytes=max_bytes),
+        file_bytes=2**16,
+        **more,
+    )
     for rank in range(run.num_ranks):
         descriptor = msgspec.structs.replace(run.descriptor(rank), settings={"spool": {"max_bytes": max_bytes}})
         run._ranks[rank].spool.append(FrameType.DESCRIPTOR, encode_message(descriptor))  # type: ignore[union-attr]

@@ -3,17 +3,19 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sentinel.messages import EndStep, Health, Vectors
+from sentinel.collect.retention.spool_cap import SpoolCap
+from sentinel.messages import Health
 from sentinel.record import ROW_DTYPE
 from sentinel.testing import FakeClock
 from sentinel.wire import spool
-from sentinel.wire.frame import Frame, FrameType, decode_message, encode_message
+from sentinel.wire.frame import Frame, FrameType, decode_message
 from sentinel.wire.spool import SpoolWriter, read_ack, write_ack
 from sentinel.wire.spool_files import list_files
 from sentinel.wire.spool_reader import SpoolReader
@@ -21,7 +23,7 @@ from sentinel.wire.spool_reader import SpoolReader
 LIFE = bytes(range(16))
 
 
-def writer(folder: Path, **more: int) -> SpoolWriter:
+def writer(folder: Path, **more: Any) -> SpoolWriter:
     return SpoolWriter(folder, LIFE, 3, 42, 0, clock=FakeClock(), **more)
 
 
@@ -293,49 +295,14 @@ def test_a_folder_that_cannot_be_made_never_raises(tmp_path: Path) -> None:
     assert out.num_failed_frames == 1
 
 
-def test_past_its_cap_the_spool_keeps_less_of_the_oldest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    out = writer(tmp_path / "r", max_bytes=40_000, file_bytes=10_000)
-    for step in range(60):
-        assert out.append_rows(np.zeros(10, ROW_DTYPE), step=step) == 10
-        assert out.append(FrameType.VECTOR, encode_message(Vectors(items=())), step=step)
-        assert out.append(FrameType.END_STEP, encode_message(EndStep(step=step, num_rows=10, num_calls=10)), step=step)
-
-    size = sum(path.stat().st_size for path in (tmp_path / "r").glob("*.spool"))
-    assert size <= 40_000
-    reader = SpoolReader(tmp_path / "r")
-    frames = drain(reader)
-    assert reader.num_missing_files == 0
-    assert seqs(frames) == sorted(seqs(frames))
-    said = [decode_message(frame) for frame in frames]
-    ends = [one for one in said if isinstance(one, EndStep)]
-    assert [end.step for end in ends] == list(range(60))
-    assert all(end.num_rows + end.num_dropped_rows == 10 for end in ends)
-    assert sum(end.num_dropped_rows for end in ends) == out.cut.num_rows > 0
-    told = [one for one in said if isinstance(one, Health)]
-    assert told
-    assert all(one.code == "spool_full" for one in told)
-    [line] = caplog.messages
-    assert "finite rows" in line and "sentinel serve" in line
-
-
-def test_what_the_daemon_committed_goes_without_a_word(tmp_path: Path) -> None:
-    out = writer(tmp_path / "r", max_bytes=4000, file_bytes=1000)
-    for _ in range(60):
-        assert out.append(FrameType.VECTOR, b"x" * 100)
-        write_ack(tmp_path / "r", *out.position)
-
-    assert not out.cut and not out.gone
-    assert list_files(tmp_path / "r")[0] > 0
-    assert not [f for f in drain(SpoolReader(tmp_path / "r")) if f.header.type == FrameType.HEALTH]
-
-
 def test_a_full_disk_makes_room_from_what_was_committed(tmp_path: Path, disk: Disk) -> None:
-    out = writer(tmp_path / "r", file_bytes=400)
+    closed = SpoolCap(tmp_path / "r", 3)
+    out = writer(tmp_path / "r", file_bytes=400, closed_files=closed)
     for _ in range(6):
         out.append(FrameType.VECTOR, b"x" * 150)
     write_ack(tmp_path / "r", 2, 0)
     deleted: list[int] = []
-    drop = out._drop_committed
+    drop = closed.drop_committed
 
     def drop_and_free() -> bool:
         done = drop()
@@ -343,7 +310,7 @@ def test_a_full_disk_makes_room_from_what_was_committed(tmp_path: Path, disk: Di
         disk.room = None
         return done
 
-    out._drop_committed = drop_and_free  # type: ignore[method-assign]
+    closed.drop_committed = drop_and_free  # type: ignore[method-assign]
     disk.room = 0
 
     assert out.append(FrameType.VECTOR, b"y")

@@ -18,10 +18,10 @@ from sentinel.collect.lifecycle.standstill import Standstill
 from sentinel.collect.parallel.waiting import WaitClock
 from sentinel.collect.rows.recording import Recording
 from sentinel.collect.rows.scalars import Scalars, on_its_way, resolver
+from sentinel.collect.writing.handover import Handover
+from sentinel.collect.writing.step_batch import StepBatch
 from sentinel.messages import Bye, Descriptor, EndStep, Heartbeat
 from sentinel.record import ROW_DTYPE, Flag, Kind
-from sentinel.wire.handover import Handover
-from sentinel.wire.step_batch import StepBatch
 
 _NO_ROWS = np.empty(0, ROW_DTYPE)
 

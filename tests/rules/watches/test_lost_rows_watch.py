@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from sentinel.anomaly import Anomaly, Severity
+from sentinel.collect.retention.worth import is_precious
 from sentinel.decision import Decision
 from sentinel.ingest.merge import ClosedStep
 from sentinel.messages import EndStep, Health
@@ -15,7 +16,6 @@ from sentinel.rules.engine import Engine
 from sentinel.rules.language.loader import load_pack
 from sentinel.testing import SyntheticRun
 from sentinel.wire.frame import FrameType, encode_message
-from sentinel.wire.worth import is_precious
 
 from ...ingest.daemon import Ears
 

@@ -9,16 +9,17 @@ import msgspec
 import numpy as np
 import pytest
 
+from sentinel.collect.writing import step_queue
+from sentinel.collect.writing.handover import Handover
+from sentinel.collect.writing.step_batch import StepBatch
+from sentinel.collect.writing.step_queue import MAX_NOTES
 from sentinel.command import EnableMonitoring
 from sentinel.messages import Ack, Bye, EndStep, Health, Heartbeat
 from sentinel.record import ROW_DTYPE, Flag, Kind
 from sentinel.testing import FakeClock, SyntheticRun
-from sentinel.wire import handover as wire_handover
 from sentinel.wire import spool
 from sentinel.wire.frame import Frame, FrameType, Message, decode_message
-from sentinel.wire.handover import MAX_NOTES, Handover
 from sentinel.wire.spool_reader import SpoolReader
-from sentinel.wire.step_batch import StepBatch
 
 LIFE = bytes(range(16))
 
@@ -202,7 +203,7 @@ def test_a_buffer_is_given_back_while_its_step_waits(trainer: Trainer) -> None:
 
 
 def test_no_end_is_lost_however_many_steps_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire_handover, "MAX_STEPS", 50)
+    monkeypatch.setattr(step_queue, "MAX_STEPS", 50)
     trainer = Trainer(tmp_path)
     late(trainer, 60)
     trainer.handover.turn()

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from sentinel.wire.distil import MAX_LEVEL, distil
-from sentinel.wire.losses import Losses
+from sentinel.collect.retention.distil import MAX_LEVEL, distil
+from sentinel.collect.retention.losses import Losses
 from sentinel.wire.spool_files import KeptFile, file_name
 
 SMALL_BYTES = 2**20

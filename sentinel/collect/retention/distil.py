@@ -18,6 +18,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from sentinel.collect.retention.losses import Losses
+from sentinel.collect.retention.worth import is_nonfinite, is_precious
 from sentinel.messages import EndStep, Health, LayoutChange
 from sentinel.record import ROW_DTYPE
 from sentinel.wire.frame import (
@@ -31,8 +33,6 @@ from sentinel.wire.frame import (
     encode_message,
     scan,
 )
-from sentinel.wire.losses import Losses
-from sentinel.wire.worth import is_nonfinite, is_precious
 
 MAX_LEVEL = 4
 _LEAST_LEVEL: dict[int, int] = {FrameType.VECTOR: 1, FrameType.HEARTBEAT: 1, FrameType.ACK: 3, FrameType.HEALTH: 3}

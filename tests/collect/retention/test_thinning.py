@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from sentinel.collect.retention.spool_cap import SpoolCap
+from sentinel.collect.retention.worth import is_nonfinite
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.merge import ClosedStep
 from sentinel.ingest.steps import snapshot_positions
 from sentinel.testing import Nan, SyntheticRun
-from sentinel.wire.spool import SpoolWriter, write_ack
+from sentinel.wire.spool import write_ack
 from sentinel.wire.spool_files import KeptFile, covering, list_files, list_kept, next_place
-from sentinel.wire.worth import is_nonfinite
 
-from ..ingest.daemon import Ears
+from ...ingest.daemon import Ears
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +27,13 @@ BAD = "layers.1"
 
 def small(directory: Path, *, max_kib: int, file_kib: int = 64, **more: int) -> SyntheticRun:
     return SyntheticRun(
-        directory / "run", layers=2, d_model=16, elements=4, spool_bytes=max_kib * 1024, file_bytes=file_kib * 1024, **more
+        directory / "run",
+        layers=2,
+        d_model=16,
+        elements=4,
+        cap=functools.partial(SpoolCap, max_bytes=max_kib * 1024),
+        file_bytes=file_kib * 1024,
+        **more,
     )
 
 
@@ -163,15 +171,15 @@ def test_a_writer_killed_while_it_thins_loses_nothing_that_was_kept(
     run = small(tmp_path, max_kib=512).plant(Nan(step=10, module=BAD))
     calls = []
 
-    def dies(self: SpoolWriter, one: object) -> None:
+    def dies(self: SpoolCap, one: object) -> None:
         calls.append(one)
         if len(calls) <= num_unlinked:
             delete(self, one)
         else:
             raise KeyboardInterrupt
 
-    delete = SpoolWriter._delete
-    monkeypatch.setattr(SpoolWriter, "_delete", dies)
+    delete = SpoolCap._delete
+    monkeypatch.setattr(SpoolCap, "_delete", dies)
     with pytest.raises(KeyboardInterrupt):
         run.write(2000)
 

@@ -10,10 +10,10 @@ from typing import SupportsFloat
 import msgspec
 import numpy as np
 
+from sentinel.collect.retention.losses import Losses
+from sentinel.collect.retention.worth import is_precious
 from sentinel.messages import Descriptor, EndStep, Health, Vectors
 from sentinel.record import ROW_DTYPE
-from sentinel.wire.losses import Losses
-from sentinel.wire.worth import is_precious
 
 
 @dataclasses.dataclass(slots=True)
@@ -27,7 +27,7 @@ class StepBatch:
     end_step: EndStep | None = None
     """`num_rows` and what was dropped are filled in by the writer; None: the step goes on."""
     per_micro_step: bool = False
-    """Keep one row per micro-step instead of folding them."""
+    """Keep one row per micro-step instead of folding them; true as well once they are folded."""
     descriptor: Descriptor | None = None
     """Sent before the rows, when tensors, placements or chunks changed."""
     prepare: Callable[[], Mapping[str, float] | None] | None = None
@@ -75,13 +75,19 @@ class StepBatch:
         self.give_back()
         return True
 
-    def cut(self, fold: Callable[[np.ndarray, int], int]) -> bool:
+    def fold(self) -> None:
+        """Make one row of those of a tensor's micro-steps, in place, where that is wanted. Once the rows are complete."""
+        if not self.per_micro_step:
+            from sentinel.native import fold_rows  # the C library is loaded where it is first needed
+
+            self.num_rows, self.per_micro_step = int(fold_rows(self.rows, self.num_rows)), True
+
+    def cut(self) -> bool:
         """Keep only non-finite rows and those of borders, without vectors; False: some rows have not arrived yet."""
         if not self.detach():
             return False
-        if not self.per_micro_step:
-            # Folded as the writer would: what is cut is counted in the rows that would have been sent.
-            self.num_rows, self.per_micro_step = fold(self.rows, self.num_rows), True
+        # Folded as the writer would: what is cut is counted in the rows that would have been sent.
+        self.fold()
         rows = self.rows[: self.num_rows]
         kept = rows[is_precious(rows)]
         self.num_cut += len(rows) - len(kept)
