@@ -28,8 +28,9 @@ from attribution_faults import PLANTS, Plant, Said
 from attribution_held_out import HELD_OUT
 from attribution_programs import PROGRAMS
 
-from sentinel.anomaly import Incident, Severity
+from sentinel.anomaly import Severity
 from sentinel.decision import RankFacts, Tick
+from sentinel.incident import Incident
 from sentinel.ingest.merge import ClosedStep, ModelLayout
 from sentinel.judge.judge import Judge
 from sentinel.messages import Descriptor, TensorInfo

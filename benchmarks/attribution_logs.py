@@ -14,7 +14,8 @@ import datetime
 from collections import Counter
 from pathlib import Path
 
-from sentinel.anomaly import Incident, Severity
+from sentinel.anomaly import Severity
+from sentinel.incident import Incident
 from sentinel.judge.judge import Judge
 from sentinel.logs.reading import read_log
 from sentinel.logs.views import log_views

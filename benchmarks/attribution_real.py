@@ -20,7 +20,7 @@ from pathlib import Path
 
 from attribution import gravest
 
-from sentinel.anomaly import Incident
+from sentinel.incident import Incident
 from sentinel.judge.judge import Judge
 from sentinel.judge.recorded import recorded_views
 from sentinel.rules.language.loader import load_pack

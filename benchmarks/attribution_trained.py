@@ -21,7 +21,7 @@ from attribution import gravest
 from healthy_faults import LIBRARY
 from healthy_training import RECIPES, Training
 
-from sentinel.anomaly import Incident
+from sentinel.incident import Incident
 from sentinel.judge.judge import Judge
 from sentinel.judge.recorded import recorded_views
 from sentinel.rules.language.loader import load_pack

@@ -22,7 +22,8 @@ from healthy_faults import LIBRARY
 from healthy_training import RECIPES, Training
 
 import sentinel
-from sentinel.anomaly import Incident, Severity
+from sentinel.anomaly import Severity
+from sentinel.incident import Incident
 from sentinel.judge.judge import Judge
 from sentinel.judge.recorded import recorded_views
 from sentinel.rules.language.loader import load_pack

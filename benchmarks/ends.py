@@ -32,8 +32,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sentinel.anomaly import Anomaly, Incident, Severity
+from sentinel.anomaly import Anomaly, Severity
 from sentinel.cli.status import run_status
+from sentinel.incident import Incident
 from sentinel.report.alert import RouteConfig, change_of
 
 ROOT = Path(__file__).parents[1]

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from sentinel.anomaly import Anomaly, Incident, Severity
+from sentinel.anomaly import Anomaly, Severity
+from sentinel.incident import Incident
 from sentinel.ingest.merge import ClosedStep
 from sentinel.judge.judge import Judge
 from sentinel.judge.recorded import recorded_views

@@ -21,7 +21,8 @@ from healthy_programs import PROGRAMS
 from healthy_programs_later import PROGRAMS as LATER
 
 import sentinel
-from sentinel.anomaly import Anomaly, Incident, Severity
+from sentinel.anomaly import Anomaly, Severity
+from sentinel.incident import Incident
 from sentinel.judge.judge import Judge
 from sentinel.judge.recorded import recorded_views
 from sentinel.rules.language.loader import load_pack

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from sentinel.anomaly import Incident
+from sentinel.incident import Incident
 from sentinel.judge.replay import replay
 from sentinel.report.alert import RouteConfig, change_of
 from sentinel.rules.language.loader import load_pack

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sentinel.anomaly import IncidentAct
+from sentinel.incident import IncidentAct
 from sentinel.run_end import RankEnd, RunEnd
 
 

@@ -15,7 +15,7 @@ NOUNS = {
     "config_file", "document", "monitor_config", "target", "dump", "tensor_file", "structure_file", "reference",
     "bounds", "csv_text", "private_files", "process", "process_exits", "regular_expression", "run_end", "run_name",
     "decision", "step_view", "known_words", "msprobe_tag", "typed_document",
-    "file_keys", "kinds",
+    "file_keys", "kinds", "incident", "recorded_incidents", "anomaly_words",
 }  # fmt: skip
 STAGES = {
     "native", "collect", "wire", "ingest", "logs", "detect", "rules", "order", "incidents", "judge", "explain", "report",
@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rules": {"detect", "native"},
     "order": set(),
     "incidents": {"order"},
-    "explain": {"order", "incidents"},
+    "explain": {"order"},
     "report": set(),
     "exports": {"ingest", "store", "wire"},
     "control": {"wire"},

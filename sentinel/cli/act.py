@@ -11,13 +11,13 @@ from pathlib import Path
 import click
 import msgspec
 
-from sentinel.anomaly import CLOSED_STATES, Incident, IncidentAct
 from sentinel.cli.explain import run_with_incident
 from sentinel.cli.main import CLEAN, FOUND, say
 from sentinel.control.acts import ActRequest, leave_act
 from sentinel.errors import ConfigError
-from sentinel.incidents.revisions import find_incident, incident_revisions, newest_revisions
+from sentinel.incident import CLOSED_STATES, Incident, IncidentAct
 from sentinel.incidents.tracker import MAX_CLOSED
+from sentinel.recorded_incidents import find_incident, incident_revisions, newest_revisions
 
 WAIT_S = 3.0
 """Time that a daemon is given to take an act before we say that it waits (chosen: daemons look several times a second)."""

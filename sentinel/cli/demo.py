@@ -18,7 +18,7 @@ import click
 import msgspec
 
 import sentinel
-from sentinel.anomaly import Anomaly, Incident
+from sentinel.anomaly import Anomaly
 from sentinel.cli.companion import Companion
 from sentinel.cli.demo_plan import DemoOutcome, DemoPlan, judge
 from sentinel.cli.demo_progress import progress
@@ -27,6 +27,7 @@ from sentinel.cli.demo_story import Scene, story
 from sentinel.cli.main import CLEAN, FOUND
 from sentinel.cli.places import run_name, runs_directory
 from sentinel.errors import ConfigError
+from sentinel.incident import Incident
 
 NUM_RANKS = 4
 TRAINING_LIMIT_S = 600.0

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from sentinel.anomaly import Anomaly, Incident, Severity
+from sentinel.anomaly import Anomaly, Severity
+from sentinel.incident import Incident
 
 if TYPE_CHECKING:
     from sentinel.cli.demo_plan import DemoPlan

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from sentinel.anomaly import Anomaly, Incident, Severity
+from sentinel.anomaly import Anomaly, Severity, is_nonfinite
 from sentinel.cli.demo_falsehoods import falsehoods, is_of_time
-from sentinel.order.causal import is_nonfinite
+from sentinel.incident import Incident
 from sentinel.order.causes import leading_causes
 from sentinel.order.origin import Origin, origin
 

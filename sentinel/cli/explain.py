@@ -15,7 +15,7 @@ from sentinel.cli.places import find_run, runs_directory
 from sentinel.errors import MALFORMED, ConfigError, StoreError
 from sentinel.explain.drawing import WIDTH
 from sentinel.explain.story import SentAlert, Story, story_of, tell
-from sentinel.incidents.revisions import find_incident, incident_revisions, newest_revisions, worst_open
+from sentinel.recorded_incidents import find_incident, incident_revisions, newest_revisions, worst_open
 from sentinel.report.alert import Alert
 from sentinel.store.run_paths import RunPaths, runs_in
 

@@ -15,7 +15,7 @@ from typing import Any
 import click
 import msgspec
 
-from sentinel.anomaly import Incident, Severity
+from sentinel.anomaly import Severity
 from sentinel.cli.child import Child
 from sentinel.cli.code import allow_code_option
 from sentinel.cli.companion import Companion
@@ -25,6 +25,7 @@ from sentinel.cli.places import run_name, runs_directory
 from sentinel.cli.status import recorded_losses
 from sentinel.daemon.command_note import CommandNote, write_note
 from sentinel.errors import MALFORMED, ConfigError, SentinelError, StoreError
+from sentinel.incident import Incident
 from sentinel.ingest.run_losses import RunLosses
 from sentinel.private_files import make_directory, refuse_foreign, tighten
 from sentinel.run_name import folder_name

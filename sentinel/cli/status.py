@@ -11,12 +11,13 @@ from typing import Any
 import click
 import msgspec
 
-from sentinel.anomaly import Incident, Severity
+from sentinel.anomaly import Severity
 from sentinel.cli.course import Course, course_in, course_of, course_report, why_nothing
 from sentinel.cli.main import CLEAN, FOUND, say
 from sentinel.cli.places import find_run, runs_directory
 from sentinel.daemon.notes import Notes, note_lines
 from sentinel.errors import SentinelError
+from sentinel.incident import Incident
 from sentinel.ingest.run_losses import RunLosses
 from sentinel.ingest.spool_room import NOTICED_SHARE, fullest
 from sentinel.store.journal import Journal

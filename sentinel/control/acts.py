@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from sentinel.anomaly import IncidentAct
 from sentinel.errors import ConfigError
+from sentinel.incident import IncidentAct
 from sentinel.wire.control import why_foreign
 
 ACTS = ("ack", "resolve", "reopen")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sentinel.anomaly import Anomaly, Incident
+from sentinel.anomaly import Anomaly
+from sentinel.incident import Incident
 from sentinel.report.metrics import NormAggregate, RunMetrics
 
 if TYPE_CHECKING:

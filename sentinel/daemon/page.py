@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from sentinel.anomaly import IncidentAct
+from sentinel.incident import IncidentAct
 
 _STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:70rem;padding:0 1rem;color:#1c2024;background:#fcfcfd}

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from sentinel.anomaly import Anomaly, Incident
+from sentinel.anomaly import Anomaly
 from sentinel.command import ANY_ATTEMPT
 from sentinel.control.acts import ActInbox
 from sentinel.control.edits import ConfigInUse
@@ -33,6 +33,7 @@ from sentinel.daemon.watching import RunWatch
 from sentinel.decision import Tick, decode_decision, encode_decision
 from sentinel.errors import SentinelError, StoreError
 from sentinel.exports.series import RecentSteps
+from sentinel.incident import Incident
 from sentinel.ingest.follow import Incarnation, RunFollower, SpoolPosition, SpoolRecord
 from sentinel.ingest.steps import StepAssembler, snapshot_positions
 from sentinel.judge.judge import Judge, Verdict

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from sentinel.anomaly import Anomaly
-from sentinel.incidents.wording import is_liveness, place_words
+from sentinel.anomaly import Anomaly, is_liveness, is_nonfinite
+from sentinel.anomaly_words import place_words
 from sentinel.kinds import Phase
-from sentinel.order.causal import is_nonfinite, sort_key
+from sentinel.order.causal import sort_key
 from sentinel.order.phase import phase_of
 
 MAX_STEPS = 4

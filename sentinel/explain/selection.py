@@ -38,53 +38,21 @@ class _NamedGlance(_Glance, gc=False):
     id: str = ""
 
 
-class SortRecord(msgspec.Struct):
-    """What sorting looks at: an Anomaly of which any field but the step may be missing."""
-
-    step: int
-    id: str = ""
-    run: str = ""
-    attempt: int = 0
-    rank: int | None = None
-    ranks: tuple[int, ...] = ()
-    micro_step: int | None = None
-    pp_stage: int = 0
-    vpp_stage: int = 0
-    call_id: int | None = None
-    tag_name: str = ""
-    kind: str = ""
-    statistic: str = ""
-    rule: str = ""
-    detector: str = ""
-    severity: Severity = Severity.INFO
-    value: float | None = None
-    value_text: str = ""
-    baseline: float | None = None
-    score: float | None = None
-    message: str = ""
-    group_mates: tuple[int, ...] = ()
-    time: float = 0.0
-    event: str = "onset"
-    count: int = 1
-    onset_id: str | None = None
-    depth: int = 0
-    site_pos: int = 0
-    place: dict[str, int] = {}
-    consumers: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
-    segment: str = ""
-    border: str = ""
-    dp_size: int = 1
-    tp_size: int = 1
-    pp_size: int = 1
-    ep_size: int = 1
-    communicates: bool = False
-    num_members: int = 0
+def _incomplete_anomaly() -> type[Anomaly]:
+    """Return an Anomaly of which any field but the step may be missing, as in files that others wrote."""
+    empty = {int: 0, str: "", Severity: Severity.INFO}
+    fields: list[tuple[str, Any, Any]] = []
+    for field in msgspec.structs.fields(Anomaly):
+        default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
+        fields.append((field.name, field.type, empty.get(field.type) if default is msgspec.NODEFAULT else default))
+    required = [("step", int)]
+    made = msgspec.defstruct("IncompleteAnomaly", [*required, *(one for one in fields if one[0] != "step")])
+    return cast(type[Anomaly], made)
 
 
 _GLANCE = msgspec.json.Decoder(_Glance)
 _NAMED = msgspec.json.Decoder(_NamedGlance)
-RECORD = msgspec.json.Decoder(SortRecord)
+RECORD = msgspec.json.Decoder(_incomplete_anomaly())
 MSPROBE_LINE = msgspec.json.Decoder(MsprobeRecord)
 
 
@@ -278,9 +246,8 @@ class Findings:
             return
         if not record.id:
             identity = (record.step, record.micro_step, record.rank, f"{record.tag_name}/{record.kind}/{record.statistic}")
-            record.id = anomaly_id(record.run, record.attempt, *identity, record.rule)
-        # A Record has every attribute of an Anomaly that sorting reads.
-        self._offer_anomaly(path, line, cast(Anomaly, record), False, is_critical)
+            record = msgspec.structs.replace(record, id=anomaly_id(record.run, record.attempt, *identity, record.rule))
+        self._offer_anomaly(path, line, record, False, is_critical)
 
     def _offer_anomaly(
         self, path: str, raw: bytes, anomaly: Anomaly, is_msprobe: bool, is_critical: bool | None = None

@@ -8,17 +8,18 @@ from typing import Any
 
 import msgspec
 
-from sentinel.anomaly import Anomaly, Incident
+from sentinel.anomaly import Anomaly
+from sentinel.anomaly_words import place_words
 from sentinel.command import EnableMonitoring
 from sentinel.explain.anomaly_files import anomaly_files
 from sentinel.explain.cascade import Cascade, cascade_of
 from sentinel.explain.drawing import WIDTH, draw, rank_words, spans, way
 from sentinel.explain.topk import topk
-from sentinel.incidents.revisions import find_incident, incident_members, incident_revisions
-from sentinel.incidents.wording import place_words
+from sentinel.incident import Incident
 from sentinel.kinds import MODULE_KINDS, labels
 from sentinel.order.causal import sort_key
 from sentinel.order.causes import BlastRadius, blast_radius
+from sentinel.recorded_incidents import find_incident, incident_members, incident_revisions
 
 MAX_CAUSES_SHOWN = 8
 MAX_COUNTS_SHOWN = 12

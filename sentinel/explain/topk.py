@@ -18,15 +18,13 @@ from sentinel.anomaly import Anomaly, Severity
 from sentinel.errors import ConfigError
 from sentinel.explain.anomaly_files import Damage, FileRange, anomaly_files, ranges_of
 from sentinel.explain.msprobe_records import from_msprobe, msprobe_key
-from sentinel.explain.selection import MSPROBE_LINE, RECORD, Candidate, Findings, Selection, SortRecord
-from sentinel.incidents.revisions import find_incident, incident_members, incident_revisions, newest_revisions, no_causes
+from sentinel.explain.selection import MSPROBE_LINE, RECORD, Candidate, Findings, Selection
+from sentinel.recorded_incidents import find_incident, incident_members, incident_revisions, newest_revisions, no_causes
 
 RESULT_NAME = "anomaly_analyse.json"
 
 _PARALLEL_BYTES = 48 << 20
 """Inputs below this are read in this process: starting another takes longer."""
-
-_FIELDS = frozenset(SortRecord.__struct_fields__)
 
 
 class TopEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,8 +151,7 @@ def _entry(candidate: Candidate) -> TopEntry:
         anomaly = from_msprobe(MSPROBE_LINE.decode(candidate.raw))
         record = msgspec.to_builtins(anomaly) | {key: value for key, value in record.items() if value is not None}
     else:
-        fields = msgspec.structs.asdict(RECORD.decode(candidate.raw))
-        anomaly = Anomaly(**{name: fields[name] for name in Anomaly.__struct_fields__ if name in _FIELDS})
+        anomaly = Anomaly(**msgspec.structs.asdict(RECORD.decode(candidate.raw)))
     return TopEntry(record=record, anomaly=anomaly, source=candidate.source)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from sentinel.anomaly import CLOSED_STATES, Anomaly, Incident, Severity
+from sentinel.anomaly import Anomaly, Severity, is_nonfinite
+from sentinel.incident import CLOSED_STATES, Incident
 from sentinel.incidents.diagnosis.advice import advice
 from sentinel.incidents.diagnosis.claim import by_jump
 from sentinel.incidents.diagnosis.diagnose import diagnose
@@ -16,7 +17,6 @@ from sentinel.incidents.diagnosis.step_facts import StepFacts
 from sentinel.incidents.scope import deviating_rank, is_several_times, lineage_of, series_of, size_of
 from sentinel.incidents.wording import born_words, root_words, title_words
 from sentinel.kinds import Phase
-from sentinel.order.causal import is_nonfinite
 from sentinel.order.causes import leading_causes, reached_by
 from sentinel.order.origin import Origin, origin
 from sentinel.order.phase import phase_of

@@ -8,10 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from sentinel.anomaly import Anomaly
-from sentinel.incidents.wording import is_liveness
+from sentinel.anomaly import Anomaly, is_liveness, is_nonfinite
 from sentinel.kinds import Phase
-from sentinel.order.causal import is_nonfinite
 from sentinel.order.causes import reached_by
 from sentinel.order.phase import phase_of, tensor_name
 

@@ -24,8 +24,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
-from sentinel.anomaly import Anomaly, Incident, IncidentAct, Severity, incident_id
+from sentinel.anomaly import Anomaly, Severity
 from sentinel.errors import ConfigError
+from sentinel.incident import Incident, IncidentAct, incident_id
 from sentinel.incidents.diagnosis.background import MIN_LOSSES, Background
 from sentinel.incidents.diagnosis.claim import JUMP_STEPS, usual
 from sentinel.incidents.diagnosis.evidence import Evidence

@@ -1,49 +1,15 @@
-"""Anomalies in words: titles of incidents, and the sentences that stories are made of."""
+"""The titles and roots of incidents in words."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
-from sentinel.anomaly import Anomaly
+from sentinel.anomaly import Anomaly, is_liveness, is_nonfinite
+from sentinel.anomaly_words import short_number, value_words, where_words
 from sentinel.kinds import Phase
 from sentinel.msprobe_tag import module_of
-from sentinel.order.causal import is_nonfinite
 from sentinel.order.origin import Origin, origin
 from sentinel.order.phase import phase_of
-
-_LIVENESS = frozenset({"StaleRank", "SlowRank"})
-_VALUE_WORDS = {"nan": "NaN", "inf": "inf", "-inf": "-inf"}
-
-
-def is_liveness(anomaly: Anomaly) -> bool:
-    """Tell whether the anomaly is about ranks and rows that do not come, rather than about numbers that do."""
-    return anomaly.kind == "health" or anomaly.detector in _LIVENESS
-
-
-def value_words(anomaly: Anomaly) -> str:
-    """`NaN`, `inf`, or `norm 12.5`"""
-    if not is_nonfinite(anomaly):
-        return f"{anomaly.statistic} {_number(anomaly.value)}".lstrip()
-    if anomaly.value_text:
-        return _VALUE_WORDS.get(anomaly.value_text, anomaly.value_text)
-    return "inf" if anomaly.statistic == "infs" else "NaN"
-
-
-def _number(value: float | None) -> str:
-    return "nothing" if value is None else f"{value:.4g}"
-
-
-def where_words(rank: int | None, micro_step: int | None, step: int, ranks: Sequence[int] = ()) -> str:
-    """`on rank 3, micro_step 1, step 41`, or `at step 41` where ranks were merged; ranks: one of these"""
-    words = [] if rank is None else [f"rank {rank}"]
-    if ranks:
-        words = ["rank " + " or ".join(map(str, ranks))]
-    if micro_step is not None:
-        words.append(f"micro_step {micro_step}")
-    words.append(f"step {step}")
-    return ("at " if rank is None else "on ") + ", ".join(words)
 
 
 def born_words(anomaly: Anomaly, born: Origin | None = None) -> str:
@@ -70,14 +36,6 @@ def born_words(anomaly: Anomaly, born: Origin | None = None) -> str:
     return f"{value_words(anomaly)} born {place} {where_words(born.rank, born.micro_step, anomaly.step, born.ranks)}"
 
 
-def place_words(anomaly: Anomaly) -> str:
-    """`activation of blocks.2: NaN on rank 3, micro_step 1, step 41`; of ranks and rows that do not come, their message."""
-    if is_liveness(anomaly) and anomaly.message:
-        return anomaly.message
-    what = anomaly.tag_name if anomaly.kind == "scalar" else f"{anomaly.kind} of {anomaly.tag_name}"
-    return f"{what}: {value_words(anomaly)} {where_words(anomaly.rank, anomaly.micro_step, anomaly.step)}"
-
-
 def root_words(root: Anomaly, born: Origin) -> str:
     """`blocks.2.mlp.fc1 (activation) rank 3 micro_step 1`; `rank 3` of what is about the rank itself."""
     if is_liveness(root) and (root.rank is not None or root.ranks):
@@ -100,6 +58,6 @@ def title_words(root: Anomaly, born: Origin) -> str:
     if root.statistic == "checksum":
         return f"{root.rule}: {root.message.partition(':')[0]}, step {root.step}"
     what = root.tag_name if root.kind == "scalar" else f"{root.statistic} of {root.tag_name} ({root.kind})"
-    value = "" if root.value is None else f" {_number(root.value)}"
-    against = "" if root.baseline is None else f" against {_number(root.baseline)}"
+    value = "" if root.value is None else f" {short_number(root.value)}"
+    against = "" if root.baseline is None else f" against {short_number(root.baseline)}"
     return f"{root.rule}: {what}{value}{against} {where_words(root.rank, root.micro_step, root.step)}"

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import msgspec
 
-from sentinel.anomaly import IncidentAct
 from sentinel.decision import Decision, DescribedRank, RankFacts, RankPart, Tick
+from sentinel.incident import IncidentAct
 from sentinel.ingest.attempts import Attempt, Attempts, AttemptState, EndedSteps, Stint
 from sentinel.ingest.follow import Incarnation, SpoolPosition, SpoolRecord
 from sentinel.ingest.merge import ClosedStep, LayoutCache, ModelLayout

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from sentinel.anomaly import Anomaly, Incident, Severity
+from sentinel.anomaly import Anomaly, Severity
 from sentinel.decision import Tick
 from sentinel.errors import StoreError
+from sentinel.incident import Incident
 from sentinel.ingest.follow import RunFollower
 from sentinel.judge.config import JudgingConfig
 from sentinel.judge.judge import Judge, Verdict

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sentinel.anomaly import Anomaly, Incident, IncidentAct, Severity, anomaly_id
+from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.control.policy import DUMP, Proposal, propose
+from sentinel.incident import Incident, IncidentAct
 from sentinel.incidents.peers import IncidentConfig
 from sentinel.incidents.tracker import IncidentTracker
 from sentinel.judge.step_reading import FactReader

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sentinel.anomaly import Anomaly
+from sentinel.anomaly import Anomaly, is_nonfinite
 from sentinel.incidents.diagnosis.step_facts import FirstBad, Maker, TensorReading
 from sentinel.kinds import ACTIVATION_KINDS, BACKWARD_KINDS, labels
-from sentinel.order.causal import is_nonfinite
 from sentinel.order.origin import maker_of
 from sentinel.step_view import StepView
 

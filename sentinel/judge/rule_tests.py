@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from sentinel.anomaly import Anomaly, Incident
+from sentinel.anomaly import Anomaly
 from sentinel.errors import ConfigError
+from sentinel.incident import Incident
 from sentinel.ingest.synthetic_views import SyntheticSeries, synthetic_views
 from sentinel.judge.judge import Judge
 from sentinel.rules.language.rule_test_file import Expected, RuleTest, RuleTestFile

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from sentinel.anomaly import Anomaly
+from sentinel.anomaly import Anomaly, is_nonfinite
 from sentinel.incidents.diagnosis.claim import is_narrow
 from sentinel.incidents.diagnosis.evidence import is_entry
 from sentinel.incidents.diagnosis.step_facts import (
@@ -23,7 +23,6 @@ from sentinel.incidents.diagnosis.step_facts import (
 )
 from sentinel.judge.makers import MakerReader
 from sentinel.kinds import ACTIVATION_KINDS, Phase, labels
-from sentinel.order.causal import is_nonfinite
 from sentinel.order.phase import scalar_phase
 from sentinel.record import Flag, Kind
 from sentinel.step_view import NAN_CHECKSUM, Differing, Layout, StepView

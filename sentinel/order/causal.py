@@ -15,7 +15,7 @@ statistic of all lanes. `is_possible_cause` is the wider, intransitive reading: 
 
 from __future__ import annotations
 
-from sentinel.anomaly import Anomaly
+from sentinel.anomaly import Anomaly, is_nonfinite
 from sentinel.kinds import Phase
 from sentinel.order.phase import AFTER_FORWARD, AFTER_LOSS, AFTER_PARAM, CONCURRENT, DATAFLOW
 from sentinel.order.position import ALL_LANES, Position, SiteOrder, position
@@ -114,11 +114,6 @@ def happens_before(a: Anomaly, b: Anomaly) -> bool:
 def is_possible_cause(a: Anomaly, b: Anomaly) -> bool:
     """Tell whether some part of `a` is before some part of `b`: wider than `happens_before`, acyclic, intransitive."""
     return _is_before(position(a), position(b), possibly=True)
-
-
-def is_nonfinite(anomaly: Anomaly) -> bool:
-    """Tell whether the anomaly is about NaN or infinite values."""
-    return bool(anomaly.value_text) or anomaly.statistic in ("nans", "infs")
 
 
 SortKey = tuple[object, ...]

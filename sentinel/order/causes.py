@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from sentinel.anomaly import Anomaly, Severity
+from sentinel.anomaly import Anomaly, Severity, is_nonfinite
 from sentinel.kinds import Phase
-from sentinel.order.causal import is_nonfinite, sort_key
+from sentinel.order.causal import sort_key
 from sentinel.order.phase import AFTER_LOSS, AFTER_PARAM, DATAFLOW
 from sentinel.order.position import ALL_LANES, Position, SiteOrder, position
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from sentinel.anomaly import CLOSED_STATES, Incident, Severity
+from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
+from sentinel.incident import CLOSED_STATES, Incident
 from sentinel.known_words import near
 
 CHANGES: tuple[str, ...] = (

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.anomaly import Incident
 from sentinel.cli import act as verb
 from sentinel.cli.act import parse_until
 from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, run_cli
 from sentinel.errors import ConfigError
-from sentinel.incidents.revisions import incident_revisions, newest_revisions
+from sentinel.incident import Incident
 from sentinel.judge.replay import replay
+from sentinel.recorded_incidents import incident_revisions, newest_revisions
 from sentinel.store.run_paths import RunPaths
 from tests.daemon.test_serving import NOW, catch_up, queued, served, synthetic, written
 

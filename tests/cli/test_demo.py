@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from sentinel.anomaly import Anomaly, Incident, Severity
+from sentinel.anomaly import Anomaly, Severity
 from sentinel.cli.demo_falsehoods import falsehoods
 from sentinel.cli.demo_plan import DemoOutcome, DemoPlan, judge
 from sentinel.cli.demo_receiver import Message, Receiver
 from sentinel.cli.demo_story import Scene, story
+from sentinel.incident import Incident
 
 PLAN = DemoPlan()
 

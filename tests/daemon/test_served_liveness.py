@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from sentinel.anomaly import Anomaly, Incident, Severity
+from sentinel.anomaly import Anomaly, Severity
 from sentinel.cli.status import run_status
 from sentinel.daemon import serving
 from sentinel.daemon.serving import ServedRun
 from sentinel.decision import TICK
+from sentinel.incident import Incident
 from sentinel.judge.replay import replay
 from sentinel.messages import Bye, Heartbeat
 from sentinel.store.journal import Journal

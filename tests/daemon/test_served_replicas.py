@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sentinel.anomaly import Anomaly, Incident, Severity
+from sentinel.anomaly import Anomaly, Severity
 from sentinel.cli.status import run_status
+from sentinel.incident import Incident
 from sentinel.judge.replay import replay
 from sentinel.store.run_paths import RunPaths
 from sentinel.testing import BitFlip, SyntheticRun

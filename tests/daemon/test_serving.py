@@ -13,13 +13,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from sentinel.anomaly import Incident, Severity
+from sentinel.anomaly import Severity
 from sentinel.command import EnableMonitoring
 from sentinel.daemon import serving
 from sentinel.daemon.config import DaemonConfig, load_config
 from sentinel.daemon.serving import ServedRun
 from sentinel.decision import Decision, decode_decision
 from sentinel.errors import StoreError
+from sentinel.incident import Incident
 from sentinel.judge.config import JudgingConfig
 from sentinel.judge.packs import RulePacks
 from sentinel.judge.replay import replay

@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sentinel.anomaly import Anomaly, Incident
+from sentinel.anomaly import Anomaly
+from sentinel.incident import Incident
 from sentinel.messages import Ack, Descriptor, EndStep, Health, LayoutChange
 from sentinel.record import ROW_DTYPE
 from sentinel.wire.frame import FrameType, decode_message

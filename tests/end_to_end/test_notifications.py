@@ -12,7 +12,8 @@ import time
 import msgspec
 import pytest
 
-from sentinel.anomaly import Incident, Severity
+from sentinel.anomaly import Severity
+from sentinel.incident import Incident
 from sentinel.report.alert import RouteConfig, alerts_for
 from sentinel.report.outbox import MemoryOutbox
 from sentinel.report.pipeline import Notifier, RetryPolicy, SinkWorker

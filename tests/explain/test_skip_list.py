@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 import sentinel
-from sentinel.anomaly import Incident, Severity
+from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
+from sentinel.incident import Incident
 
 pytestmark = pytest.mark.slow
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sentinel.anomaly import Anomaly, Incident, Severity, anomaly_id
+from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.command import EnableMonitoring
 from sentinel.errors import ConfigError
 from sentinel.explain.story import SentAlert, story_of, tell
+from sentinel.incident import Incident
 from sentinel.incidents.peers import IncidentConfig
-from sentinel.incidents.revisions import incident_revisions
 from sentinel.incidents.tracker import IncidentTracker
+from sentinel.recorded_incidents import incident_revisions
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -11,12 +11,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sentinel.anomaly import Anomaly, Incident, Severity, anomaly_id
+from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.errors import ConfigError
 from sentinel.explain import anomaly_files as files_module
 from sentinel.explain.anomaly_files import anomaly_files
 from sentinel.explain.msprobe_records import MsprobeRecord, from_msprobe, msprobe_sort_key
 from sentinel.explain.topk import topk
+from sentinel.incident import Incident
 from sentinel.msprobe_tag import module_of
 from sentinel.order.causal import sort_key
 from sentinel.order.causes import leading_causes

@@ -8,7 +8,8 @@ import random
 import msgspec
 import pytest
 
-from sentinel.anomaly import Anomaly, Incident, Severity, anomaly_id
+from sentinel.anomaly import Anomaly, Severity, anomaly_id
+from sentinel.incident import Incident
 from sentinel.incidents.diagnosis.step_facts import (
     Divergence,
     FirstBad,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from sentinel.anomaly import Anomaly, Incident, IncidentAct, Severity, anomaly_id
+from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.errors import ConfigError
+from sentinel.incident import Incident, IncidentAct
 from sentinel.incidents.peers import IncidentConfig
 from sentinel.incidents.tracker import IncidentTracker
 from sentinel.report.alert import RouteConfig, change_of

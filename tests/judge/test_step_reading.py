@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from sentinel.anomaly import Incident
+from sentinel.incident import Incident
 from sentinel.ingest.merge import ClosedStep, ModelLayout
 from sentinel.judge.judge import Judge
 from sentinel.judge.step_reading import FactReader

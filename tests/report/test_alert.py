@@ -1,8 +1,9 @@
 import msgspec
 import pytest
 
-from sentinel.anomaly import Incident, Severity
+from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
+from sentinel.incident import Incident
 from sentinel.report.alert import Alert, RouteConfig, alerts_for, change_of, facts, headline, standing
 
 INFO, WARNING, CRITICAL = Severity.INFO, Severity.WARNING, Severity.CRITICAL

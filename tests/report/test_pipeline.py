@@ -4,7 +4,8 @@ import random
 import msgspec
 import pytest
 
-from sentinel.anomaly import Incident, Severity
+from sentinel.anomaly import Severity
+from sentinel.incident import Incident
 from sentinel.report.alert import RouteConfig, alerts_for, sample_alert, standing
 from sentinel.report.outbox import MemoryOutbox
 from sentinel.report.pipeline import Notifier, RetryPolicy, SinkWorker, TokenBucket

@@ -6,8 +6,9 @@ import json
 import msgspec
 import pytest
 
-from sentinel.anomaly import Incident, Severity
+from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
+from sentinel.incident import Incident
 from sentinel.report.alert import RouteConfig, alerts_for
 from sentinel.report.sinks.alertmanager import AlertmanagerConfig, AlertmanagerSink
 from sentinel.report.sinks.console import ConsoleConfig, ConsoleSink

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from sentinel.anomaly import TO_DO
+from sentinel.incident import TO_DO
 from sentinel.incidents.diagnosis.claim import QUIET_STEPS, Diagnosis, listed
 from sentinel.incidents.diagnosis.evidence import Evidence, NonFiniteOrigin, Sign
 from sentinel.kinds import Phase

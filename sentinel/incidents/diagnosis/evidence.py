@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from sentinel.anomaly import Anomaly
+from sentinel.anomaly import Anomaly, is_nonfinite
 from sentinel.incidents.diagnosis.step_facts import (
     Divergence,
     FirstBad,
@@ -18,7 +18,6 @@ from sentinel.incidents.diagnosis.step_facts import (
     Upstream,
 )
 from sentinel.kinds import COPIED_KINDS, Phase, labels
-from sentinel.order.causal import is_nonfinite
 from sentinel.order.origin import Origin
 from sentinel.order.phase import phase_of
 

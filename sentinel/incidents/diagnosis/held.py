@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from sentinel.anomaly import SUSPECTED, Incident
+from sentinel.incident import SUSPECTED, Incident
 from sentinel.incidents.diagnosis.claim import UNKNOWN, Diagnosis
 
 HELD_STEPS = 3

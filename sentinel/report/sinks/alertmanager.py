@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
-from sentinel.anomaly import Incident, Severity
+from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
+from sentinel.incident import Incident
 from sentinel.report.alert import Alert, RouteConfig, facts, headline, tells_of_an_end
 from sentinel.report.sinks.delivery import Delivery, Poster, SinkParts, check_url
 from sentinel.report.sinks.secret import read_secret

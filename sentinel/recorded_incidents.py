@@ -7,8 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from sentinel.anomaly import Incident, Severity
+from sentinel.anomaly import Severity
 from sentinel.errors import MALFORMED, ConfigError
+from sentinel.incident import Incident
 
 
 def incident_revisions(directory: Path) -> list[Incident]:
