@@ -12,6 +12,7 @@ from typing import Any
 
 from sentinel.detect.attention import AttentionCollapse
 from sentinel.detect.dead import DeadTensor
+from sentinel.detect.declaration import Declaration, declared
 from sentinel.detect.detector import Explanation, Scores, SeriesDetector, State, grow, state_bytes
 from sentinel.detect.dotted import Detectors, shortcoming
 from sentinel.detect.drift import Drift, Plateau
@@ -122,6 +123,7 @@ __all__ = [
     "AttentionCollapse",
     "DeadExpert",
     "DeadTensor",
+    "Declaration",
     "DominantExpert",
     "Drift",
     "ExpertImbalance",
@@ -153,6 +155,7 @@ __all__ = [
     "TwinRanks",
     "UpdateRatio",
     "VanishingGradient",
+    "declared",
     "grow",
     "known_detectors",
     "state_bytes",

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
+from sentinel.detect.declaration import Declaration
 from sentinel.detect.formed import FormDetector
 from sentinel.detect.forms import BaselineForm
 
@@ -23,10 +24,14 @@ class AttentionCollapse(FormDetector, frozen=True, kw_only=True, forbid_unknown_
     (2023); the limit of 100 that Kimi K2 clips at (2025) is the scale of `minimum`.
     """
 
-    summary: ClassVar[str] = "attention that collapses: its entropy falls to a fraction, or its largest logit multiplies"
-    phrase_down: ClassVar[str] = "attention collapses onto few keys: logits too large (no QK norm, a high learning rate)?"
-    phrase_up: ClassVar[str] = "attention logits grow: softmax saturates and gradients vanish next (QK norm, logit cap)"
-    statistics: ClassVar[tuple[str, ...]] = ("mean", "max")
+    declares: ClassVar[Declaration] = Declaration(
+        summary="attention that collapses: its entropy falls to a fraction, or its largest logit multiplies",
+        phrase_down="attention collapses onto few keys: logits too large (no QK norm, a high learning rate)?",
+        phrase_up="attention logits grow: softmax saturates and gradients vanish next (QK norm, logit cap)",
+        statistics=("mean", "max"),
+        has_forms=True,
+        is_fitted=True,
+    )
 
     quantity: Literal["auto", "entropy", "max_logit"] = "auto"
     """What the rows are; auto: `entropy` where the statistic is a mean, `max_logit` where it is a max."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from sentinel.detect.declaration import Declaration
 from sentinel.detect.formed import FormDetector
 from sentinel.detect.forms import StillForm
 
@@ -20,10 +21,11 @@ class DeadTensor(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=
     holds, or whose state is lost, stays as it is.
     """
 
-    summary: ClassVar[str] = "a gradient all zero, or a weight that stands still while others move, after a life of change"
-    phrase: ClassVar[str] = "nothing reaches it any more: its path is cut, its units are dead, or no optimizer steps it"
-    statistics: ClassVar[tuple[str, ...]] = ("norm",)
-    raw_values: ClassVar[bool] = False
+    declares: ClassVar[Declaration] = Declaration(
+        summary="a gradient all zero, or a weight that stands still while others move, after a life of change",
+        phrase="nothing reaches it any more: its path is cut, its units are dead, or no optimizer steps it",
+        has_forms=True,
+    )
 
     zero_steps: int = 3
     """Points in a row that are exactly zero; the least that is no chance: a lone point proves nothing, three in a row do."""

@@ -7,6 +7,8 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
+from sentinel.detect.declaration import Declaration
+
 State = dict[str, np.ndarray]
 """Named arrays, first axis the series. Owned by the engine: it grows, gathers and snapshots them."""
 
@@ -58,14 +60,12 @@ class SeriesDetector(Protocol):
 
     A detector is built from the `args` of its rule; its fields are those args, each documented. A state may hold a
     bool array `settled`: `learn` sets it for the series whose baseline moved to a lasting new level at this very point.
-    A detector of another package is handed finite values alone, unless its class says `raw_values = True`: a series
-    whose value is NaN or infinite sits the step out, scores 0.0 and keeps its state.
+    A detector of another package is handed finite values alone, unless it declares `raw_values`: a series whose value is
+    NaN or infinite sits the step out, scores 0.0 and keeps its state.
     """
 
-    summary: ClassVar[str]
-    """One sentence for `sentinel rules list`."""
-    statistics: ClassVar[tuple[str, ...]]
-    """Statistics watched when a rule names none."""
+    declares: ClassVar[Declaration]
+    """What it is asked for and handed, and what its anomalies mean."""
 
     def state(self, num_series: int) -> State:
         """Return the state of series that have seen nothing."""

@@ -8,14 +8,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from sentinel.detect.declaration import CONTRACTS, Declaration
 from sentinel.errors import RuleError
 
 ASK = 'give --allow-code, or offer it as an entry point of "sentinel.detectors"'
-CONTRACTS = {
-    "series (sentinel.detect.SeriesDetector)": ("state", "score", "learn"),
-    "group (sentinel.detect.GroupDetector)": ("over", "state", "score", "learn"),
-    "liveness (sentinel.detect.LivenessDetector)": ("state", "score_at", "learn_step"),
-}
 _permission = {"is_given": False}
 
 
@@ -50,21 +46,19 @@ def dotted_detector(name: str) -> type[Any]:
 
 
 def shortcoming(found: object) -> str | None:
-    """Return in words what a class lacks to be a detector; None when it keeps one of the contracts."""
+    """Return in words what a class lacks to be a detector; None when it keeps the contract that it declares."""
     if not isinstance(found, type):
         return f"expected a class, got {type(found).__name__}"
-    lacking = {words: [name for name in names if not hasattr(found, name)] for words, names in CONTRACTS.items()}
-    if not all(lacking.values()):
-        return _unreadable(found)
-    words, names = min(lacking.items(), key=lambda one: len(one[1]) / len(CONTRACTS[one[0]]))
-    return f"it has no {' and no '.join(names)}; see the contract {words}"
-
-
-def _unreadable(found: type[Any]) -> str | None:
-    """Return in words what of a detector's declaration cannot be read: its statistics, its arguments; None where all can."""
-    statistics: Any = getattr(found, "statistics", ())
-    if not isinstance(statistics, tuple | list) or not all(isinstance(one, str) for one in statistics):
-        return f"expected statistics to be a tuple of names, got {statistics!r:.100}"
+    declares = getattr(found, "declares", None)
+    if not isinstance(declares, Declaration):
+        got = "none" if declares is None else type(declares).__name__
+        what = 'a class attribute declares = Declaration(summary="...", statistics=("norm",)) of sentinel.detect'
+        return f"expected {what}, got {got}"
+    if declares.over not in CONTRACTS:
+        return f'it declares over="{declares.over}", which only detectors of Sentinel do; known: {", ".join(CONTRACTS)}'
+    lacking = [name for name in declares.methods if not callable(getattr(found, name, None))]
+    if lacking:
+        return f"it has no {' and no '.join(lacking)}; see the contract sentinel.detect.{CONTRACTS[declares.over]}"
     try:
         inspect.signature(found)
     except (TypeError, ValueError) as error:

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import msgspec
 import numpy as np
 
+from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Explanation, Scores, State
 from sentinel.detect.rolling import asinh
 from sentinel.errors import ConfigError
@@ -46,9 +47,6 @@ STEP_CLIP = 2.0
 
 class _Level(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The slow level of a series on the asinh scale, and the noise about it."""
-
-    statistics: ClassVar[tuple[str, ...]] = ("value",)
-    raw_values: ClassVar[bool] = False
 
     memory: int = 32
     """Points the level follows."""
@@ -112,8 +110,13 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Source: Page, Biometrika 1954; the sum S <- max(0, S + clip((z - baseline - slack) / noise, -2, 2)).
     """
 
-    summary: ClassVar[str] = "a loss that climbs slowly above its best, too little at a time for a spike"
-    phrase: ClassVar[str] = "drifts away from its best level"
+    declares: ClassVar[Declaration] = Declaration(
+        statistics=("value",),
+        trades="levels",
+        summary="a loss that climbs slowly above its best, too little at a time for a spike",
+        phrase="drifts away from its best level",
+        rearms=True,
+    )
 
     threshold: float = 30.0
     """Sum that is anomalous, in standard deviations: 15 points at the least."""
@@ -314,8 +317,12 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Plateau(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A level that has not fallen for the longer part of its life: training that leads nowhere, or is done."""
 
-    summary: ClassVar[str] = "a loss that has stopped to fall for half of the run"
-    phrase: ClassVar[str] = "has not improved for long"
+    declares: ClassVar[Declaration] = Declaration(
+        statistics=("value",),
+        summary="a loss that has stopped to fall for half of the run",
+        phrase="has not improved for long",
+        rearms=True,
+    )
 
     share: float = 0.5
     """Share of all points seen that pass without improvement before it is said. A power law of exponent 0.05, as slow as

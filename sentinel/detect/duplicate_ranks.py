@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import msgspec
 import numpy as np
 
+from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Scores, State
 from sentinel.detect.group import Points, StepPoints
 from sentinel.errors import ConfigError
@@ -36,10 +37,12 @@ class TwinRanks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     with -1/2: Box & Jenkins, Time Series Analysis (1970).
     """
 
-    summary: ClassVar[str] = "data-parallel ranks whose numbers are equal to the last bit: they read the same data"
-    statistics: ClassVar[tuple[str, ...]] = ("rms",)
-    over: ClassVar[Literal["copies", "ranks", "peers"]] = "peers"
-    max_sites: ClassVar[int] = 8
+    declares: ClassVar[Declaration] = Declaration(
+        summary="data-parallel ranks whose numbers are equal to the last bit: they read the same data",
+        statistics=("rms",),
+        over="peers",
+        max_sites=8,
+    )
     """Sites of a model that are looked at: one would do, if it depends on the data."""
 
     lasting: int = 3

@@ -7,6 +7,7 @@ from typing import ClassVar
 import msgspec
 
 from sentinel.anomaly import Severity
+from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import State
 from sentinel.errors import ConfigError
 from sentinel.run_end import GOODBYE, RankEnd, RunEnd
@@ -15,8 +16,11 @@ from sentinel.run_end import GOODBYE, RankEnd, RunEnd
 class RunEnded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Says how grave an end is. What ended, how, and which rank went first is decided where ranks are heard."""
 
-    summary: ClassVar[str] = "a run or one of its ranks that raised, was killed, ran out of memory, crashed or fell silent"
-    statistics: ClassVar[tuple[str, ...]] = ("ended",)
+    declares: ClassVar[Declaration] = Declaration(
+        over="ends",
+        summary="a run or one of its ranks that raised, was killed, ran out of memory, crashed or fell silent",
+        statistics=("ended",),
+    )
 
     settle_s: float = 2.0
     """Seconds from the first rank's end until it is told while others live: so long their own ends may still come in."""

@@ -7,6 +7,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Explanation, Scores, State
 from sentinel.detect.formed import FormDetector
 from sentinel.detect.forms import MAX_COUNT, PATIENCE, BaselineForm, LimitForm
@@ -28,9 +29,12 @@ class ExpertImbalance(FormDetector, frozen=True, kw_only=True, forbid_unknown_fi
     Switch Transformer (2021): past a capacity factor of 1.25 tokens are dropped.
     """
 
-    summary: ClassVar[str] = "a router that sends the tokens to few experts: the squared variation of their loads multiplies"
-    phrase: ClassVar[str] = "the router collapses onto few experts: the others stop learning (aux loss, z-loss)"
-    statistics: ClassVar[tuple[str, ...]] = ("mean",)
+    declares: ClassVar[Declaration] = Declaration(
+        summary="a router that sends the tokens to few experts: the squared variation of their loads multiplies",
+        phrase="the router collapses onto few experts: the others stop learning (aux loss, z-loss)",
+        statistics=("mean",),
+        has_forms=True,
+    )
 
     threshold: float = 2.0
     """How often over the imbalance may grow in the reference's memory, less one; chosen."""
@@ -71,10 +75,13 @@ class DominantExpert(FormDetector, frozen=True, kw_only=True, forbid_unknown_fie
     Source: expert collapse: Shazeer et al. (2017), section 4; Chi et al. (2022).
     """
 
-    summary: ClassVar[str] = "a router that sends nearly every token to one expert, after steps in which it did not"
-    phrase: ClassVar[str] = "the router sends nearly every token to one expert: the others hardly learn (aux loss, z-loss)"
-    statistics: ClassVar[tuple[str, ...]] = ("max",)
-    is_limit: ClassVar[bool] = True
+    declares: ClassVar[Declaration] = Declaration(
+        summary="a router that sends nearly every token to one expert, after steps in which it did not",
+        phrase="the router sends nearly every token to one expert: the others hardly learn (aux loss, z-loss)",
+        statistics=("max",),
+        is_limit=True,
+        has_forms=True,
+    )
 
     limit: float = 0.98
     """Largest share of the tokens that one expert may get, in (0, 1); chosen."""
@@ -107,10 +114,11 @@ class DeadExpert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Source: inactive experts are a metric of Megatron-LM; expert collapse: Shazeer et al. (2017), Chi et al. (2022).
     """
 
-    summary: ClassVar[str] = "experts that get no token any more: one for many steps, or many at once"
-    phrase: ClassVar[str] = "experts without tokens do not learn: the router has given them up (aux loss, bias update)"
-    statistics: ClassVar[tuple[str, ...]] = ("mean",)
-    raw_values: ClassVar[bool] = False
+    declares: ClassVar[Declaration] = Declaration(
+        summary="experts that get no token any more: one for many steps, or many at once",
+        phrase="experts without tokens do not learn: the router has given them up (aux loss, bias update)",
+        statistics=("mean",),
+    )
 
     lasting: int = 20
     """Points in a row with an expert that has no token; chosen: an episode's quiet steps."""

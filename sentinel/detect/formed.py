@@ -7,6 +7,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Scores, State
 from sentinel.detect.forms import Form
 
@@ -14,11 +15,10 @@ from sentinel.detect.forms import Form
 class FormDetector(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of detectors that are a form for each statistic; the engine judges those many at once."""
 
-    statistics: ClassVar[tuple[str, ...]] = ("norm",)
-    raw_values: ClassVar[bool] = False
+    declares: ClassVar[Declaration]
 
     def __post_init__(self) -> None:
-        for statistic in self.statistics:
+        for statistic in self.declares.statistics:
             self.form(statistic)
 
     def form(self, statistic: str) -> Form:
@@ -27,12 +27,12 @@ class FormDetector(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def state(self, num_series: int) -> State:
         """Return the state of new series."""
-        return self.form(self.statistics[0]).state(num_series)
+        return self.form(self.declares.statistics[0]).state(num_series)
 
     def score(self, values: np.ndarray, state: State) -> Scores:
         """Score one point a series; 0.0 for what is NaN or infinite (that is for AnomalyNan to say)."""
-        return self.form(self.statistics[0]).score(values, state)
+        return self.form(self.declares.statistics[0]).score(values, state)
 
     def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
         """Take one point a series in."""
-        self.form(self.statistics[0]).learn(values, state, anomalous)
+        self.form(self.declares.statistics[0]).learn(values, state, anomalous)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
+from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Scores, State
 
 Points = dict[str, np.ndarray]
@@ -27,16 +28,8 @@ class GroupDetector(Protocol):
     never on the order of members or groups, nor on other groups. A group of one accuses nobody.
     """
 
-    summary: ClassVar[str]
-    """One sentence for `sentinel rules list`."""
-    statistics: ClassVar[tuple[str, ...]]
-    """What the value of its anomalies is called."""
-    over: ClassVar[Literal["copies", "ranks", "peers"]]
-    """`copies`: the column is `checksum` (uint64), a group is the copies of one tensor, of which at least two differ.
-    `ranks`: the columns are `step_s` and `wait_s` (NaN: not known) and `stage`, a group is the ranks of one step.
-    `peers`: the columns are `value` (float64, NaN: not told), one logged number or one statistic, and `is_own` (bool: the
-    rank measured it itself; what is logged may be a mean over ranks); a group is the ranks that do the same work on other
-    data: of one stage and one place in it, apart on the data-parallel axis alone."""
+    declares: ClassVar[Declaration]
+    """Of which `over` says what its groups and columns are."""
 
     def state(self, num_members: int) -> State:
         """Return the state of members that have seen nothing; no arrays where it needs none."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from sentinel.detect.declaration import Declaration
 from sentinel.detect.formed import FormDetector
 from sentinel.detect.forms import BaselineForm
 
@@ -29,9 +30,11 @@ class VanishingGradient(FormDetector, frozen=True, kw_only=True, forbid_unknown_
     healthy layers differ by orders of magnitude from each other (a key's bias has no gradient but rounding).
     """
 
-    summary: ClassVar[str] = "a weight gradient that fades against its own past while the others do not"
-    phrase: ClassVar[str] = "this layer hardly learns any more: dead or saturated units behind it, or its path is cut"
-    statistics: ClassVar[tuple[str, ...]] = ("norm",)
+    declares: ClassVar[Declaration] = Declaration(
+        summary="a weight gradient that fades against its own past while the others do not",
+        phrase="this layer hardly learns any more: dead or saturated units behind it, or its path is cut",
+        has_forms=True,
+    )
 
     threshold: float = 50.0
     """How often over a gradient may shrink against the others, less one; chosen: healthy tiny runs stay below 12."""
@@ -69,9 +72,12 @@ class ExplodingTensor(FormDetector, frozen=True, kw_only=True, forbid_unknown_fi
     Transformer training instabilities" (2023); Takase et al., "Spike No More" (2023).
     """
 
-    summary: ClassVar[str] = "a tensor that grows and grows against a reference of hundreds of steps"
-    phrase: ClassVar[str] = "it grows without bound: the run is diverging, or nothing (decay, a norm) holds it"
-    statistics: ClassVar[tuple[str, ...]] = ("rms",)
+    declares: ClassVar[Declaration] = Declaration(
+        summary="a tensor that grows and grows against a reference of hundreds of steps",
+        phrase="it grows without bound: the run is diverging, or nothing (decay, a norm) holds it",
+        statistics=("rms",),
+        has_forms=True,
+    )
 
     threshold: float = 30.0
     """How often over a tensor may grow in the reference's memory, less one; chosen: healthy tiny runs, parameters that

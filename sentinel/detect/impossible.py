@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import msgspec
 
+from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import State
 
 
@@ -15,8 +16,11 @@ class ImpossibleFrame(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     What is impossible needs no baseline. All that one rank writes within the quiet steps of the rule is one episode.
     """
 
-    summary: ClassVar[str] = "frames of a rank whose checksum is right and whose content is impossible"
-    statistics: ClassVar[tuple[str, ...]] = ("frames_left_out",)
+    declares: ClassVar[Declaration] = Declaration(
+        over="frames",
+        summary="frames of a rank whose checksum is right and whose content is impossible",
+        statistics=("frames_left_out",),
+    )
 
     def state(self, num_series: int) -> State:
         """Return no arrays: what is impossible has no baseline."""

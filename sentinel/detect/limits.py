@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
+from sentinel.detect.declaration import Declaration
 from sentinel.detect.formed import FormDetector
 from sentinel.detect.forms import LimitForm
 from sentinel.errors import ConfigError
@@ -13,9 +14,11 @@ from sentinel.errors import ConfigError
 class Threshold(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Any statistic, or a logged value, past a limit that you set."""
 
-    summary: ClassVar[str] = "any statistic past an absolute limit, above or below, for as many points as you say"
-    statistics: ClassVar[tuple[str, ...]] = ("norm",)
-    is_limit: ClassVar[bool] = True
+    declares: ClassVar[Declaration] = Declaration(
+        summary="any statistic past an absolute limit, above or below, for as many points as you say",
+        is_limit=True,
+        has_forms=True,
+    )
 
     above: float | None = None
     """A value above this is anomalous; null: no upper limit."""
@@ -51,10 +54,13 @@ class PrecisionLoss(FormDetector, frozen=True, kw_only=True, forbid_unknown_fiel
     gradients that matter; TransformerEngine's debug statistics (underflows%, overflows%, dynamic_range).
     """
 
-    summary: ClassVar[str] = "a share of a tensor that a low-precision format would lose, or more powers of two than it has"
-    phrase: ClassVar[str] = "this format cannot hold the tensor: check its scale (loss scale, amax), or keep it wider"
-    statistics: ClassVar[tuple[str, ...]] = ("mean",)
-    is_limit: ClassVar[bool] = True
+    declares: ClassVar[Declaration] = Declaration(
+        summary="a share of a tensor that a low-precision format would lose, or more powers of two than it has",
+        phrase="this format cannot hold the tensor: check its scale (loss scale, amax), or keep it wider",
+        statistics=("mean",),
+        is_limit=True,
+        has_forms=True,
+    )
 
     limit: float = 0.0
     """Largest share that is normal, in [0, 1]; of `dynamic_range` the powers of two that the format spans (fp16 40, bf16

@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import msgspec
 import numpy as np
 
+from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Scores, State
 from sentinel.errors import ConfigError
 
@@ -44,10 +45,8 @@ class LivenessDetector(Protocol):
     It learns from closed steps alone, so that a moment can be judged any number of times, and again on a replay.
     """
 
-    summary: ClassVar[str]
-    """One sentence for `sentinel rules list`."""
-    statistics: ClassVar[tuple[str, ...]]
-    """What the values of its anomalies are called."""
+    declares: ClassVar[Declaration]
+    """What it is asked for and handed, and what its anomalies mean."""
 
     def state(self, num_ranks: int) -> State:
         """Return the state of ranks that have ended no step."""
@@ -69,8 +68,11 @@ class LivenessDetector(Protocol):
 class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A rank that fell silent, hangs, or left the others waiting. Those that wait for it are not accused."""
 
-    summary: ClassVar[str] = "a rank that fell silent, that hangs while others wait for it, or that left them waiting"
-    statistics: ClassVar[tuple[str, ...]] = ("silent_s", "stopped_s", "idle_s")
+    declares: ClassVar[Declaration] = Declaration(
+        over="moments",
+        summary="a rank that fell silent, that hangs while others wait for it, or that left them waiting",
+        statistics=("silent_s", "stopped_s", "idle_s"),
+    )
 
     stale_after_s: float = 30.0
     """Seconds without any frame, while it trains, after which a rank's process is taken for gone or stopped."""

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import msgspec
 
+from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import State
 from sentinel.errors import ConfigError
 
@@ -16,8 +17,11 @@ class LostRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     What was lost is counted by the ranks, step by step; no baseline is needed. Losses of neighbouring steps are one episode.
     """
 
-    summary: ClassVar[str] = "rows or whole steps that ranks measured and that were lost before they could be judged"
-    statistics: ClassVar[tuple[str, ...]] = ("rows_lost",)
+    declares: ClassVar[Declaration] = Declaration(
+        over="losses",
+        summary="rows or whole steps that ranks measured and that were lost before they could be judged",
+        statistics=("rows_lost",),
+    )
 
     least_rows: int = 1
     """Rows lost in an episode, all ranks together, from which it is told; whole steps are always told."""

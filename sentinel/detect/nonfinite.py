@@ -7,9 +7,16 @@ from typing import ClassVar, Literal
 import msgspec
 import numpy as np
 
+from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Scores, State
 from sentinel.detect.forms import JUST_BELOW_ONE
 from sentinel.errors import ConfigError
+
+
+def _of_nan(detector: AnomalyNan) -> Declaration:
+    """Without a limit nothing is formed of a row: its counts decide."""
+    counts = detector.threshold is None and not detector.compat
+    return msgspec.structs.replace(detector.declares, judges="counts" if counts else "own_rows")
 
 
 class AnomalyNan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,9 +25,12 @@ class AnomalyNan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Its values are raw: NaN where the row counts a NaN, +-inf where it counts an infinity, the statistic otherwise.
     """
 
-    summary: ClassVar[str] = "any NaN or infinity in a tensor or scalar, on the very rank that has it"
-    statistics: ClassVar[tuple[str, ...]] = ("absmax",)
-    raw_values: ClassVar[bool] = True
+    declares: ClassVar[Declaration] = Declaration(
+        with_arguments=_of_nan,
+        summary="any NaN or infinity in a tensor or scalar, on the very rank that has it",
+        statistics=("absmax",),
+        raw_values=True,
+    )
 
     threshold: float | None = None
     """A statistic whose absolute value exceeds this is anomalous too; null: no limit."""
@@ -56,9 +66,9 @@ class AnomalyNan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class NanStorm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Non-finite values that keep coming: one NaN gradient is survived, three in a hundred steps are a storm."""
 
-    summary: ClassVar[str] = "non-finite values that keep coming: 3 in 100 steps"
-    statistics: ClassVar[tuple[str, ...]] = ("absmax",)
-    raw_values: ClassVar[bool] = True
+    declares: ClassVar[Declaration] = Declaration(
+        summary="non-finite values that keep coming: 3 in 100 steps", statistics=("absmax",), raw_values=True
+    )
 
     count: int = 3
     """Non-finite points within `window` that make a storm; of public logs those with 3 in 100 were killed by it."""
@@ -97,11 +107,12 @@ CONVERGED = 0.01
 class HiddenNan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A scalar that drops to exactly 0.0, or repeats exactly, after a life of change: a trainer that hides its NaNs."""
 
-    summary: ClassVar[str] = "a loss of exactly 0.0, or exactly repeated, after a life of change"
-    phrase: ClassVar[str] = "exactly 0.0 or exactly repeated: a hidden NaN?"
+    declares: ClassVar[Declaration] = Declaration(
+        summary="a loss of exactly 0.0, or exactly repeated, after a life of change",
+        phrase="exactly 0.0 or exactly repeated: a hidden NaN?",
+        statistics=("value",),
+    )
     """What an anomaly says behind its numbers."""
-    statistics: ClassVar[tuple[str, ...]] = ("value",)
-    raw_values: ClassVar[bool] = False
 
     repeats: int = 8
     """Exact repetitions in a row that are not chance; chosen."""

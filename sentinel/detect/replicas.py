@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import msgspec
 import numpy as np
 
+from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Scores, State
 from sentinel.detect.group import Points
 
@@ -17,9 +18,11 @@ class ReplicaDivergence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     Where no value is held by more copies than any other, nobody can tell which is wrong: all are named, none is sure.
     """
 
-    summary: ClassVar[str] = "copies of a weight, its gradient or optimizer state that are no longer the same, bit for bit"
-    statistics: ClassVar[tuple[str, ...]] = ("checksum",)
-    over: ClassVar[Literal["copies", "ranks"]] = "copies"
+    declares: ClassVar[Declaration] = Declaration(
+        summary="copies of a weight, its gradient or optimizer state that are no longer the same, bit for bit",
+        statistics=("checksum",),
+        over="copies",
+    )
 
     def state(self, num_members: int) -> State:
         """Return no arrays: what must be equal has no past."""

@@ -8,6 +8,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Scores, State
 from sentinel.detect.rolling import log
 from sentinel.errors import ConfigError
@@ -29,10 +30,11 @@ class SameBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Large-Batch Training", 2018); that one repeated batch has none is arithmetic.
     """
 
-    summary: ClassVar[str] = "a loss that lost its scatter from step to step, as when one batch comes again and again"
-    phrase: ClassVar[str] = "it glides where batches used to scatter it: the same batch again and again?"
-    statistics: ClassVar[tuple[str, ...]] = ("value",)
-    raw_values: ClassVar[bool] = False
+    declares: ClassVar[Declaration] = Declaration(
+        summary="a loss that lost its scatter from step to step, as when one batch comes again and again",
+        phrase="it glides where batches used to scatter it: the same batch again and again?",
+        statistics=("value",),
+    )
 
     share: float = 0.35
     """Share of the usual change from step to step below which a fall is no other batch."""

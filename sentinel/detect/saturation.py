@@ -7,6 +7,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Explanation, Scores, State
 from sentinel.detect.forms import BaselineForm
 
@@ -22,10 +23,11 @@ class Saturation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     which is no fault: Li et al., "The Lazy Neuron Phenomenon" (2023).
     """
 
-    summary: ClassVar[str] = "activations that saturate or die: the share that is still alive falls to a fraction"
-    phrase: ClassVar[str] = "units are dead or saturated: no gradient passes them (learning rate, initialisation, a bias)"
-    statistics: ClassVar[tuple[str, ...]] = ("mean",)
-    raw_values: ClassVar[bool] = False
+    declares: ClassVar[Declaration] = Declaration(
+        summary="activations that saturate or die: the share that is still alive falls to a fraction",
+        phrase="units are dead or saturated: no gradient passes them (learning rate, initialisation, a bias)",
+        statistics=("mean",),
+    )
 
     threshold: float = 3.0
     """How often over the share that is alive may shrink, less one: 3.0 lets it fall to a quarter; chosen."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import msgspec
 import numpy as np
 
 from sentinel import native
+from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Scores, State
 from sentinel.detect.forms import JUST_BELOW_ONE
 from sentinel.detect.group import Points, StepPoints
@@ -42,9 +43,11 @@ class RankSkew(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     al., "Silent Data Corruptions at Scale" (2021); the Llama 3 report (2024), section 3.3.4.
     """
 
-    summary: ClassVar[str] = "one rank whose loss, gradient, activations, tokens or memory is away from its peers'"
-    statistics: ClassVar[tuple[str, ...]] = ("rms",)
-    over: ClassVar[Literal["copies", "ranks", "peers"]] = "peers"
+    declares: ClassVar[Declaration] = Declaration(
+        summary="one rank whose loss, gradient, activations, tokens or memory is away from its peers'",
+        statistics=("rms",),
+        over="peers",
+    )
 
     threshold: float = 0.25
     """Relative difference from the peers' median that is always normal."""
@@ -176,8 +179,12 @@ class GainSkew(RankSkew, frozen=True, kw_only=True, forbid_unknown_fields=True):
     the ratio of output to input as algorithm-based fault tolerance checks a product by sums: Huang & Abraham (1984).
     """
 
-    summary: ClassVar[str] = "one rank whose modules make another size of their input than its peers' do"
-    per_input: ClassVar[bool] = True
+    declares: ClassVar[Declaration] = Declaration(
+        statistics=("rms",),
+        over="peers",
+        summary="one rank whose modules make another size of their input than its peers' do",
+        per_input=True,
+    )
     """The value is the output's statistic over that of the input."""
 
     threshold: float = 0.02

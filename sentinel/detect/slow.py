@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import msgspec
 import numpy as np
 
+from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Scores, State
 from sentinel.detect.forms import JUST_BELOW_ONE
 from sentinel.detect.group import Points, StepPoints, members_of
@@ -45,9 +46,11 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     from steps in which nobody that they are held against is late.
     """
 
-    summary: ClassVar[str] = "the rank that arrives last at the collectives: its own work is longer, and the others wait"
-    statistics: ClassVar[tuple[str, ...]] = ("busy_s",)
-    over: ClassVar[Literal["copies", "ranks"]] = "ranks"
+    declares: ClassVar[Declaration] = Declaration(
+        summary="the rank that arrives last at the collectives: its own work is longer, and the others wait",
+        statistics=("busy_s",),
+        over="ranks",
+    )
 
     factor: float = 1.3
     """Times the busy time of the others that is still normal."""

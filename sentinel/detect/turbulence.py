@@ -8,17 +8,26 @@ import msgspec
 import numpy as np
 
 from sentinel.detect import msprobe
+from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Scores, State
 from sentinel.detect.forms import BaselineForm, domain_of
 from sentinel.errors import ConfigError
 
 
+def _of_turbulence(detector: AnomalyTurbulence) -> Declaration:
+    """The tool that `compat` names judges each rank by itself."""
+    return msgspec.structs.replace(detector.declares, judges="own_rows") if detector.compat else detector.declares
+
+
 class AnomalyTurbulence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A statistic that jumps away from its own running baseline, upwards or downwards."""
 
-    summary: ClassVar[str] = "a statistic that jumps away from its own running baseline, up or down"
-    statistics: ClassVar[tuple[str, ...]] = ("norm",)
-    raw_values: ClassVar[bool] = False
+    declares: ClassVar[Declaration] = Declaration(
+        with_arguments=_of_turbulence,
+        summary="a statistic that jumps away from its own running baseline, up or down",
+        has_forms=True,
+        is_fitted=True,
+    )
 
     threshold: float = 1.0
     """Relative change that is always normal: 1.0 lets a norm double or halve. With `compat: msprobe` the threshold of
@@ -87,9 +96,11 @@ class KurtosisSpike(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kurtosis lead). Slow growth, as outlier features emerge, is followed.
     """
 
-    summary: ClassVar[str] = "a distribution that grows outliers: kurtosis jumps above its own running baseline"
-    statistics: ClassVar[tuple[str, ...]] = ("kurtosis",)
-    raw_values: ClassVar[bool] = False
+    declares: ClassVar[Declaration] = Declaration(
+        summary="a distribution that grows outliers: kurtosis jumps above its own running baseline",
+        statistics=("kurtosis",),
+        has_forms=True,
+    )
 
     threshold: float = 2.0
     """Relative growth that is always normal: 2.0 lets the kurtosis triple."""

@@ -7,6 +7,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Explanation, Scores, State
 from sentinel.detect.forms import BaselineForm, LimitForm
 from sentinel.errors import ConfigError
@@ -27,11 +28,12 @@ class UpdateRatio(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     nanoGPT lectures); L. Bottou, "Curiously fast convergence"; You et al., LARS (2017), who set it layer by layer.
     """
 
-    summary: ClassVar[str] = "optimizer steps too large or too small for a weight, beside the others or by any standard"
-    phrase_down: ClassVar[str] = "this weight hardly moves beside the others: lost state, a vanished gradient, rounding?"
-    phrase_up: ClassVar[str] = "this weight is rewritten in few steps: rate too high for it, or optimizer state lost"
-    statistics: ClassVar[tuple[str, ...]] = ("mean",)
-    raw_values: ClassVar[bool] = False
+    declares: ClassVar[Declaration] = Declaration(
+        summary="optimizer steps too large or too small for a weight, beside the others or by any standard",
+        phrase_down="this weight hardly moves beside the others: lost state, a vanished gradient, rounding?",
+        phrase_up="this weight is rewritten in few steps: rate too high for it, or optimizer state lost",
+        statistics=("mean",),
+    )
 
     limit: float = 0.3
     """Ratio above which a step is too large by any standard: 300 times the rule of thumb, reached in health only by what

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from sentinel.detect import rolling
+from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Explanation, Scores, State
 from sentinel.detect.doubt import is_doubtful
 from sentinel.errors import ConfigError
@@ -33,9 +34,9 @@ median at scores up to 1.9 (benchmarks/healthy_untuned.py)."""
 class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Upward spikes of scalars: height above a rolling median, in robust deviations."""
 
-    summary: ClassVar[str] = "a scalar that jumps above the rolling median of its last points"
-    statistics: ClassVar[tuple[str, ...]] = ("value",)
-    raw_values: ClassVar[bool] = False
+    declares: ClassVar[Declaration] = Declaration(
+        is_rolling=True, summary="a scalar that jumps above the rolling median of its last points", statistics=("value",)
+    )
 
     k: float = 8.3
     """Robust deviations (the width of the residuals' middle half / 1.349) that are still normal."""
@@ -101,13 +102,22 @@ class RollingMedian(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class LossSpike(RollingMedian, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A loss above the rolling median of its last points."""
 
-    summary: ClassVar[str] = "a loss that jumps above the rolling median of its last points"
+    declares: ClassVar[Declaration] = Declaration(
+        statistics=("value",),
+        is_rolling=True,
+        trades="points",
+        summary="a loss that jumps above the rolling median of its last points",
+    )
 
 
 class GradNormSpike(RollingMedian, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A global gradient norm above the rolling median of its last points."""
 
-    summary: ClassVar[str] = "a gradient norm that jumps above the rolling median of its last points"
+    declares: ClassVar[Declaration] = Declaration(
+        statistics=("value",),
+        is_rolling=True,
+        summary="a gradient norm that jumps above the rolling median of its last points",
+    )
 
     k: float = 8.0
     """Robust deviations (the width of the residuals' middle half / 1.349) that are still normal."""

@@ -38,11 +38,15 @@ class _NamedGlance(_Glance, gc=False):
     id: str = ""
 
 
+_NOT_READ = frozenset({"dtype", "members", "members_id", "moved_ranks", "reference_score"})
+"""Fields of an anomaly that sorting does not look at: a line that is damaged there is read all the same."""
+
+
 def _incomplete_anomaly() -> type[Anomaly]:
     """Return an Anomaly of which any field but the step may be missing, as in files that others wrote."""
     empty = {int: 0, str: "", Severity: Severity.INFO}
     fields: list[tuple[str, Any, Any]] = []
-    for field in msgspec.structs.fields(Anomaly):
+    for field in (one for one in msgspec.structs.fields(Anomaly) if one.name not in _NOT_READ):
         default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
         fields.append((field.name, field.type, empty.get(field.type) if default is msgspec.NODEFAULT else default))
     required = [("step", int)]

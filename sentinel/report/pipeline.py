@@ -90,6 +90,8 @@ class SinkWorker:
         self, outbox: Outbox, sink: Sink, policy: RetryPolicy, *, rate_per_s: float = 1.0, rng: random.Random
     ) -> None:
         self.sink = sink
+        self._resending = sink if isinstance(sink, ResendingSink) else None
+        """The sink, where it forgets what it was told: it is told again what is open, and takes no digests."""
         self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self.problem = ""
         """Why the last request failed; empty after one that did not."""
@@ -134,8 +136,8 @@ class SinkWorker:
 
     def restore(self, standing: Sequence[Alert]) -> None:
         """Tell a sink that forgets what it had been told before a restart; others need nothing."""
-        if isinstance(self.sink, ResendingSink):
-            self.sink.restore([alert for alert in standing if alert.sink == self.sink.name])
+        if self._resending is not None:
+            self._resending.restore([alert for alert in standing if alert.sink == self.sink.name])
 
     # Stages, in order.
 
@@ -216,7 +218,7 @@ class SinkWorker:
             self.problem = ""
             self._num_failures_in_a_row = 0
             for one in batch:
-                is_digest = len(batch) > 1 and not isinstance(self.sink, ResendingSink)
+                is_digest = len(batch) > 1 and self._resending is None
                 outcome = "repeated" if one.is_maybe_heard else "digested" if is_digest else "sent"
                 self._failures.pop(one.positions[0], None)
                 self._finish(one.positions[:1], outcome)
@@ -257,9 +259,9 @@ class SinkWorker:
             self.busy_since = None
 
     def _keep_alive(self, now: float) -> float | None:
-        if not isinstance(self.sink, ResendingSink):
+        if self._resending is None:
             return None
-        delivery, due = self.sink.keep_alive(now)
+        delivery, due = self._resending.keep_alive(now)
         if delivery is not None and delivery.outcome == "sent":
             self.problem = ""
         elif delivery is not None:

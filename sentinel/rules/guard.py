@@ -6,9 +6,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from sentinel.detect import Scores, State
+from sentinel.detect.declaration import CONTRACTS, declared
 from sentinel.detect.group import Points, StepPoints
 from sentinel.detect.liveness import Facts
 from sentinel.errors import RuleError
@@ -23,20 +25,19 @@ class Guarded:
     """A detector whose mistakes are its own.
 
     Its first exception, scores that are no scores, or a state that is no longer one switch it off for what it was judging:
-    nothing scores any more. It cannot write into what it is shown, and is shown no value that is not finite, unless it says
-    `raw_values`. Two threads never judge through one engine, so `problem` needs no lock.
+    nothing scores any more. It cannot write into what it is shown, and is shown no value that is not finite, unless it
+    declares `raw_values`. Two threads never judge through one engine, so `problem` needs no lock.
     """
 
     def __init__(self, detector: Any, name: str) -> None:
         """name: what messages call it. RuleError where it does not even make a state."""
         self._detector, self._name = detector, name
-        self.summary = str(getattr(detector, "summary", ""))
-        self.statistics = tuple(getattr(detector, "statistics", ("norm",)))
-        self._takes_all = bool(getattr(detector, "raw_values", False))
         self.problem = ""
         """Why it is off, in words; empty while it is well."""
         self._like: State = {}
         try:
+            self.declares = msgspec.structs.replace(declared(detector), with_arguments=None)
+            """What the detector declares, with what its arguments change of it."""
             for num in (1, 3):
                 self._like = _checked(detector.state(num), num)
         except Exception as error:  # a user's code may fail in any way
@@ -82,7 +83,7 @@ class Guarded:
 
     def _fit(self, values: np.ndarray) -> np.ndarray | None:
         """Return which values it may be shown; None for all of them."""
-        if self._takes_all:
+        if self.declares.raw_values:
             return None
         fit: np.ndarray = np.isfinite(values)
         return None if fit.all() else fit
@@ -103,8 +104,7 @@ class GuardedSeries(Guarded):
 
     def for_statistic(self, statistic: str) -> Guarded:
         """Return the detector fitted to a statistic, guarded like this one."""
-        fit = getattr(self._detector, "for_statistic", None)
-        return self if fit is None else GuardedSeries(fit(statistic), self._name)
+        return GuardedSeries(self._detector.for_statistic(statistic), self._name)
 
     def score(self, values: np.ndarray, state: State) -> Scores:
         """Return its scores; 0.0 for values that are not finite, and throughout when it fails, or has failed."""
@@ -160,7 +160,7 @@ class GuardedGroup(Guarded):
 
     def _fit_members(self, points: Points) -> np.ndarray | None:
         """Return which members it may be shown, by the column that it compares; `wait_s` says NaN for what is not known."""
-        compared = points.get({"peers": "value", "ranks": "step_s"}.get(self._detector.over, ""))
+        compared = points.get({"peers": "value", "ranks": "step_s"}.get(self.declares.over, ""))
         return None if compared is None else self._fit(compared)
 
 
@@ -181,9 +181,10 @@ class GuardedLiveness(Guarded):
 
 def guarded(detector: Any, name: str) -> Guarded:
     """Return a detector of other people under the guard of its kind. RuleError where it makes no state."""
-    if hasattr(detector, "score_at"):
-        return GuardedLiveness(detector, name)
-    return GuardedGroup(detector, name) if hasattr(detector, "over") else GuardedSeries(detector, name)
+    return _GUARDS[CONTRACTS[detector.declares.over]](detector, name)
+
+
+_GUARDS = {"SeriesDetector": GuardedSeries, "GroupDetector": GuardedGroup, "LivenessDetector": GuardedLiveness}
 
 
 def _shown(array: np.ndarray) -> np.ndarray:

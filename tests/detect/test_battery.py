@@ -13,11 +13,7 @@ from sentinel.errors import ConfigError
 NEEDED: dict[str, dict[str, Any]] = {"Threshold": {"above": 50.0}}
 """Arguments that a detector must be given."""
 CASES: dict[str, Any] = {
-    **{
-        name: cls(**NEEDED.get(name, {}))
-        for name, cls in DETECTORS.items()
-        if hasattr(cls, "score") and not hasattr(cls, "over")
-    },
+    **{name: cls(**NEEDED.get(name, {})) for name, cls in DETECTORS.items() if cls.declares.over == "series"},
     "AnomalyNan threshold": DETECTORS["AnomalyNan"](threshold=50.0),
     "AnomalyNan msprobe": DETECTORS["AnomalyNan"](compat="msprobe", threshold=1e9),
     "AnomalyTurbulence msprobe": DETECTORS["AnomalyTurbulence"](compat="msprobe", threshold=0.5),
@@ -95,7 +91,7 @@ def wild(rng: np.random.Generator, points: int = 200, series: int = 12) -> np.nd
 
 def test_is_a_series_detector(detector):
     assert isinstance(detector, SeriesDetector)
-    assert detector.summary and detector.statistics
+    assert detector.declares.summary and detector.declares.statistics
 
 
 def test_scores_are_finite_and_not_negative(detector, rng):
@@ -120,7 +116,7 @@ def test_memory_is_bounded(detector, rng):
     _, _, late = run(detector, wild(rng, points=400))
 
     assert state_bytes(early) == state_bytes(late)
-    assert state_bytes(late) / 12 <= (SCALAR_BYTES if detector.statistics == ("value",) else TENSOR_BYTES)
+    assert state_bytes(late) / 12 <= (SCALAR_BYTES if detector.declares.statistics == ("value",) else TENSOR_BYTES)
 
 
 def test_series_are_independent(detector, rng):
@@ -236,7 +232,7 @@ def test_healthy_series_stay_silent(name, healthy, healthy_kinds):
     if "linear" in name:
         # On a linear scale what is normal in logarithms is heavy-tailed.
         heavy |= {"wide": 1e-2, "laplace": 1e-2, "autoregressive": 1e-3}
-    each = 8 if CASES[name].statistics == ("value",) else 100
+    each = 8 if CASES[name].declares.statistics == ("value",) else 100
     values = np.concatenate([healthy(kind, 1000, each) for kind in healthy_kinds], axis=1)
     values = 1.0 + values if name == "KurtosisSpike" else in_its_unit(name, values)
 

@@ -74,7 +74,7 @@ MAKERS: dict[str, tuple[Callable[..., Group], Callable[..., Group]]] = {
     "peers": (alike_peers, wild_peers),
 }
 """What a detector looks over -> (a point at which all is well, any point)."""
-CASES: dict[str, Any] = {name: cls() for name, cls in DETECTORS.items() if hasattr(cls, "over")}
+CASES: dict[str, Any] = {name: cls() for name, cls in DETECTORS.items() if cls.declares.over in MAKERS}
 SIZES = [1, 2, 3, 4, 7, 16]
 
 
@@ -104,13 +104,13 @@ def run(detector: Any, points: list[Group], state: Any = None) -> tuple[np.ndarr
 
 
 def points_of(detector: Any, rng: np.random.Generator, num: int, *, wild: bool) -> list[Group]:
-    make = MAKERS[detector.over][1 if wild else 0]
+    make = MAKERS[detector.declares.over][1 if wild else 0]
     return [make(rng, SIZES) for _ in range(num)]
 
 
 def test_is_a_group_detector(detector):
     assert isinstance(detector, GroupDetector)
-    assert detector.summary and detector.statistics and detector.over in MAKERS
+    assert detector.declares.summary and detector.declares.statistics and detector.declares.over in MAKERS
 
 
 def test_scores_are_finite_and_not_negative(detector, rng):
@@ -134,7 +134,7 @@ def test_members_that_are_alike_are_never_accused(detector, rng):
 
 
 def test_a_group_of_one_accuses_nobody(detector, rng):
-    make = MAKERS[detector.over][1]
+    make = MAKERS[detector.declares.over][1]
     scores, _ = run(detector, [make(rng, [1, 1, 1]) for _ in range(60)])
 
     assert (scores < 1.0).all()

@@ -57,7 +57,7 @@ def detector(request: pytest.FixtureRequest) -> Any:
 
 
 def test_is_a_liveness_detector(detector: Any) -> None:
-    assert detector.summary and detector.statistics
+    assert detector.declares.summary and detector.declares.statistics
 
 
 def test_scores_are_finite_and_change_nothing(detector: Any) -> None:

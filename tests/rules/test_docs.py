@@ -22,6 +22,7 @@ from sentinel.rules.language.schema import RULE_KINDS
 from sentinel.testing import BlowUp, SyntheticRun
 
 TEXT = (Path(__file__).parents[2] / "docs" / "rules.md").read_text()
+DECLARE = "from sentinel.detect import Declaration\n"
 SECTIONS = dict(re.findall(r"^### ([^\n]+)\n(.*?)(?=^##|\Z)", TEXT, re.MULTILINE | re.DOTALL))
 
 
@@ -193,12 +194,23 @@ def test_the_same_class_runs_by_name_from_an_entry_point(own: Path, monkeypatch:
         ("import sys; sys.exit(5)", "cannot be loaded: SystemExit: 5"),
         ("import no_such_module", "cannot be loaded: ModuleNotFoundError"),
         ("x = 1", "cannot be loaded: AttributeError"),
-        ("class Plug: pass", "is no detector: it has no"),
+        ("class Plug: pass", 'is no detector: expected a class attribute declares = Declaration(summary="...", statistics='),
         (
-            "class Plug: state = score = learn = print; statistics = 'norm'",
-            "is no detector: expected statistics",
+            DECLARE + "class Plug: declares = Declaration(summary='any')",
+            "is no detector: it has no state and no score and no learn",
         ),
-        ("class Plug: state = score = learn = print; __signature__ = 3", "is no detector: its arguments cannot be read"),
+        (
+            DECLARE + "class Plug: declares = Declaration(summary='any', over='ends')",
+            'is no detector: it declares over="ends"',
+        ),
+        (
+            DECLARE + "class Plug: declares = Declaration(summary='any', statistics='norm')",
+            "cannot be loaded: ConfigError: declares.statistics must be a tuple of names, got 'norm'",
+        ),
+        (
+            DECLARE + "class Plug: declares = Declaration(summary='any'); state = score = learn = print; __signature__ = 3",
+            "is no detector: its arguments cannot be read",
+        ),
     ],
 )
 def test_a_broken_package_is_named_and_only_a_rule_that_names_it_is_refused(
@@ -233,7 +245,7 @@ def test_a_broken_package_is_named_and_only_a_rule_that_names_it_is_refused(
     [
         ("my_detectors:Nothing", "cannot be loaded: AttributeError"),
         ("no_such_module:Thing", "cannot be loaded: ModuleNotFoundError"),
-        ("my_detectors:np.float64", "is no detector: it has no"),
+        ("my_detectors:np.float64", "is no detector: expected a class attribute declares"),
         ("my_detectors:np", "is no detector: expected a class, got module"),
         ("my_detectors.AboveRecord", ""),
     ],

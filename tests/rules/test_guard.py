@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sentinel.anomaly import Severity
-from sentinel.detect import DETECTORS, Scores
+from sentinel.detect import DETECTORS, Declaration, Scores
 from sentinel.detect.group import GroupDetector
 from sentinel.rules.engine import Engine
 from sentinel.rules.guard import guarded
@@ -17,8 +17,7 @@ TENSORS = [(f"layers.{at}.mlp", "wgrad") for at in range(4)]
 class Own:
     """Anomalous above `limit`; fails as it is told from its `after`-th point on."""
 
-    summary = "above a limit"
-    statistics = ("norm",)
+    declares = Declaration(summary="above a limit")
 
     def __init__(self, limit: float = 10.0, fails: str = "", after: int = 3) -> None:
         self.limit, self.fails, self.after = limit, fails, after
@@ -115,9 +114,7 @@ def test_it_stays_off_after_a_restart(paper_run):
 class Mean:
     """How far a value lies from the mean of those before: of a NaN it makes a NaN, and a mean that stays one."""
 
-    summary = "far from its mean"
-    statistics = ("norm",)
-    raw_values = False
+    declares = Declaration(summary="far from its mean")
 
     def state(self, num_series):
         return {"sum": np.zeros(num_series), "num": np.zeros(num_series, np.int64)}
@@ -133,7 +130,7 @@ class Mean:
 
 
 class Greedy(Mean):
-    raw_values = True
+    declares = Declaration(summary="the same, of any value", raw_values=True)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -186,10 +183,35 @@ def test_finite_neighbours_of_a_nan_are_judged_as_if_it_were_not_there():
     assert state["num"].tolist() == [int(one["num"][0]) for one in states] and not many.problem
 
 
+class Limit:
+    """Keeps no state, so that it judges each rank's own row."""
+
+    declares = Declaration(summary="a norm above 10")
+
+    def state(self, num_series):
+        return {}
+
+    def score(self, values, state):
+        return Scores.of(values / 10.0, np.full(len(values), 10.0))
+
+    def learn(self, values, state, anomalous):
+        pass
+
+
+def test_a_detector_without_a_state_is_asked_about_the_rows_of_each_rank(paper_run):
+    rule = Rule(name="own", detector="Limit", match=Match(kind=("wgrad",)), severity=Severity.WARNING)
+    engine, run = Engine(Pack(rules=(rule,)), detectors={**DETECTORS, "Limit": Limit}), paper_run(TENSORS)
+
+    (told,) = engine.judge(run.view(0, [1.0, 30.0, 1.0, 1.0]))
+
+    assert (told.tag_name, told.rank, told.statistic, told.baseline) == ("layers.1.mlp", 0, "norm", 10.0)
+    assert told.value == pytest.approx(30.0, rel=1e-3) and told.score == pytest.approx(3.0, rel=1e-3)
+
+
 class Peers:
     """Compares the value of ranks with their group's mean."""
 
-    summary, statistics, over = "compares", ("value",), "peers"
+    declares = Declaration(summary="compares", statistics=("value",), over="peers")
 
     def state(self, num_members):
         return {"num": np.zeros(num_members, np.int64)}
@@ -218,7 +240,7 @@ def test_a_member_without_a_finite_value_is_not_compared():
 class Group:
     """Compares ranks, and fails."""
 
-    summary, statistics, over = "compares", ("step_s",), "ranks"
+    declares = Declaration(summary="compares", statistics=("step_s",), over="ranks")
 
     def state(self, num_members):
         return {}

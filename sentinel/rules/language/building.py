@@ -47,7 +47,7 @@ def build_detector(rule: Rule, detectors: Mapping[str, type[Any]]) -> Any:
 
 def is_series_detector(detector: type[Any]) -> bool:
     """Whether a detector scores single series: those that compare ranks or copies, or watch the clock, do not."""
-    return hasattr(detector, "score") and not hasattr(detector, "over")
+    return bool(detector.declares.over == "series")
 
 
 def _argument_error(text: str) -> str:

@@ -12,7 +12,6 @@ import msgspec
 
 from sentinel.anomaly import Severity
 from sentinel.detect.dotted import why_not
-from sentinel.detect.windowed import RollingMedian
 from sentinel.document import Located, show, type_of
 from sentinel.errors import RuleError, SentinelError
 from sentinel.known_words import nearest
@@ -180,18 +179,19 @@ class Fields:
                 text = f'{text} "{written}"' + ("; write it without quotes" if _NUMBER.fullmatch(written.strip()) else "")
             where = args[named].where if named else item.where if item else 0
             self._complain("args" if item else "name", where or self._given["name"].where, text)
-        defaults = tuple(getattr(cls, "statistics", ()))
+        declares = cls.declares
+        defaults = tuple(declares.statistics)
         match = self._given.get("match")
         where = match.where if match is not None else self._given["name"].where
         key = "match" if match is not None else "name"
         tensors = [kind for kind in rule.match.kind if kind != "scalar"]
-        if "reference" in self._given and not (isinstance(cls, type) and issubclass(cls, RollingMedian)):
+        if "reference" in self._given and not declares.is_rolling:
             what = f"reference: {rule.detector} judges no scalar beside its sisters; LossSpike and GradNormSpike do"
             self._complain("reference", self._given["reference"].where, what)
         if rule.match.aggregate and not is_series_detector(cls):
             what = f"match.aggregate: {rule.detector} watches no series of values; leave it out, or take another detector"
             self._complain(key, where, what)
-        if getattr(cls, "over", "") == "copies" and not tensors:
+        if declares.over == "copies" and not tensors:
             self._complain(key, where, f"{rule.detector} compares copies of tensors; a scalar has none")
         if VALUE in rule.match.statistic and tensors:
             self._complain(key, where, 'match.statistic: "value" is for kind scalar only')

@@ -89,7 +89,7 @@ def lint_together(pack: Pack, builtin: Pack) -> list[Finding]:
 
 def _limits(rule: Rule) -> list[str]:
     """Say of absolute limits that no value, or every value, is past them."""
-    statistics = rule.statistics(tuple(getattr(known_detectors().get(rule.detector), "statistics", ())))
+    statistics = rule.statistics(known_detectors()[rule.detector].declares.statistics)
     above, below = _number(rule, "above"), _number(rule, "below")
     if rule.detector != "Threshold":
         above, below = (_number(rule, "threshold") if rule.detector == "AnomalyNan" else None), None

@@ -92,7 +92,7 @@ def list_rules(pack: Pack) -> list[ListedRule]:
                 severity=rule.severity.value,
                 actions=rule.actions,
                 args={**defaults, **rule.args},
-                description=rule.description or str(getattr(cls, "summary", "")),
+                description=rule.description or cls.declares.summary,
                 source=rule.source,
             )
         )
@@ -101,7 +101,7 @@ def list_rules(pack: Pack) -> list[ListedRule]:
 
 def _statistics(rule: Rule, detector: type[Any]) -> tuple[str, ...]:
     """Return what a rule looks at: of one without a limit that takes raw values nothing but what is no number."""
-    named = rule.statistics(tuple(getattr(detector, "statistics", ())))
+    named = rule.statistics(detector.declares.statistics)
     counts_only = detector is DETECTORS["AnomalyNan"] and rule.args.get("threshold") is None and not rule.args.get("compat")
     return ("nans", "infs") if counts_only else named
 
@@ -119,9 +119,9 @@ def list_detectors() -> list[dict[str, Any]]:
         found.append(
             {
                 "name": name,
-                "summary": str(getattr(cls, "summary", "")),
+                "summary": cls.declares.summary,
                 "doc": inspect.getdoc(cls) or "",
-                "statistics": list(getattr(cls, "statistics", ())),
+                "statistics": list(cls.declares.statistics),
                 "args": {key: None if value is ... else value for key, value in args.items()},
                 "args_doc": {key: documented.get(key, "") for key in args},
                 "needed": [key for key, value in args.items() if value is ...],

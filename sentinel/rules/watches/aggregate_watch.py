@@ -22,6 +22,7 @@ from sentinel.rules.watches.gradients import GRADIENTS
 from sentinel.rules.watches.watch import BACKGROUND_RATE, LASTING_STEPS, AnomalousPoints, SeriesWatch
 
 if TYPE_CHECKING:
+    from sentinel.rules.watches.layout_plan import LayoutPlan
     from sentinel.step_view import Layout, StepView
 
 MAX_MEMBERS = 32
@@ -139,11 +140,19 @@ class AggregateWatch(SeriesWatch):
     def __init__(self, rule: Rule, detector: SeriesDetector, statistic: str, merged: Merged) -> None:
         super().__init__(rule, detector, statistic, "aggregate")
         self.merged = merged
-        self.raw = bool(getattr(detector, "raw_values", False))
         self._slot_of: dict[_Key, int] = {}
         self._num_sets: dict[tuple[str, str, str], int] = {}
         self._slots: tuple[Known, bytes, np.ndarray] | None = None
         """Of the last step: layout, sets, and the slots that they have."""
+
+    @property
+    def blind(self) -> list[str]:
+        """Groups of which nothing can be merged, in words; of the watches of one rule the same."""
+        return [f'rule "{self.rule.name}": {self.merged.blind}'] if self.merged.blind else []
+
+    def take_place(self, plan: LayoutPlan) -> None:
+        """Judge the whole step."""
+        plan.judge_whole(self.judge)
 
     def series_keys(self) -> object:
         """Return the keys in order of slots."""
@@ -165,7 +174,7 @@ class AggregateWatch(SeriesWatch):
         if not len(at):
             return self.quiet(view)
         slots = self._slots_of(at)
-        values = (merged.raw(self.statistic) if self.raw else merged.clean(self.statistic))[at]
+        values = (merged.raw(self.statistic) if self.declared.raw_values else merged.clean(self.statistic))[at]
         whole = len(slots) == self.num_series and bool((slots == np.arange(self.num_series)).all())
         scores, anomalous, settled = self._run(values, None if whole else slots)
         if settled is None and not anomalous.any():
@@ -245,7 +254,7 @@ class _GroupPoints(AnomalousPoints):
         named = f"{group.name} ({wording.count(len(members), 'tensor')}{left_out})"
         if math.isfinite(value):
             sign = int(self.direction[i])
-            text = wording.excursion(group.kind, named, watch.statistic, value, baseline, score, sign, why, watch.detector)
+            text = wording.excursion(group.kind, named, watch.statistic, value, baseline, score, sign, why, watch.declared)
         else:
             text = f"{wording.subject(group.kind, named, watch.statistic)} is {value_text(value)}{skip_note(view)}"
         # It stands where the last of its members was made, so that each of them may be its cause.

@@ -33,6 +33,8 @@ class EndWatch(Watch):
     Its episode lasts while others live, and where nobody was heard until somebody is heard again.
     """
 
+    keeps_what_was_told = True
+
     detector: RunEnded
 
     def __init__(self, rule: Rule, detector: RunEnded) -> None:
@@ -56,7 +58,7 @@ class EndWatch(Watch):
             return True
         return not accused and self._died(ranks, now) is not None
 
-    def judge(self, tick: Tick, accused: Collection[int]) -> list[Anomaly]:
+    def judge_tick(self, tick: Tick, accused: Collection[int]) -> list[Anomaly]:
         """Return the records of one tick: that a rank went first while others live, that the run is over, that it is not.
 
         While a rank is accused of a hang, ranks that give up follow from it: with the run that incident ends, and says so.

@@ -17,11 +17,14 @@ from sentinel.rules.watches.wording import ranks
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from sentinel.rules.watches.layout_plan import LayoutPlan
     from sentinel.step_view import StepView
 
 
 class FrameWatch(Watch):
     """All ranks of each step; one episode a rank. Frames that were left out, and ranks that contradict the others."""
+
+    keeps_what_was_told = True
 
     def __init__(self, rule: Rule, detector: ImpossibleFrame) -> None:
         super().__init__(rule, detector, "frames_left_out", "frames")
@@ -71,6 +74,10 @@ class FrameWatch(Watch):
             message=said[0] + more,
             time=view.time,
         )
+
+    def take_place(self, plan: LayoutPlan) -> None:
+        """Judge the whole step."""
+        plan.judge_whole(self.judge)
 
     def series_keys(self) -> object:
         """Return nothing: ranks are their own keys."""

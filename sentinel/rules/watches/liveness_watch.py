@@ -16,9 +16,10 @@ from sentinel.rules.watches.watch import Watch
 from sentinel.run_end import GOODBYE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from sentinel.decision import RankFacts, Tick
+    from sentinel.rules.watches.layout_plan import LayoutPlan
     from sentinel.step_view import StepView
 
 _ONE = np.zeros(1, dtype=np.int64)
@@ -42,6 +43,8 @@ class LivenessWatch(Watch):
     Others that fall silent meanwhile are a new onset.
     """
 
+    keeps_what_was_told = True
+
     def __init__(self, rule: Rule, detector: LivenessDetector) -> None:
         super().__init__(rule, detector, "idle_s", "liveness")
         self._slot_of: dict[int, int] = {}
@@ -52,6 +55,10 @@ class LivenessWatch(Watch):
         self._reason = ""
 
     # -- what it learns ----------------------------------------------------------------------------------------------
+
+    def take_place(self, plan: LayoutPlan) -> None:
+        """Learn from closed steps; it judges at ticks."""
+        plan.learn_from(self.learn)
 
     def learn(self, view: StepView) -> None:
         """Take in a closed step."""
@@ -93,14 +100,14 @@ class LivenessWatch(Watch):
 
     # -- what it says ------------------------------------------------------------------------------------------------
 
-    def has_news(self, ranks: Sequence[RankFacts], now: float) -> bool:
+    def has_news(self, ranks: Sequence[RankFacts], now: float, accused: Collection[int] = ()) -> bool:
         """Return whether a tick of these facts would say anything; changes nothing that a judgement depends on."""
         if self._open and self._why_over(ranks, now):
             return True
         scores, blamed = self._score(ranks, now)
         return bool(blamed) and self._is_news(scores, blamed, ranks)
 
-    def judge(self, tick: Tick) -> list[Anomaly]:
+    def judge_tick(self, tick: Tick, accused: Collection[int] = ()) -> list[Anomaly]:
         """Return the records of one tick: an end, an onset, or an onset that goes beyond what was said."""
         found: list[Anomaly] = []
         if tick.ended is not None:

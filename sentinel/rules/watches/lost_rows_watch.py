@@ -15,6 +15,7 @@ from sentinel.rules.watches.watch import Watch
 
 if TYPE_CHECKING:
     from sentinel.rules.watches.episodes import EndedEpisode
+    from sentinel.rules.watches.layout_plan import LayoutPlan
     from sentinel.step_view import StepView
 
 _ONE = np.zeros(1, dtype=np.int64)
@@ -52,6 +53,8 @@ class LossWatch(Watch):
     While steps behind it are known already, as when a daemon reads what was written without it, telling waits for the last
     of the steps that lost something: then the first word has the whole count.
     """
+
+    keeps_what_was_told = True
 
     def __init__(self, rule: Rule, detector: LostRows) -> None:
         super().__init__(rule, detector, "rows_lost", "losses")
@@ -153,6 +156,10 @@ class LossWatch(Watch):
             message=lost(known, how_lost(known, settings)),
             time=view.time,
         )
+
+    def take_place(self, plan: LayoutPlan) -> None:
+        """Judge the whole step."""
+        plan.judge_whole(self.judge)
 
     def series_keys(self) -> object:
         """Return what is lost and not over."""

@@ -22,6 +22,7 @@ from sentinel.rules.watches.series_index import Selection
 from sentinel.rules.watches.watch import LASTING_STEPS, AnomalousPoints, SeriesWatch, WatchPlan
 
 if TYPE_CHECKING:
+    from sentinel.rules.watches.layout_plan import LayoutPlan
     from sentinel.step_view import StepView
 
 RANK_BITS, MICRO_BITS = 20, 16
@@ -38,6 +39,11 @@ class OwnRowWatch(SeriesWatch):
         """[num_series] the number of each series, rising."""
         self._slot = np.zeros(0, dtype=np.int64)
         """[num_series] its place in the state: new series come behind the old ones."""
+
+    def take_place(self, plan: LayoutPlan) -> None:
+        """Judge the rows of the tensors that the rule matches."""
+        its = self.plan(plan.selection)
+        plan.judge_rows(lambda view: self.judge(view, its))
 
     def plan(self, selection: Selection) -> WatchPlan:
         """Return the numbers of the series by tensor, -1 where the rule does not look."""

@@ -15,6 +15,7 @@ from sentinel.rules.watches.facts import finite
 from sentinel.rules.watches.rank_episodes import RankEpisodes
 
 if TYPE_CHECKING:
+    from sentinel.rules.watches.layout_plan import LayoutPlan
     from sentinel.step_view import RankStep, StepView
 
 TRAIN = "train"
@@ -33,6 +34,10 @@ class RankWatch(RankEpisodes):
         """(rank, size of the world): when the world changes, ranks do other work."""
         self._stood_until = -1
         """The newest step of the attempt in which ranks stood still, as another rule has told; -1: none."""
+
+    def take_place(self, plan: LayoutPlan) -> None:
+        """Judge the whole step."""
+        plan.judge_whole(self.judge)
 
     def series_keys(self) -> object:
         """Return the ranks in order of slots, and until which step ranks stood still."""

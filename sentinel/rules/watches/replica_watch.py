@@ -16,6 +16,7 @@ from sentinel.rules.watches.facts import tensor_anomaly
 from sentinel.rules.watches.watch import Watch
 
 if TYPE_CHECKING:
+    from sentinel.rules.watches.layout_plan import LayoutPlan
     from sentinel.step_view import Differing, StepView
 
 
@@ -42,6 +43,10 @@ class ReplicaWatch(Watch):
         """The attempt that was compared last."""
         self._are_unlike = False
         """Since this attempt was first compared, most of its weights differ."""
+
+    def take_place(self, plan: LayoutPlan) -> None:
+        """Judge the whole step."""
+        plan.judge_whole(self.judge)
 
     def series_keys(self) -> object:
         """Return the sets of copies in order of slots, and how the attempt began."""

@@ -20,6 +20,7 @@ from sentinel.rules.watches.series_index import Selection
 from sentinel.rules.watches.watch import AGREEING_TENSORS, LASTING_STEPS, Watch, WatchPlan
 
 if TYPE_CHECKING:
+    from sentinel.rules.watches.layout_plan import LayoutPlan
     from sentinel.step_view import StepView
 
 _MASKED = (labels(ELEMENT_KINDS) & labels(FORWARD_KINDS)) | {"attention"}
@@ -32,8 +33,13 @@ class RowWatch(Watch):
     def __init__(self, rule: Rule, detector: SeriesDetector, statistic: str, kinds: frozenset[str]) -> None:
         super().__init__(rule, detector, statistic, "row")
         self.kinds = kinds
-        self.counts_only = getattr(detector, "threshold", None) is None and not getattr(detector, "compat", "")
+        self.counts_only = self.declared.judges == "counts"
         """The counts of the row decide; no statistic is formed."""
+
+    def take_place(self, plan: LayoutPlan) -> None:
+        """Judge the rows of the tensors that the rule matches."""
+        its = self.plan(plan.selection)
+        plan.judge_rows(lambda view: self.judge(view, its))
 
     def plan(self, selection: Selection) -> WatchPlan:
         """Return the numbers of the series by tensor, -1 where the rule does not look."""
@@ -140,7 +146,7 @@ class RowWatch(Watch):
                 severity = Severity.INFO
         else:
             statistic, value = self.statistic, self._raw(row)
-            baseline = float(getattr(self.detector, "threshold", None) or math.nan)
+            baseline = float(self.detector.score(np.array([value]), {}).baseline[0]) or math.nan
             score = abs(value) / baseline if baseline > 0 else math.nan
             text = f"{wording.subject(tensor.kind, tensor.name, statistic)} is {wording.number(value)} on rank {rank}"
             text += f", past the limit {wording.number(baseline)}"

@@ -14,6 +14,9 @@ from sentinel.native import quick as native
 from sentinel.rules.watches.scalar_watch import ScalarWatch, WatchedScalars
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from sentinel.rules.watches.watch import Watch
     from sentinel.step_view import StepView
 
 _RATE = re.compile(r"(^|[._/ -])(lr|learning[._ -]?rate)([._/ -]|$)", re.IGNORECASE)
@@ -24,8 +27,9 @@ MAX_KNOWN = 64
 class ScalarStep:
     """Judges the logged values of a step by all watches of an engine, each in the engine's order."""
 
-    def __init__(self, watches: Sequence[ScalarWatch]) -> None:
-        self._watches = watches
+    def __init__(self, watches: Iterable[Watch]) -> None:
+        """watches: of an engine; those of logged values judge."""
+        self._watches = [watch for watch in watches if isinstance(watch, ScalarWatch)]
         self._known: dict[tuple[str, ...], _WatchedNames] = {}
         self._num_slow = 0
         """Times that numpy had the word: a detector may have put other arrays into its state."""
@@ -81,7 +85,7 @@ class _WatchedNames:
             if not named.num:
                 self.idle.append(watch)
                 continue
-            if hasattr(watch.detector, "rearm"):
+            if watch.declared.rearms:
                 self.noticing.append(watch)
             if watch.quick is None:
                 self.slow.append((watch, named))

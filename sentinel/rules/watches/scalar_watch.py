@@ -12,9 +12,7 @@ import msgspec
 import numpy as np
 
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
-from sentinel.detect import Scores, SeriesDetector
-from sentinel.detect.drift import Drift
-from sentinel.detect.windowed import LossSpike, RollingMedian
+from sentinel.detect import Scores
 from sentinel.reference import Reference
 from sentinel.rules.language.schema import Rule
 from sentinel.rules.watches import gradients, wording
@@ -56,18 +54,18 @@ class WatchedScalars(msgspec.Struct, frozen=True):
 class ScalarWatch(SeriesWatch):
     """Logged values, one series a name: the mean over the ranks that report it."""
 
-    def __init__(self, rule: Rule, detector: SeriesDetector) -> None:
+    def __init__(self, rule: Rule, detector: Any, quick: Quick | None = None) -> None:
         super().__init__(rule, detector, "value", "scalar")
-        self.quick: Quick | None = None
+        self.quick = quick
         """A quick way to take in points that are well, where there is one."""
         self._slot_of: dict[str, int] = {}
         self._last: tuple[int, int] | None = None
         self._rate: float | None = None
-        self._recurring = Recurring() if isinstance(detector, RollingMedian) else None
+        self._recurring = Recurring() if self.declared.is_rolling else None
         """Of spikes: those that came and went."""
         self._sisters = (
             ReferenceRuns(rule.name, rule.reference, detector)
-            if rule.reference is not None and isinstance(detector, RollingMedian)
+            if rule.reference is not None and self.declared.is_rolling
             else None
         )
 
@@ -176,13 +174,13 @@ class ScalarWatch(SeriesWatch):
 
     def _traded(self, names: Sequence[str], slots: np.ndarray, values: np.ndarray, scores: Scores) -> np.ndarray:
         """Return which losses rise while another of the run does not, as terms of a sum and sides of a game may."""
-        if not isinstance(self.detector, Drift | LossSpike):
+        if not self.declared.trades:
             return np.zeros(len(names), dtype=bool)
         # Sides of a game sway about each other, no further than this; when all of them rise, nobody gains.
         side = np.array(sides(names), dtype=bool)
         is_near = values - scores.baseline < FAR_SIDE * np.abs(scores.baseline)
         traded: np.ndarray = side & is_near & bool((side & (scores.score < 1.0)).any())
-        if isinstance(self.detector, Drift):
+        if self.declared.trades == "levels":
             trains = np.array([not is_of_evaluation(name) for name in names], dtype=bool)
             gains = (self.detector.improved(self.state)[slots] & trains).astype(np.int64)
             gained = gains.sum() > gains
@@ -290,10 +288,10 @@ class _ScalarPoints(AnomalousPoints):
         # A logged value is no tensor: alone it is shown, but unless it is the loss it pages nobody until it lasts.
         severity = rule.severity if full else min(rule.severity, Severity.WARNING, key=lambda s: s.level)
         if math.isfinite(value):
-            phrase = str(getattr(self._watch.detector, "phrase", ""))
+            phrase = self._watch.declared.phrase
             lasts = "; ".join(part for part in (phrase, why if "in a row" in why else "") if part)
             sign = int(direction[at]) if direction is not None else 0
-            limit = self._watch.detector if getattr(self._watch.detector, "is_limit", False) else None
+            limit = self._watch.declared if self._watch.declared.is_limit else None
             named = name if level is None else f"the level of {name}"
             text = wording.excursion("scalar", named, "value", told, baseline, score, sign, lasts, limit)
             doubt = self.doubt_of(i)

@@ -21,6 +21,7 @@ from sentinel.rules.watches.facts import finite, tensor_anomaly
 from sentinel.rules.watches.rank_episodes import RankEpisodes
 
 if TYPE_CHECKING:
+    from sentinel.rules.watches.layout_plan import LayoutPlan
     from sentinel.step_view import Layout, LogicalTensor, StepView
 
 IN_ALL = "wgrad_unreduced"
@@ -105,13 +106,17 @@ class SkewWatch(RankEpisodes):
         """has_scalars: judge logged values too; one watch of a rule does."""
         super().__init__(rule, detector, statistic, "peers")
         self._kinds = frozenset(kind for kind in rule.match.kind if kind != "scalar")
-        self._per_input = bool(getattr(detector, "per_input", False))
+        self._per_input = self.declared.per_input
         self._has_scalars = has_scalars and "scalar" in rule.match.kind
         self._slot_of: dict[tuple[str, str, int, int], int] = {}
         """(kind, name, rank, size of the world): when the world changes, ranks do other work."""
         self._layouts: list[_Looked] = []
         self._known: tuple[Layout, _RankValues, np.ndarray, np.ndarray] | None = None
         """What the ranks of the last step told, and where its entries stand: slots and groups."""
+
+    def take_place(self, plan: LayoutPlan) -> None:
+        """Judge the whole step."""
+        plan.judge_whole(self.judge)
 
     def series_keys(self) -> object:
         """Return the ranks and quantities in order of slots."""
@@ -220,7 +225,7 @@ class SkewWatch(RankEpisodes):
 
     def _thin_out(self, layout: Layout, mask: np.ndarray) -> None:
         """Leave so many sites of each stage, evenly over its depth, first and last among them: the cost is bounded."""
-        most = getattr(self.detector, "max_sites", MAX_SITES)
+        most = self.declared.max_sites
         sites: dict[tuple[int, int, str], list[LogicalTensor]] = {}
         for tensor in layout.tensors:
             if mask[tensor.index] and tensor.kind != IN_ALL:

@@ -20,6 +20,7 @@ from sentinel.rules.watches.series_index import Selection
 from sentinel.rules.watches.watch import BACKGROUND_RATE, LASTING_STEPS, AnomalousPoints, SeriesWatch, WatchPlan
 
 if TYPE_CHECKING:
+    from sentinel.rules.watches.layout_plan import LayoutPlan
     from sentinel.step_view import LogicalTensor, StepView
 
 FEW_ELEMENTS = 8
@@ -63,9 +64,12 @@ class TensorWatch(SeriesWatch):
         self.form = form
         if form is not None:
             self.scorer = form
-        self.raw = bool(getattr(detector, "raw_values", False))
         self.series = np.zeros(0, dtype=np.int32)
         """[num_series] the number of each one in the engine's SeriesIndex."""
+
+    def take_place(self, plan: LayoutPlan) -> None:
+        """Judge the tensors that the rule matches."""
+        plan.judge_tensors(self)
 
     def plan(self, selection: Selection) -> WatchPlan:
         """Return what this watch looks at in a layout; series it knows keep their state."""
@@ -216,8 +220,8 @@ class _TensorPoints(AnomalousPoints):
         micro_step = int(row["micro_step"]) if row is not None and row["micro_step"] >= 0 else None
         call_id = int(row["call_id"]) if row is not None and row["call_id"] != NONE_ID else None
         if math.isfinite(value):
-            sign, detector = int(self.direction[i]), self._watch.detector
-            text = wording.excursion(tensor.kind, tensor.name, statistic, value, baseline, score, sign, why, detector)
+            sign, declares = int(self.direction[i]), self._watch.declared
+            text = wording.excursion(tensor.kind, tensor.name, statistic, value, baseline, score, sign, why, declares)
         else:
             what = wording.subject(tensor.kind, tensor.name, statistic)
             text = f"{what} is {value_text(value)}, again (score {score:.3g})"

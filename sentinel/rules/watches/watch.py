@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import numpy as np
 
 from sentinel.anomaly import Anomaly, anomaly_id
-from sentinel.detect import Scores, State, grow
+from sentinel.detect import Scores, State, declared, grow
 from sentinel.rules.language.schema import Rule
 from sentinel.rules.watches import wording
 from sentinel.rules.watches.episodes import EndedEpisode, Episodes
 
 if TYPE_CHECKING:
-    from sentinel.decision import Tick
+    from sentinel.decision import RankFacts, Tick
+    from sentinel.rules.watches.layout_plan import LayoutPlan
     from sentinel.step_view import StepView
 
 LASTING_STEPS = 3
@@ -58,11 +59,15 @@ class WatchPlan(msgspec.Struct, frozen=True):
 
 
 class Watch:
-    """One rule on one statistic. Subclasses say what its series are."""
+    """One rule on one statistic. Subclasses say what its series are, and when they are judged."""
+
+    keeps_what_was_told: ClassVar[bool] = False
+    """When baselines begin anew it stays as it is: what it told of ranks and their ends is told."""
 
     def __init__(self, rule: Rule, detector: Any, statistic: str, mode: str) -> None:
         """detector: of the contract that the subclass is for."""
         self.rule, self.detector, self.statistic, self.mode = rule, detector, statistic, mode
+        self.declared = declared(detector)
         self.scorer: Any = detector
         """What scores and learns: the detector, or the form that it is."""
         self.state: State = {}
@@ -81,6 +86,40 @@ class Watch:
         parts = [self.rule.name, self.rule.detector, self.statistic, self.mode]
         text = msgspec.json.encode([*parts, self.rule.args], order="sorted")
         return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+    # -- when it judges: subclasses say so, all others keep still ----------------------------------------------------
+
+    def take_place(self, plan: LayoutPlan) -> None:
+        """Take its place among those that judge the steps of a layout."""
+
+    def has_news(self, ranks: Sequence[RankFacts], now: float, accused: Collection[int]) -> bool:
+        """Return whether a tick of these facts would say anything; changes nothing that a judgement depends on.
+
+        accused: ranks of which it was told, and stands, that the others wait for them.
+        """
+        return False
+
+    def judge_tick(self, tick: Tick, accused: Collection[int]) -> list[Anomaly]:
+        """Return the records of one moment."""
+        return []
+
+    def stand_still(self, step: int) -> None:
+        """Ranks were told as stale in a step."""
+
+    @property
+    def blamed_ranks(self) -> tuple[int, ...]:
+        """Ranks that it blames for standing still just now."""
+        return ()
+
+    @property
+    def accused_ranks(self) -> tuple[int, ...]:
+        """Those of them for which somebody was called."""
+        return ()
+
+    @property
+    def blind(self) -> list[str]:
+        """What the rule is blind to, in words."""
+        return []
 
     # -- series ------------------------------------------------------------------------------------------------------
 

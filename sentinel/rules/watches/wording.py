@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sentinel.anomaly import Anomaly
+from sentinel.detect import Declaration
 from sentinel.run_end import ALL_TOGETHER, CRASHES, EXCEPTION, OUT_OF_MEMORY, SILENCE, RankEnd, RunEnd, end_words
 
 if TYPE_CHECKING:
@@ -50,17 +51,16 @@ def excursion(
     score: float,
     direction: int,
     why: str,
-    detector: object = None,
+    declared: Declaration | None = None,
 ) -> str:
     """Return the message of a finite onset: value, baseline and score in words, how long, and what it usually means.
 
-    detector: may say what its anomalies mean, as `phrase`, or `phrase_up` and `phrase_down`; with `is_limit` its baseline is
-    a limit.
+    declared: what the detector says of itself: what its anomalies mean, and whether its baseline is a limit.
     """
     text = f"{subject(kind, name, statistic)} is {number(value)}"
     if math.isfinite(baseline):
         ratio = value / baseline if baseline and value / baseline > 0 else math.nan
-        if getattr(detector, "is_limit", False):
+        if declared is not None and declared.is_limit:
             text += f", past the limit {number(baseline)}"
         elif value == baseline and not direction:
             text += ", exactly what it was before"
@@ -72,13 +72,8 @@ def excursion(
         else:
             text += f", its baseline {number(baseline)}"
     text += f" (score {number(score)}, 1 is anomalous)"
-    return "; ".join(part for part in (text, why, meaning(detector, direction)) if part)
-
-
-def meaning(detector: object, direction: int) -> str:
-    """Return what a detector says that its anomalies mean, in this direction; empty where it says nothing."""
-    side = "phrase_up" if direction > 0 else "phrase_down" if direction < 0 else "phrase"
-    return str(getattr(detector, side, "") or getattr(detector, "phrase", ""))
+    meaning = declared.meaning(direction) if declared is not None else ""
+    return "; ".join(part for part in (text, why, meaning) if part)
 
 
 GAIN = "gain"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sentinel.anomaly import Severity
-from sentinel.detect import DETECTORS, Scores
+from sentinel.detect import DETECTORS, Declaration, Scores
 from sentinel.errors import RuleError
 from sentinel.record import KIND_LABELS
 from sentinel.rules.language.listing import check_packs, list_detectors, list_rules
@@ -238,8 +238,7 @@ def test_pack_hash_follows_content_not_place(pack, tmp_path):
 class Above(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A detector of another package."""
 
-    summary: ClassVar[str] = "above a limit"
-    statistics: ClassVar[tuple[str, ...]] = ("absmax",)
+    declares: ClassVar[Declaration] = Declaration(summary="above a limit", statistics=("absmax",))
     limit: float
 
     def state(self, num_series):
