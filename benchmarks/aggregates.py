@@ -19,7 +19,8 @@ import numpy as np
 
 from sentinel.aggregate import Aggregate
 from sentinel.exports.series import Picker, RecentSteps, SeriesQuery
-from sentinel.ingest.merge import ClosedStep, ModelLayout
+from sentinel.ingest.merge import ClosedStep
+from sentinel.ingest.model_layout import ModelLayout
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
 from sentinel.place import Place
 from sentinel.record import NONE_ID, ROW_DTYPE, Kind

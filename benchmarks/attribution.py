@@ -31,7 +31,8 @@ from attribution_programs import PROGRAMS
 from sentinel.anomaly import Severity
 from sentinel.decision import RankFacts, Tick
 from sentinel.incident import Incident
-from sentinel.ingest.merge import ClosedStep, ModelLayout
+from sentinel.ingest.merge import ClosedStep
+from sentinel.ingest.model_layout import ModelLayout
 from sentinel.judge.judge import Judge
 from sentinel.messages import Descriptor, TensorInfo
 from sentinel.record import NONE_ID, ROW_DTYPE, Kind

@@ -82,7 +82,7 @@ def frames(seed: int, home: Path) -> int:
         run.write(1)
     run.end()
     follower, tracker = RunFollower(run.directory, on_problem=lambda problem: None), LivenessTracker()
-    assembler, judge = StepAssembler("run", on_decision=lambda decision: None), Judge(_PACK)
+    assembler, judge = StepAssembler("run"), Judge(_PACK)
     judged: set[int] = set()
     found = []
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import msgspec
 
-from sentinel.decision import Decision
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.steps import StepAssembler
 from sentinel.testing import SyntheticRun
@@ -51,10 +50,7 @@ def once(run_dir: Path, what: str, num_records: int) -> float:
     follower = RunFollower(run_dir)
     journal: list[bytes] = []
 
-    def keep(decision: Decision) -> None:
-        journal.append(msgspec.msgpack.encode(decision))
-
-    assembler = StepAssembler("run", on_decision=keep)
+    assembler = StepAssembler("run")
     seen = 0
     begun = time.perf_counter()
     while records := follower.poll(final=True):
@@ -63,6 +59,7 @@ def once(run_dir: Path, what: str, num_records: int) -> float:
             continue
         assembler.take(records, 0.0)
         for view in assembler.close(0.0, follower.behind):
+            journal.append(msgspec.msgpack.encode(view.decision))
             seen += view.num_rows
             if "merge" in what:
                 assert len(view.stats) == len(view.tensors)

@@ -38,7 +38,8 @@ import msgspec
 
 from sentinel.decision import Tick
 from sentinel.explain.topk import topk
-from sentinel.ingest.follow import RunFollower, SpoolRecord
+from sentinel.ingest.follow import RunFollower
+from sentinel.ingest.incarnation import SpoolRecord
 from sentinel.ingest.merge import ClosedStep
 from sentinel.ingest.steps import StepAssembler
 from sentinel.judge.judge import Judge
@@ -120,7 +121,7 @@ class World:
         )  # fmt: skip
         self.plants: list[Plant] = []
         self._follower = RunFollower(directory)
-        self._assembler = StepAssembler(self.run.run, on_decision=lambda decision: None)
+        self._assembler = StepAssembler(self.run.run)
         pack = load_pack([])
         # Each plant is an episode of its own, however soon it follows another.
         rules = tuple(msgspec.structs.replace(rule, episode_quiet_steps=0) for rule in pack.rules)

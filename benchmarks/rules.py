@@ -26,9 +26,9 @@ import numpy as np
 
 from sentinel import native
 from sentinel.anomaly import Anomaly
-from sentinel.decision import Decision, Tick
 from sentinel.ingest.follow import RunFollower
-from sentinel.ingest.merge import ClosedStep, ModelLayout
+from sentinel.ingest.merge import ClosedStep
+from sentinel.ingest.model_layout import ModelLayout
 from sentinel.ingest.steps import StepAssembler
 from sentinel.judge.judge import Judge
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
@@ -184,7 +184,7 @@ class Timed:
     def __init__(self, num_tensors: int, num_ranks: int, *, times_scalars: bool = False) -> None:
         self.ranks = [MadeRank(rank, num_ranks, num_tensors) for rank in range(num_ranks)]
         self.follower = MemoryFollower(self.ranks)
-        self.assembler = StepAssembler("benchmark", on_decision=self._keep)
+        self.assembler = StepAssembler("benchmark")
         self.judge = Judge(load_pack())
         self._scalars_s = 0.0
         ScalarStep.judge = JUDGE_SCALARS  # type: ignore[method-assign]
@@ -203,9 +203,6 @@ class Timed:
         self._scalars_s += time.thread_time() - begun
         return found
 
-    def _keep(self, decision: Decision | Tick) -> None:
-        msgspec.msgpack.encode(decision)
-
     def step(self, step: int) -> list[float]:
         """Run one step; return the seconds of PARTS."""
         is_planted = step >= WARMUP_STEPS and step % PLANT_EVERY == 0
@@ -217,6 +214,7 @@ class Timed:
         t1 = clock()
         self.assembler.take(records, float(step))
         views = list(self.assembler.close(float(step), self.follower.behind))
+        msgspec.msgpack.encode([one.decision for one in views if isinstance(one, ClosedStep)])
         t2 = clock()
         (view,) = views
         assert isinstance(view, ClosedStep)

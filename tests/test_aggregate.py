@@ -14,7 +14,8 @@ import pytest
 
 from sentinel.aggregate import MAX_TABLES, Aggregate, Groups, matches, nearest_names
 from sentinel.errors import ConfigError
-from sentinel.ingest.merge import ClosedStep, ModelLayout
+from sentinel.ingest.merge import ClosedStep
+from sentinel.ingest.model_layout import ModelLayout
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
 from sentinel.moments import Moments
 from sentinel.place import Place

@@ -15,7 +15,7 @@ from sentinel.testing.schedules import program_order
 
 def views(run: SyntheticRun) -> list[ClosedStep]:
     follower = RunFollower(run.directory)
-    assembler = StepAssembler(run.run, on_decision=lambda decision: None)
+    assembler = StepAssembler(run.run)
     found: list[ClosedStep] = []
     while records := follower.poll(final=True):
         assembler.take(records, 0.0)

@@ -34,7 +34,8 @@ from sentinel.decision import Tick, decode_decision, encode_decision
 from sentinel.errors import SentinelError, StoreError
 from sentinel.exports.series import RecentSteps
 from sentinel.incident import Incident
-from sentinel.ingest.follow import Incarnation, RunFollower, SpoolPosition, SpoolRecord
+from sentinel.ingest.follow import RunFollower
+from sentinel.ingest.incarnation import Incarnation, SpoolPosition, SpoolRecord
 from sentinel.ingest.steps import StepAssembler, snapshot_positions
 from sentinel.judge.judge import Judge, Verdict
 from sentinel.judge.packs import RulePacks, decode_pack, encode_pack
@@ -295,7 +296,6 @@ class ServedRun:
         self._follower = RunFollower(self.paths.run_dir, on_problem=self._note_problem)
         self._assembler = StepAssembler(
             self.name,
-            on_decision=lambda decision: self.journal.record([encode_decision(decision)]),
             late_after_steps=self._config.judging.late_after_steps,
             late_after_s=self._config.judging.late_after_s,
         )
@@ -370,6 +370,8 @@ class ServedRun:
         for judged in views:
             decision = judged if isinstance(judged, Tick) else judged.decision
             assert decision is not None
+            if decision.seq > self.journal.last_seq:
+                self.journal.record([encode_decision(decision)])
             if decision.pack_hash != self._pack_hash:
                 self._court.reload(self._pack(decision.pack_hash))
                 self._pack_hash = decision.pack_hash

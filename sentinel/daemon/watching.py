@@ -9,7 +9,8 @@ import msgspec
 from sentinel.daemon.command_note import CommandNote
 from sentinel.decision import RankFacts, Tick
 from sentinel.ingest.ends import REPLACED_S, Ends, is_settled, run_end
-from sentinel.ingest.follow import Incarnation, RunFollower
+from sentinel.ingest.follow import RunFollower
+from sentinel.ingest.incarnation import Incarnation
 from sentinel.ingest.liveness import LivenessTracker
 from sentinel.ingest.memory_kills import MemoryKills
 from sentinel.ingest.processes import ProcessTable

@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from sentinel.aggregate import matches
 from sentinel.exports.series import SeriesQuery
-from sentinel.ingest.follow import RunFollower, SpoolRecord
-from sentinel.ingest.merge import ModelLayout
+from sentinel.ingest.follow import RunFollower
+from sentinel.ingest.incarnation import SpoolRecord
+from sentinel.ingest.model_layout import ModelLayout
 from sentinel.messages import Descriptor, EndStep, Vector, Vectors
 from sentinel.step_view import LogicalTensor
 from sentinel.store.run_paths import RunPaths

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from sentinel.decision import Decision, Tick
-from sentinel.ingest.follow import Incarnation
+from sentinel.ingest.incarnation import Incarnation
 from sentinel.ingest.parts import OpenStep, RankPartOfStep
 from sentinel.messages import START
 from sentinel.place import world_size_of

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 
 from sentinel.decision import RankFacts
-from sentinel.ingest.follow import Incarnation
+from sentinel.ingest.incarnation import Incarnation
 from sentinel.ingest.memory_kills import MemoryKills
 from sentinel.ingest.processes import GONE, LIVES, STOPPED, UNSEEN, ProcessTable, Seen, status_words
 from sentinel.ingest.witnesses import UNHEARD_S, Witnesses

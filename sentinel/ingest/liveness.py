@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable
 
 from sentinel.decision import RankFacts
-from sentinel.ingest.follow import Incarnation, SpoolRecord
+from sentinel.ingest.incarnation import Incarnation, SpoolRecord
 from sentinel.messages import IMPOSSIBLE, Bye, EndStep, Health, Heartbeat
 
 MAX_LOOK_S = 1.0

@@ -14,7 +14,8 @@ from sentinel.moments import EMPTY, Moments
 from sentinel.record import ROW_DTYPE, STATS_DTYPE
 
 if TYPE_CHECKING:
-    from sentinel.ingest.merge import ClosedStep, ModelLayout
+    from sentinel.ingest.merge import ClosedStep
+    from sentinel.ingest.model_layout import ModelLayout
 
 IN_ALL = -1
 """Quantity of the tensors that are taken as one on each rank."""

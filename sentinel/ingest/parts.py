@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from sentinel.decision import RankPart
 from sentinel.errors import WireError
-from sentinel.ingest.follow import Incarnation, SpoolRecord
+from sentinel.ingest.incarnation import Incarnation, SpoolRecord
 from sentinel.messages import Descriptor, EndStep
 from sentinel.record import ROW_DTYPE
 from sentinel.wire.frame import row_dtype

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sentinel.errors import ConfigError
-from sentinel.ingest.merge import ClosedStep, ModelLayout
+from sentinel.ingest.merge import ClosedStep
+from sentinel.ingest.model_layout import ModelLayout
 from sentinel.ingest.placing import WEIGHT_KINDS
 from sentinel.kinds import ELEMENT_KINDS, SHARED_KINDS, labels
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo

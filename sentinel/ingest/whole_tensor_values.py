@@ -17,7 +17,8 @@ from sentinel.ingest.digest import Digest
 from sentinel.record import NO_ANGLE, NO_SCALE, STATS_DTYPE
 
 if TYPE_CHECKING:
-    from sentinel.ingest.merge import ClosedStep, ModelLayout
+    from sentinel.ingest.merge import ClosedStep
+    from sentinel.ingest.model_layout import ModelLayout
 
 NUM_SUMS = (2, 3)
 """Numbers of sums that a value is formed of."""

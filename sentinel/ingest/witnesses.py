@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from sentinel.ingest.follow import Incarnation
+from sentinel.ingest.incarnation import Incarnation
 from sentinel.process import ProcessId
 from sentinel.wire.witness import Witnessed
 

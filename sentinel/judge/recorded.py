@@ -119,7 +119,7 @@ def recorded(
     """
     follower = follower or RunFollower(paths.run_dir)
     # Nobody is late in a recording that is read as fast as the disk allows: only what never came is missing.
-    assembler = StepAssembler(paths.name, on_decision=lambda decision: None, late_after_steps=0, late_after_s=0.0)
+    assembler = StepAssembler(paths.name, late_after_steps=0, late_after_s=0.0)
     if journal is not None and not recompute:
         assembler.replay_decisions(decode_decision(kind, body) for _, kind, body in journal.decisions())
     elif journal is not None:

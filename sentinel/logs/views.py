@@ -9,7 +9,8 @@ from statistics import median_low
 
 import numpy as np
 
-from sentinel.ingest.merge import ClosedStep, ModelLayout
+from sentinel.ingest.merge import ClosedStep
+from sentinel.ingest.model_layout import ModelLayout
 from sentinel.logs.rows import Log
 from sentinel.messages import Descriptor, EndStep
 from sentinel.place import Place

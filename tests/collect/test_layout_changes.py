@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import sentinel
-from sentinel.ingest.follow import RunFollower, SpoolRecord
+from sentinel.ingest.follow import RunFollower
+from sentinel.ingest.incarnation import SpoolRecord
 from sentinel.messages import Descriptor, EndStep
 from sentinel.wire.frame import FrameType
 

@@ -18,7 +18,7 @@ def test_norms_and_bad_elements_by_stage_and_kind(tmp_path: Path) -> None:
     source.plant(Nan(step=3, module="layers.2")).write(6)
     source.end()
     follower = RunFollower(source.directory)
-    assembler = StepAssembler("run", on_decision=lambda decision: None)
+    assembler = StepAssembler("run")
     gauges = RunGauges("run", ["a rule"])
     num_nan = 0
 
@@ -49,7 +49,7 @@ def test_a_step_judged_again_shows_and_does_not_count(tmp_path: Path) -> None:
     source = SyntheticRun(tmp_path / "run", layers=1, d_model=16, elements=8)
     source.write(1)
     follower = RunFollower(source.directory)
-    assembler = StepAssembler("run", on_decision=lambda decision: None)
+    assembler = StepAssembler("run")
     assembler.take(follower.poll(), 0.0)
     [view] = assembler.close(0.0)
     gauges = RunGauges("run", [])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sentinel.ingest.merge import ClosedStep, ModelLayout
+from sentinel.ingest.merge import ClosedStep
+from sentinel.ingest.model_layout import ModelLayout
 from sentinel.judge.judge import Judge, truncate
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
 from sentinel.moments import EMPTY

@@ -22,6 +22,7 @@ from sentinel.decision import Decision, decode_decision
 from sentinel.errors import StoreError
 from sentinel.incident import Incident
 from sentinel.judge.config import JudgingConfig
+from sentinel.judge.judge import Judge
 from sentinel.judge.packs import RulePacks
 from sentinel.judge.replay import replay
 from sentinel.messages import Health
@@ -121,6 +122,24 @@ def test_a_planted_nan_is_found_where_it_was_born(tmp_path: Path) -> None:
     incidents = [msgspec.json.decode(line, type=Incident) for line in written(tmp_path / "run")[1].splitlines()]
     assert (incidents[0].opened_step, incidents[0].severity) == (12, Severity.CRITICAL)
     assert "layers.2" in incidents[0].root_name
+
+
+def test_each_decision_is_in_the_journal_before_its_step_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = synthetic(tmp_path / "run")
+    source.write(20)
+    run = served(tmp_path / "run")
+    kept: list[tuple[int, int]] = []
+    judge = Judge.judge
+
+    def judge_and_look(court: Judge, decision: Decision | None, view: Any) -> Any:
+        kept.append((view.decision.seq, run.journal.last_seq))
+        return judge(court, decision, view)
+
+    monkeypatch.setattr(Judge, "judge", judge_and_look)
+    catch_up(run)
+    run.close()
+
+    assert kept == [(seq, seq) for seq in range(1, 21)]
 
 
 class Killed(BaseException):

@@ -35,7 +35,7 @@ def synthetic(directory: Path, **options: Any) -> SyntheticRun:
 
 def heard(run_dir: Path) -> list[ClosedStep]:
     follower = RunFollower(run_dir)
-    assembler = StepAssembler(run_dir.name, on_decision=lambda decision: None, late_after_steps=0, late_after_s=0.0)
+    assembler = StepAssembler(run_dir.name, late_after_steps=0, late_after_s=0.0)
     views: list[ClosedStep] = []
     while records := follower.poll(final=True):
         assembler.take(records, 0.0)

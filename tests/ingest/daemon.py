@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from sentinel.decision import Decision
+from sentinel.decision import Decision, Tick
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.merge import ClosedStep
 from sentinel.ingest.steps import StepAssembler
@@ -17,14 +18,19 @@ class Ears:
         self.problems: list[str] = []
         self.decisions: list[Decision] = []
         self.views: list[ClosedStep] = []
+        self._num_replayed = 0
         self.follower = RunFollower(run_dir, on_problem=self.problems.append)
         self.assembler = StepAssembler(
             run_dir.name,
-            on_decision=self.decisions.append,
             late_after_steps=late_after_steps,
             late_after_s=late_after_s,
             **more,
         )
+
+    def replay(self, decisions: list[Decision]) -> None:
+        """Make decisions of a former daemon again, from the first on."""
+        self.assembler.replay_decisions(decisions)
+        self._num_replayed = len(decisions)
 
     def listen(self, now: float = 0.0, *, final: bool = False) -> list[ClosedStep]:
         """Hear what there is; return the steps that closed."""
@@ -32,7 +38,7 @@ class Ears:
         while True:
             records = self.follower.poll(final=final)
             self.assembler.take(records, now)
-            closed += self.assembler.close(now, self.follower.behind)
+            closed += self._decided(self.assembler.close(now, self.follower.behind))
             if not records:
                 break
         self.views += closed
@@ -41,9 +47,17 @@ class Ears:
     def finish(self, now: float = 0.0) -> list[ClosedStep]:
         """The run is over: close what is left."""
         closed = self.listen(now, final=True)
-        closed += self.assembler.finish(now)
+        closed += self._decided(self.assembler.finish(now))
         self.views += closed[len(closed) :]
         return closed
+
+    def _decided(self, closed: Iterable[ClosedStep | Tick]) -> Iterator[ClosedStep]:
+        """Keep the new decisions, as a daemon journals them, and hand the steps on."""
+        for view in closed:
+            assert isinstance(view, ClosedStep) and view.decision is not None
+            if view.decision.seq > self._num_replayed:
+                self.decisions.append(view.decision)
+            yield view
 
 
 def seen(view: ClosedStep) -> tuple[object, ...]:

@@ -7,7 +7,8 @@ import pytest
 
 from sentinel import native
 from sentinel.ingest.digest import digest, digest_in_numpy
-from sentinel.ingest.merge import ClosedStep, ModelLayout
+from sentinel.ingest.merge import ClosedStep
+from sentinel.ingest.model_layout import ModelLayout
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
 from sentinel.moments import Moments
 from sentinel.place import Place

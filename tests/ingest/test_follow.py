@@ -6,7 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sentinel.ingest.follow import RunFollower, SpoolRecord
+from sentinel.ingest.follow import RunFollower
+from sentinel.ingest.incarnation import SpoolRecord
 from sentinel.messages import Bye, EndStep, Health
 from sentinel.testing import SyntheticRun
 from sentinel.wire import spool

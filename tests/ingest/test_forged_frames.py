@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from sentinel.decision import Tick
-from sentinel.ingest.follow import RunFollower, SpoolRecord
+from sentinel.ingest.follow import RunFollower
+from sentinel.ingest.incarnation import SpoolRecord
 from sentinel.ingest.liveness import LivenessTracker
 from sentinel.ingest.steps import StepAssembler
 from sentinel.ingest.trust import MAX_GAPS
@@ -41,7 +42,7 @@ class Judged:
         self.health: list[tuple[int, Health]] = []
         self.anomalies: list[Any] = []
         self.records: list[SpoolRecord] = []
-        assembler = StepAssembler("run", on_decision=lambda decision: None)
+        assembler = StepAssembler("run")
         judge = Judge(RulePacks([]).load())
         begun = time.process_time()
         while records := self.follower.poll():
@@ -242,7 +243,7 @@ def test_a_restart_does_not_tell_of_an_impossible_frame_again(tmp_path: Path) ->
     run.write(2)
     judge, told = Judge(RulePacks([]).load()), []
     follower = RunFollower(run.directory, on_problem=lambda problem: None)
-    assembler = StepAssembler("run", on_decision=lambda decision: None)
+    assembler = StepAssembler("run")
 
     for _ in range(2):
         assembler.take(follower.poll(), 0.0)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sentinel.ingest.follow import RunFollower
-from sentinel.ingest.merge import LayoutCache, ModelLayout
+from sentinel.ingest.model_layout import LayoutCache, ModelLayout
 from sentinel.ingest.steps import StepAssembler, snapshot_positions
 from sentinel.judge.judge import Judge
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
@@ -127,7 +127,7 @@ class Daemon:
 
     def _begin(self, saved: tuple[bytes, bytes] | None) -> None:
         self.follower, self.judge = RunFollower(self.run_dir), Judge(self.pack)
-        self.assembler = StepAssembler("r", on_decision=lambda decision: None, late_after_steps=0, late_after_s=0.0)
+        self.assembler = StepAssembler("r", late_after_steps=0, late_after_s=0.0)
         if saved is not None:
             self.follower.restore(snapshot_positions(saved[0]))
             self.assembler.restore(saved[0], self.follower.lives)

@@ -22,7 +22,7 @@ class Tracked:
     def __init__(self, run: SyntheticRun) -> None:
         self.run, self.mono = run, 50.0
         self.follower = RunFollower(run.directory)
-        self.assembler = StepAssembler("run", on_decision=lambda decision: None)
+        self.assembler = StepAssembler("run")
         self.tracker = LivenessTracker()
 
     def look(self, seconds: float = 0.5, *, behind: Collection[bytes] = ()) -> dict[int, RankFacts]:

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from sentinel.ingest.merge import ModelLayout
+from sentinel.ingest.model_layout import ModelLayout
 from sentinel.ingest.naming import make_names, segment_of
 from sentinel.messages import ChunkInfo, Descriptor, TensorInfo
 from sentinel.place import Place

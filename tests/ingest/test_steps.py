@@ -43,14 +43,14 @@ def test_a_step_closes_when_every_rank_has_spoken(run_dir: Path) -> None:
     assert view.time == decision.time == run.clock.time()
 
 
-def test_the_decision_is_written_before_the_view_is_handed_out(run_dir: Path) -> None:
+def test_each_step_comes_with_its_decision_numbered_in_order(run_dir: Path) -> None:
     SyntheticRun(run_dir).write(3)
     ears = Ears(run_dir)
     ears.assembler.take(ears.follower.poll(), 0.0)
 
-    for view in ears.assembler.close(0.0):
-        assert ears.decisions[-1] == view.decision
-        assert len(ears.decisions) == view.step + 1
+    decided = [view.decision for view in ears.assembler.close(0.0)]
+
+    assert [(one.seq, one.step) for one in decided] == [(1, 0), (2, 1), (3, 2)]
 
 
 def test_a_decision_survives_msgpack(run_dir: Path) -> None:
@@ -393,7 +393,7 @@ def test_replay_is_identical(run_dir: Path, seed: int) -> None:
     assert len(live.decisions) > 10
 
     again = Ears(run_dir)
-    again.assembler.replay_decisions(live.decisions)
+    again.replay(live.decisions)
     again.listen(final=True)
     again.views += again.assembler.finish(0.0)
 
@@ -418,7 +418,7 @@ def test_kill_9_loses_nothing(run_dir: Path, seed: int, snapshot_every: int) -> 
     saved: tuple[int, bytes] | None = None
     for _ in range(40):
         follower = RunFollower(run_dir)
-        assembler = StepAssembler("run", on_decision=journal.append)
+        assembler = StepAssembler("run")
         if saved is not None:
             follower.restore(snapshot_positions(saved[1]))
             assembler.restore(saved[1], follower.lives)
@@ -429,6 +429,8 @@ def test_kill_9_loses_nothing(run_dir: Path, seed: int, snapshot_every: int) -> 
         for view in assembler.close(0.0, follower.behind):
             assert view.decision is not None
             seq = view.decision.seq
+            if seq > len(journal):
+                journal.append(view.decision)
             assert judged.setdefault(seq, seen(view)) == seen(view)
             if seq % snapshot_every == 0:
                 saved = (seq, assembler.snapshot())
@@ -471,7 +473,7 @@ def test_a_replay_whose_frames_are_gone_goes_on_and_counts_it(run_dir: Path) -> 
         path.unlink()
 
     again = Ears(run_dir)
-    again.assembler.replay_decisions(ears.decisions)
+    again.replay(ears.decisions)
     again.listen()
 
     assert [view.step for view in again.views] == [0, 1, 2]
@@ -506,7 +508,7 @@ def test_late_rows_are_told_once_across_a_restart(run_dir: Path, has_snapshot: b
     if has_snapshot:
         again.follower.restore(snapshot_positions(snapshot))
         again.assembler.restore(snapshot, again.follower.lives)
-    again.assembler.replay_decisions([] if has_snapshot else ears.decisions)
+    again.replay([] if has_snapshot else ears.decisions)
     again.listen()
 
     told = [one.blindness.get("late_rows", 0) for one in ears.decisions + again.decisions]

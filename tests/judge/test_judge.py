@@ -23,7 +23,7 @@ def views(tmp_path_factory: pytest.TempPathFactory) -> list[ClosedStep]:
     source.plant(Nan(step=12, module="layers.2"), LossJump(step=40)).write(50)
     source.end()
     follower = RunFollower(source.directory)
-    assembler = StepAssembler("run", on_decision=lambda decision: None)
+    assembler = StepAssembler("run")
     found: list[ClosedStep] = []
     while records := follower.poll(final=True):
         assembler.take(records, 0.0)

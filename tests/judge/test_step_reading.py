@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from sentinel.incident import Incident
-from sentinel.ingest.merge import ClosedStep, ModelLayout
+from sentinel.ingest.merge import ClosedStep
+from sentinel.ingest.model_layout import ModelLayout
 from sentinel.judge.judge import Judge
 from sentinel.judge.step_reading import FactReader
 from sentinel.messages import EndStep

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sentinel.ingest.merge import ClosedStep, ModelLayout
+from sentinel.ingest.merge import ClosedStep
+from sentinel.ingest.model_layout import ModelLayout
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
 from sentinel.moments import EMPTY
 from sentinel.place import Place

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sentinel.ingest import descriptor_lookup as looking_back
-from sentinel.ingest import follow
+from sentinel.ingest import incarnation
 from sentinel.ingest.follow import RunFollower
 from sentinel.messages import Descriptor, LayoutChange, TensorInfo
 from sentinel.place import Place
@@ -114,7 +114,7 @@ def test_every_row_is_read_with_the_descriptor_of_its_writer(
     monkeypatch.setattr(layouts, "MAX_KNOWN", (2, 16, 5)[short])
     monkeypatch.setattr(layouts, "MAX_CHANGES", (3, 64, 64)[short])
     monkeypatch.setattr(looking_back, "MAX_CHANGES", (3, 64, 64)[short])
-    monkeypatch.setattr(follow, "MAX_LAYOUTS", (1, 64, 2)[short])
+    monkeypatch.setattr(incarnation, "MAX_LAYOUTS", (1, 64, 2)[short])
     disk = Disk(monkeypatch)
     out = spool(tmp_path, file_bytes=rng.choice((3000, 30_000)))
     known, said, follower = [descriptor(20)], {}, RunFollower(tmp_path)

@@ -13,7 +13,7 @@ from torch import nn
 
 import sentinel
 from sentinel.errors import ConfigError
-from sentinel.ingest.merge import ModelLayout
+from sentinel.ingest.model_layout import ModelLayout
 from sentinel.place import Place
 
 from ..conftest import ALL_KINDS, Said

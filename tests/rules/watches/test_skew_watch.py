@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from sentinel.anomaly import Severity
-from sentinel.ingest.merge import ClosedStep, ModelLayout
+from sentinel.ingest.merge import ClosedStep
+from sentinel.ingest.model_layout import ModelLayout
 from sentinel.place import Place
 from sentinel.rules.engine import Engine
 from sentinel.rules.language.loader import load_pack

@@ -1,0 +1,119 @@
+"""Which open step closes next, why, and with what: the decision, as a value. Nothing is closed here, nothing written."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from sentinel.decision import Decision, DescribedRank
+from sentinel.ingest.attempts import Attempt, Attempts
+from sentinel.ingest.parts import RankPartOfStep
+from sentinel.ingest.received import Received
+
+LATE_AFTER_STEPS = 2
+LATE_AFTER_S = 30.0
+MAX_OPEN_STEPS = 64
+"""Steps of one attempt that may be open at once; past it the oldest closes with what there is (chosen)."""
+
+
+class DueStep(msgspec.Struct, frozen=True):
+    """An open step that closes now."""
+
+    attempt: Attempt
+    step: int
+    why: str
+    """As `Decision.why`."""
+
+
+class Closing:
+    """Waits for who may still speak, until a limit. No clock: `now` is handed in."""
+
+    def __init__(
+        self,
+        attempts: Attempts,
+        received: Received,
+        *,
+        late_after_steps: int = LATE_AFTER_STEPS,
+        late_after_s: float = LATE_AFTER_S,
+        max_open_steps: int = MAX_OPEN_STEPS,
+    ) -> None:
+        """late_after_steps, late_after_s: 0 switches the limit off."""
+        self._attempts, self._received = attempts, received
+        self._late_after_steps = late_after_steps
+        self._late_after_s = late_after_s
+        self._max_open_steps = max_open_steps
+
+    def due(self, now: float, behind: Collection[bytes], settled_step: int | None) -> DueStep | None:
+        """Return the step that closes next; None: all wait. behind, settled_step: as of `StepAssembler.close`."""
+        attempts = [attempt for _, attempt in sorted(self._attempts.by_number.items()) if attempt.open]
+        found: DueStep | None = None
+        for attempt in attempts:
+            step = attempt.oldest_open
+            why = self._why_closed(attempt, step, now, behind, settled_step)
+            if why:
+                found = DueStep(attempt, step, why)
+                break
+        if found is None:
+            return None
+        # Steps of an older attempt come first, whoever they wait for: its ranks have been replaced.
+        oldest = attempts[0]
+        if oldest is found.attempt:
+            return found
+        if any(stint.life.id in behind for stint in oldest.stints.values()):
+            return None
+        return DueStep(oldest, oldest.oldest_open, "superseded")
+
+    def _why_closed(
+        self, attempt: Attempt, step: int, now: float, behind: Collection[bytes], settled_step: int | None
+    ) -> str:
+        """Return why a step is closed now; empty: it is not."""
+        waiting = attempt.waited_for(step, self._attempts.returning())
+        if not waiting:
+            return "complete"
+        if behind and any(life.rank in waiting and life.id in behind for life in self._received.lives.values()):
+            return ""
+        newest_step = attempt.newest_step if settled_step is None else min(attempt.newest_step, settled_step)
+        if self._late_after_steps and newest_step - step >= self._late_after_steps:
+            return "late_steps"
+        if self._late_after_s and now - attempt.open[step].first_heard >= self._late_after_s:
+            return "late_time"
+        return "crowded" if len(attempt.open) > self._max_open_steps else ""
+
+
+def decide(due: DueStep, attempts: Attempts, *, seq: int, run: str, pack_hash: str, blindness: dict[str, int]) -> Decision:
+    """Return the decision that a due step is closed, with what was received of each rank."""
+    attempt, chosen = due.attempt, attempts.chosen(due.attempt, due.step)
+    ranks = tuple(part.decided(rank) for rank, part in chosen.items())
+    return Decision(
+        seq=seq, run=run, attempt=attempt.number, step=due.step, ranks=ranks, why=due.why,
+        missing=_missing(attempts, attempt, chosen), described=_described(attempts, attempt, chosen),
+        time=max([part.last_wall_ns for part in chosen.values()], default=0) / 1e9, pack_hash=pack_hash,
+        blindness=blindness,
+        is_catching_up=any(one.num_lost for one in ranks) and attempt.is_heard_after(due.step, attempts.returning()),
+    )  # fmt: skip
+
+
+def _missing(attempts: Attempts, attempt: Attempt, chosen: Mapping[int, RankPartOfStep]) -> dict[int, str]:
+    """Return why ranks are not whole in a step, ranks rising."""
+    missing = {rank: "unfinished" for rank, part in chosen.items() if not part.is_whole}
+    returning = attempts.returning()
+    for rank in attempt.expected().difference(chosen):
+        if rank in attempt.stints:
+            missing[rank] = "ended" if attempt.stints[rank].life.has_left else "late"
+        else:
+            missing[rank] = "late" if rank in returning else "never started"
+    return dict(sorted(missing.items()))
+
+
+def _described(attempts: Attempts, attempt: Attempt, chosen: Mapping[int, RankPartOfStep]) -> tuple[DescribedRank, ...]:
+    """Return what the table does not say yet of ranks that are not in a step, ranks rising."""
+    if not attempts.newcomers and len(chosen) == len(attempt.stints):
+        return ()
+    absent = {life.rank: life for life in attempts.newcomers.values() if life.rank not in chosen}
+    absent |= {rank: stint.life for rank, stint in attempt.stints.items() if rank not in chosen}
+    return tuple(
+        DescribedRank(rank=rank, life=life.id, layout_id=life.layout_id)
+        for rank, life in sorted(absent.items())
+        if life.descriptor is not None and attempt.state.table.get(rank) != (life.id, life.layout_id)
+    )

@@ -1,0 +1,95 @@
+"""StepMaker: makes the view of the step that a decision describes, from the frames that it names and from no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from sentinel.decision import Decision, RankPart
+from sentinel.ingest.attempts import Attempt, Attempts, AttemptState
+from sentinel.ingest.blindness import Blindness
+from sentinel.ingest.merge import ClosedStep
+from sentinel.ingest.model_layout import LayoutCache, ModelLayout
+from sentinel.ingest.parts import OpenStep, RankPartOfStep
+from sentinel.ingest.received import Received
+from sentinel.messages import Descriptor
+from sentinel.step_view import RankStep
+
+
+class StepMaker:
+    """Closes the steps of `Attempts`, as decisions say."""
+
+    def __init__(self, attempts: Attempts, received: Received, blindness: Blindness) -> None:
+        self.num_incomplete = 0
+        """Decisions whose frames were not all there: replayed with less than before."""
+        self._attempts, self._received, self._blindness = attempts, received, blindness
+        self._layouts = LayoutCache()
+
+    def make(self, decision: Decision) -> ClosedStep:
+        """Close the step of a decision, and return it."""
+        attempt = self._attempts.by_number.get(decision.attempt)
+        if attempt is None:
+            attempt = self._attempts.by_number[decision.attempt] = Attempt(AttemptState(decision.attempt))
+        opened = attempt.open.pop(decision.step, None)
+        attempt.state.closed_step = max(attempt.state.closed_step, decision.step)
+        attempt.newest_step = max(attempt.newest_step, decision.step)
+        table = attempt.state.table
+        for known in decision.described:
+            table[known.rank] = (known.life, known.layout_id)
+        parts = []
+        is_incomplete = False
+        for one in decision.ranks:
+            attempt.state.spoken[one.rank] = max(decision.step, attempt.state.spoken.get(one.rank, -1))
+            table[one.rank] = (one.life, one.layout_id)
+            part = opened.parts.get((one.life, one.generation)) if opened is not None else None
+            made = self._rank_step(one, part)
+            if made is None:
+                is_incomplete = True
+            else:
+                is_incomplete |= len(made.rows) < one.num_rows
+                parts.append(made)
+        # Rows are also short in the first run when their descriptor was lost; then the replay is as complete as that.
+        self.num_incomplete += is_incomplete
+        if opened is not None:
+            self._count_left_over(decision, opened)
+        return ClosedStep(
+            run=decision.run, attempt=decision.attempt, step=decision.step, layout=self._layout(table), parts=parts,
+            decision=decision,
+        )  # fmt: skip
+
+    def _rank_step(self, one: RankPart, part: RankPartOfStep | None) -> RankStep | None:
+        life = self._received.lives.get(one.life)
+        descriptor = life.layouts.get(one.layout_id, life.descriptor) if life is not None else None
+        if life is None or part is None or descriptor is None:
+            return None
+        end_step = part.end_step if one.is_ended else None
+        return RankStep(
+            rank=one.rank,
+            descriptor=descriptor,
+            rows=part.rows_until(one.last_seq, descriptor),
+            end_step=end_step,
+            time=part.wall_ns(one.last_seq) / 1e9,
+            health=self._received.take_health(life, one.last_seq),
+            life=one.life,
+            ended_mono_s=part.end.frame.header.mono_ns / 1e9 if part.end is not None and end_step is not None else 0.0,
+        )
+
+    def _count_left_over(self, decision: Decision, opened: OpenStep) -> None:
+        """Count what lies in a closed step without being part of it: replaced processes, and on replay what came late."""
+        taken = {(one.life, one.generation): one for one in decision.ranks}
+        for key, part in opened.parts.items():
+            one = taken.get(key)
+            if one is not None and part.last_seq <= one.last_seq and (one.is_ended or part.end is None):
+                continue
+            num_rows = sum(count for seq, count, _ in part.rows if one is None or seq > one.last_seq)
+            num_frames = part.end is not None and (one is None or not one.is_ended)
+            if num_rows or num_frames:
+                self._blindness.add_late(part.life.rank, num_rows, int(num_frames))
+
+    def _layout(self, table: Mapping[int, tuple[bytes, int]]) -> ModelLayout:
+        key = tuple([(rank, life, layout_id) for rank, (life, layout_id) in sorted(table.items())])
+        return self._layouts.of(key, lambda: self._descriptors(key))
+
+    def _descriptors(self, key: Iterable[tuple[int, bytes, int]]) -> dict[int, Descriptor]:
+        lives = ((rank, self._received.lives.get(life), layout_id) for rank, life, layout_id in key)
+        found = ((rank, life.layouts.get(at, life.descriptor)) for rank, life, at in lives if life is not None)
+        return {rank: descriptor for rank, descriptor in found if descriptor is not None}

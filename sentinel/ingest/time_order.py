@@ -1,0 +1,69 @@
+"""TimeOrder: hands out the frames of many spools in the order of their wall clocks, each process's own order kept."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+
+from sentinel.ingest.incarnation import SpoolRecord
+
+
+class TimeOrder:
+    """What was read and is ahead of a spool of which more is on disk waits until that one has been read."""
+
+    def __init__(self) -> None:
+        self.behind: set[str] = set()
+        """Folders of spools of which more is on disk than was read."""
+        self._wall_ns: dict[str, int] = {}
+        """Folder -> the newest wall clock that was read of it, nanoseconds since the epoch."""
+        self._waiting: list[SpoolRecord] = []
+
+    @property
+    def waiting(self) -> Sequence[SpoolRecord]:
+        """What was read, and is ahead of somebody who is behind."""
+        return self._waiting
+
+    def begin(self, folder: str) -> None:
+        """Take in a spool of which nothing was read."""
+        self._wall_ns[folder] = 0
+
+    def note(self, folder: str, *, is_caught_up: bool) -> None:
+        """Take note of whether a spool was read to its end."""
+        (self.behind.discard if is_caught_up else self.behind.add)(folder)
+
+    def add(self, folder: str, records: Sequence[SpoolRecord]) -> None:
+        """Take in what was read of a spool."""
+        self._waiting += records
+        if records:
+            self._wall_ns[folder] = records[-1].time_ns
+
+    def put_back(self, records: Iterable[SpoolRecord]) -> None:
+        """Have records wait that were taken out."""
+        self._waiting = [*records, *self._waiting]
+
+    def due(self) -> list[SpoolRecord]:
+        """Take out what is not ahead of anybody who is still behind, in the order of time."""
+        # Sorting is stable, and the key of a life never falls: its own order is kept.
+        self._waiting.sort(key=_time)
+        if not self.behind:
+            due, self._waiting = self._waiting, []
+            return due
+        frontier = min(self._wall_ns[folder] for folder in self.behind)
+        at = bisect.bisect_right(self._waiting, frontier, key=_time)
+        due, self._waiting = self._waiting[:at], self._waiting[at:]
+        return due
+
+    def furthest_behind(self) -> str:
+        """Return the folder whose newest frame is the oldest of those that are behind; ValueError: none is."""
+        return min(self.behind, key=self._wall_ns.__getitem__)
+
+    def ahead(self, folders: Iterable[str]) -> set[str]:
+        """Return which of these folders, none of them behind, are ahead of one that is."""
+        if not self.behind:
+            return set()
+        oldest = self._wall_ns[self.furthest_behind()]
+        return {folder for folder in folders if folder not in self.behind and self._wall_ns[folder] > oldest}
+
+
+def _time(record: SpoolRecord) -> int:
+    return record.time_ns
