@@ -173,7 +173,7 @@ def record(folder: Path, case: str, num_steps: int) -> dict[str, float]:
         monitor.log(loss=1.0 / (step + 1))
         monitor.step()
         after = time.thread_time_ns()
-        monitor._handover.flush()
+        monitor.session.handover.flush()
         ending.append(after - before)
         training.append(after - here)
         writing.append(time.process_time_ns() - everywhere - (time.thread_time_ns() - here))

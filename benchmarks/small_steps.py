@@ -162,8 +162,8 @@ class Copy:
         self.total_ns += int(1e9 * (ended[0] - began[0]))
         self.times.append((ended[0] - began[0], ended[1] - began[1], ended[2] - began[2]))
         if self.monitor is not None:
-            self.num_rows = max(self.num_rows, self.monitor.recording.rows.num_rows)
-            self.intervals = self.monitor.plan.intervals
+            self.num_rows = max(self.num_rows, self.monitor.recorder.recording.rows.num_rows)
+            self.intervals = self.monitor.planning.plan.intervals
 
 
 def measure(name: str, size: int, variant: str, rounds: int) -> str:
@@ -173,7 +173,7 @@ def measure(name: str, size: int, variant: str, rounds: int) -> str:
     warm = PACED_WARM if variant == "default" else WARM
     bare, watched = Copy(model, loss, None, ""), Copy(model, loss, VARIANTS[variant], f"{name}-{size}-{variant}")
     # The other copy's steps are no part of this one's, nor are other programs: shares are those of the processor's time.
-    watched.monitor.recording.costs.clock = lambda: time.thread_time_ns() - bare.total_ns
+    watched.monitor.recorder.recording.costs.clock = lambda: time.thread_time_ns() - bare.total_ns
     for turn in range(rounds + warm):
         for one in (bare, watched) if turn % 2 else (watched, bare):
             one.step()

@@ -11,11 +11,13 @@ from typing import Any
 
 from torch import nn
 
+from sentinel.collect.assembly import assemble
 from sentinel.collect.attempt import agree
 from sentinel.collect.environment import read_environment
 from sentinel.collect.hooks.optimizers import inner_optimizers
 from sentinel.collect.hooks.structure import unwrap
 from sentinel.collect.lifecycle.fork_guard import is_alive_in
+from sentinel.collect.lifecycle.session import Session
 from sentinel.collect.monitor import Monitor
 from sentinel.collect.parallel.several_models import listed
 from sentinel.collect.parallel.topology import Topology
@@ -26,8 +28,8 @@ from sentinel.place import Place
 
 log = logging.getLogger("sentinel")
 
-_attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Monitor]] = weakref.WeakKeyDictionary()
-"""Model -> who watches it, which the model itself keeps alive."""
+_attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
+"""Model -> the session in which it is watched, which its hooks keep alive."""
 
 
 def attach(
@@ -66,12 +68,14 @@ def attach(
         reference = _attached.get(unwrap(one))
         former = None if reference is None else reference()
         if former is not None and former.is_alive:
-            log.info("sentinel: this model is watched already, as run %s: that ends, this takes its place", former.run)
-            former.detach()
+            log.info(
+                "sentinel: this model is watched already, as run %s: that ends, this takes its place", former.attempt.run
+            )
+            former.end("detached")
     life = secrets.token_bytes(16)
     try:
         attempt = agree(source.config, environment, life, is_alive_in)
-        monitor = Monitor(
+        monitor = assemble(
             models, optimizers, source, Topology(environment, place, names), attempt, life,
             grad_acc_steps=grad_acc_steps, first_step=first_step,
         )  # fmt: skip
@@ -83,5 +87,5 @@ def attach(
         log.warning("sentinel: attach failed", exc_info=True)
         return Unmeasured(f"{type(error).__name__}: {error}")
     for one in models:
-        _attached[unwrap(one)] = weakref.ref(monitor)
+        _attached[unwrap(one)] = weakref.ref(monitor.session)
     return monitor

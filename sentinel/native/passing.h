@@ -14,7 +14,7 @@
     X(capacity) X(chunk) X(costs) X(cursor) X(depth) X(ended_steps) X(entry) X(flags) X(generation) X(grad) X(grad_fn)        \
     X(had_backward) X(handle) X(has_gradient) X(hook) X(hook_gradient) X(id) X(in_forward) X(is_alive) X(is_border)           \
     X(is_border_in) X(is_border_out) X(is_done) X(is_due) X(is_floating_point) X(is_measured) X(is_on) X(is_settled)          \
-    X(kernel) X(kind) X(may_rest) X(measure) X(micro_step) X(module) X(num_rows) X(observe) X(onlookers) X(order)             \
+    X(kernel) X(kind) X(may_rest) X(measure) X(micro_step) X(module) X(num_rows) X(observe) X(onlookers) X(order) X(passes)   \
     X(recorder) X(recording) X(requires_grad) X(row) X(rows) X(site_pos) X(sites) X(step) X(zero_eps)
 
 #define AS_MEMBER(text) *text,
@@ -285,9 +285,10 @@ static PyObject *take_gradient(PyObject *self, PyObject *const *args, Py_ssize_t
     if (PyObject_SetAttr(tap, name.is_done, Py_True) || PyObject_SetAttr(chunk, name.backward_micro_step, micro_step)
         || observe(recording, entry, gradient, micro_step) < 0)
         goto failed;
-    /* Only the first gradient of a backward tells the recorder anything. */
-    if (!is(chunk, name.had_backward, Py_True) || graph_task() == -1 || graph_task() != number(recorder, name._graph_task))
-        if (!keep(&owned, PyObject_CallMethodOneArg(recorder, name.after_backward_hook, chunk))) goto failed;
+    /* Only the first gradient of a backward says anything new. */
+    PyObject *passes = part(&owned, chunk, name.passes);
+    if (!is(chunk, name.had_backward, Py_True) || graph_task() == -1 || graph_task() != number(passes, name._graph_task))
+        if (!passes || !keep(&owned, PyObject_CallMethodOneArg(passes, name.after_backward_hook, chunk))) goto failed;
     if (PyErr_Occurred()) goto failed;
     let_go(&owned, NULL);
     Py_RETURN_TRUE;

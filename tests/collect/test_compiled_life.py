@@ -151,7 +151,7 @@ def test_what_fails_in_an_op_is_told_and_training_goes_on(tmp_path: Path) -> Non
     bare = train(None, whole("aot_eager"))
 
     def break_it(monitor: Any, step: int, model: nn.Module) -> None:
-        observe = monitor.sites.observe
+        observe = monitor.recorder.sites.observe
 
         def planned(entry: Any, tensor: torch.Tensor, micro_step: int) -> None:
             if entry.name == "blocks.0.fc1":
@@ -159,7 +159,7 @@ def test_what_fails_in_an_op_is_told_and_training_goes_on(tmp_path: Path) -> Non
             observe(entry, tensor, micro_step)
 
         if step == 0:
-            monitor.sites.observe = planned
+            monitor.recorder.sites.observe = planned
 
     watched = train(tmp_path, whole("aot_eager"), before_step=break_it)
 

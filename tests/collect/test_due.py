@@ -38,7 +38,7 @@ def train(monitor: Any, model: TinyModel, optimizer: torch.optim.Optimizer, step
         optimizer.step()
         optimizer.zero_grad()
         found.append(len(calls) - before)
-        assert monitor._handover.flush(60.0)
+        assert monitor.session.handover.flush(60.0)
     return found
 
 

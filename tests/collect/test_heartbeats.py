@@ -21,7 +21,7 @@ def test_a_beat_before_attach_has_returned_says_where_the_rank_stands(run: Path,
 
     def begins_and_beats(monitor: Monitor, *args: object) -> Handover:
         handover = begun(monitor, *args)
-        told.append(monitor._position())
+        told.append(monitor.runner.position())
         return handover
 
     monkeypatch.setattr(Monitor, "_begin_life", begins_and_beats)
@@ -45,7 +45,7 @@ def test_a_rank_that_stands_still_says_the_line_of_the_thread_that_trains(run: P
     thread = threading.Thread(target=stands_in_its_step)
     thread.start()
     is_there.wait()
-    told = [monitor._position().site for _ in range(AFTER + 2)]
+    told = [monitor.runner.position().site for _ in range(AFTER + 2)]
     release.set()
     thread.join()
     monitor.detach()

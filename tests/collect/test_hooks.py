@@ -214,14 +214,14 @@ def test_hooks_never_raise_into_autograd(run: Path, monkeypatch: pytest.MonkeyPa
     model = copy.deepcopy(bare)
     expected = train(bare)
     monitor = sentinel.attach(model, config={"kinds": ALL_KINDS})
-    measure = monitor.recording.kernel.measure
+    measure = monitor.recorder.recording.kernel.measure
 
     def broken(tensors: Any, rows: Any, *args: Any, **kwargs: Any) -> None:
         if len(tensors) == 1 and tensors[0].shape[-1] == 16:
             raise RuntimeError("kernel on fire")
         measure(tensors, rows, *args, **kwargs)
 
-    monkeypatch.setattr(type(monitor.recording.kernel), "measure", lambda self, *a, **k: broken(*a, **k))
+    monkeypatch.setattr(type(monitor.recorder.recording.kernel), "measure", lambda self, *a, **k: broken(*a, **k))
     losses = train(model)
     monitor.detach()
 

@@ -56,7 +56,7 @@ def test_a_command_with_a_hostile_expression_costs_no_step_anything(run: Any, ki
     named: dict[str, Any] = {"settings": settings} if kind is ChangeConfig else {"targets": (HANGS,), "kinds": ("wgrad",)}
     begun = time.process_time()
 
-    answer = monitor.orders.receive(kind(id="c", seq=1, at_step=2, **named))
+    answer = monitor.planning.orders.receive(kind(id="c", seq=1, at_step=2, **named))
     train(model, optimizer, 4)
 
     assert isinstance(answer, Ack)
@@ -77,7 +77,7 @@ def test_a_command_that_cannot_be_matched_is_refused_with_a_reason(run: Any, tar
     _, _, monitor = attached(None)
 
     for kind in (EnableMonitoring, DisableMonitoring):
-        answer = monitor.orders.receive(kind(id="c", seq=1, at_step=9, targets=(target,)))
+        answer = monitor.planning.orders.receive(kind(id="c", seq=1, at_step=9, targets=(target,)))
         assert isinstance(answer, Ack)
         assert answer.state == "refused"
         assert why in answer.reason
@@ -89,7 +89,7 @@ def test_more_targets_than_can_be_looked_up_in_time_are_refused(run: Any, monkey
     targets = tuple(f"re:.*{number}.*(a|b|c)*.*{number}" for number in range(20_000))
     begun = time.monotonic()
 
-    answer = monitor.orders.receive(EnableMonitoring(id="c", seq=1, at_step=9, targets=targets))
+    answer = monitor.planning.orders.receive(EnableMonitoring(id="c", seq=1, at_step=9, targets=targets))
 
     assert isinstance(answer, Ack)
     assert answer.state == "refused"
@@ -112,7 +112,7 @@ def test_the_training_thread_only_looks_up_what_was_found(run: Any, monkeypatch:
 
     monkeypatch.setattr(regular_expression.RegularExpression, "_matches", seen)
     command = EnableMonitoring(id="c", seq=1, at_step=3, targets=(r"re:.*many.*\.0",), kinds=("activation",), for_steps=3)
-    writer = threading.Thread(target=monitor.orders.receive, args=(command,), name="writer")
+    writer = threading.Thread(target=monitor.planning.orders.receive, args=(command,), name="writer")
     writer.start()
     writer.join()
 

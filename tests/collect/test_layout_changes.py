@@ -92,7 +92,7 @@ def test_layer_drop_and_switching_cost_what_is_new(tmp_path: Path) -> None:
             run.monitor.enable(["activation", "dgrad", "saturation", "activation_in"])
         run.step(rng.randint(2, 6), [at for at in range(5) if rng.random() < 0.7] if step < 15 else list(range(5)))
     records = run.records()
-    table = run.monitor._table.infos()
+    table = run.monitor.recorder.recording.table.infos()
     run.monitor.detach()
 
     told = [one for one in records if isinstance(one.message, Descriptor)]

@@ -125,10 +125,10 @@ def test_attaching_the_same_model_again_replaces(tmp_path: Path, caplog: pytest.
     train(model, optimizer, 5)
 
     assert (first.is_alive, second.is_alive) == (False, True)
-    assert (first.ended_steps, second.run != first.run) == (3, True)
+    assert (first.recorder.ended_steps, second.run != first.run) == (3, True)
     assert f"watched already, as run {first.run}" in caplog.text
     second.close()
-    assert second.ended_steps == 5
+    assert second.recorder.ended_steps == 5
     assert not model._forward_hooks and not model._forward_pre_hooks
 
 
@@ -224,7 +224,7 @@ def test_ranks_of_one_launch_are_one_run_without_a_group(
         optimizer = torch.optim.AdamW(model.parameters())
         with sentinel.attach(model, optimizer, {"directory": str(tmp_path)}) as monitor:
             train(model, optimizer)
-        runs.add((monitor.run, monitor._attempt.attempt if named == "parent" else 0))
+        runs.add((monitor.run, monitor.session.attempt.attempt if named == "parent" else 0))
 
     assert len(runs) == 1
     assert "attached before" not in caplog.text

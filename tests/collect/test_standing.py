@@ -14,10 +14,10 @@ from .conftest import Said, TinyModel, loss_of
 def test_a_heartbeat_says_where_the_rank_stands(run: Path) -> None:
     model = TinyModel()
     monitor = sentinel.attach(model, torch.optim.SGD(model.parameters(), 0.1))
-    before = monitor._position()
+    before = monitor.runner.position()
     loss_of(model, 0)
     loss_of(model, 1)
-    inside = monitor._position()
+    inside = monitor.runner.position()
     monitor.detach()
 
     assert (before.step, before.call_id, before.activity, before.micro_step, before.is_waiting) == (0, 0, "init", -1, -1)

@@ -31,8 +31,15 @@ class Rank:
         self.source = source
         self.plan = Plan(source.config.measurement, source.text_hash, lambda: number)
         self.folder = ControlFolder(run_dir / "control", lambda why: None)
-        self.orders = Orders(source.config.allow_commands, self, attempt)
         self.answers: list[Ack] = []
+        self.orders = Orders(
+            source.config.allow_commands,
+            self.plan,
+            step=lambda: self.current_step,
+            rank=lambda: number,
+            acknowledge=self.answers.append,
+            attempt=attempt,
+        )
         self.descriptor = self.describe()
         self.collected: dict[str, list[int]] = {}
         self.num_looks = 0
@@ -45,9 +52,6 @@ class Rank:
             host="here",
             ended=self.current_step - 1,
         )
-
-    def acknowledge(self, ack: Ack) -> None:
-        self.answers.append(ack)
 
     def look(self) -> None:
         self.num_looks += 1

@@ -21,12 +21,15 @@ class Rank:
         self.plan = Plan(MonitorConfig())
         self.refused, self.answers = [], []
         self.folder = ControlFolder(run_dir / "control", self.refused.append)
-        self.orders = Orders(("EnableMonitoring", "DisableMonitoring"), self)
+        self.orders = Orders(
+            ("EnableMonitoring", "DisableMonitoring"),
+            self.plan,
+            step=lambda: self.current_step,
+            rank=lambda: place.rank,
+            acknowledge=self.answers.append,
+        )
         self.measured = []
         self.num_looks = 0
-
-    def acknowledge(self, ack):
-        self.answers.append(ack)
 
     def look(self):
         self.num_looks += 1

@@ -32,12 +32,12 @@ model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(16, 16), torch
 optimizer = torch.optim.SGD(model.parameters(), 0.001)
 monitor = sentinel.attach(model, optimizer, {"spool": {"max_bytes": max_bytes, "file_bytes": 65536}})
 sent = 0
-hand_over = monitor._handover.submit
+hand_over = monitor.session.handover.submit
 def submit(batch):
     global sent
     sent += batch.num_rows
     return hand_over(batch)
-monitor._handover.submit = submit
+monitor.session.handover.submit = submit
 for step in range(steps):
     x = torch.randn(8, 16)
     optimizer.zero_grad()

@@ -241,7 +241,7 @@ def train(rank: int, world: int, job: Job, phase: str) -> dict[str, Any]:
     said["collectives"] = num_collectives() - first
     if monitor is not None:
         assert monitor.is_alive
-        said["health"] = [f"{one.code}: {one.message}" for one in monitor.recording.health]
+        said["health"] = [f"{one.code}: {one.message}" for one in monitor.recorder.recording.health]
         monitor.detach()
         wrapped = ("step", "backward", "_take_model_step", "save_checkpoint", "load_checkpoint")
         assert not [name for name in wrapped if name in engine.__dict__]

@@ -315,9 +315,9 @@ def twice(rank: int, world: int, folder: Path) -> dict[str, Any]:
     former = sentinel.attach_deepspeed(engine, EVERYTHING)
     monitor = sentinel.attach_deepspeed(engine, EVERYTHING)
     is_replaced = monitor.is_alive and not former.is_alive
-    monitor.parameters.holding.open = None  # Whatever fails in Sentinel is told, and stops nothing.
+    monitor.port.tensors.storage.open = None  # Whatever fails in Sentinel is told, and stops nothing.
     broken = [_step(engine, job, step, rank, world) for step in range(2)]
-    health = sorted({one.code for one in monitor.recording.health})
+    health = sorted({one.code for one in monitor.recorder.recording.health})
     monitor.detach()
     return {
         "is_replaced": is_replaced, "bare": bare, "broken": broken, "health": health,

@@ -420,7 +420,7 @@ def test_saved_state_is_loaded_with_its_numbers(run: Path, tmp_path: Path) -> No
     first = Loop()
     activities = []
     first.train(4)
-    first.accelerator.register_save_state_pre_hook(lambda *a: activities.append(first.monitor._position().activity))
+    first.accelerator.register_save_state_pre_hook(lambda *a: activities.append(first.monitor.runner.position().activity))
     first.accelerator.save_state(str(tmp_path / "state"))
     first.end()
     AcceleratorState._reset_state(reset_partial_state=True)

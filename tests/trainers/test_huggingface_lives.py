@@ -46,7 +46,7 @@ def test_evaluation_and_checkpoints_are_announced_and_not_measured(run: Path, tm
 
             def listen(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 if callback.monitor is not None:
-                    heard.append((state.global_step, name, callback.monitor._position().activity))
+                    heard.append((state.global_step, name, callback.monitor.runner.position().activity))
 
             return listen
 

@@ -79,7 +79,7 @@ def trained(rank: int, world: int, folder: Path) -> None:
         for step in range(2):
             backward(engine, JOBS[name], step, 0, rank, world)
             engine.step()
-        assert not monitor.recording.health
+        assert not monitor.recorder.recording.health
         monitor.detach()
         inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
         assert not inner._optimizer_step_pre_hooks

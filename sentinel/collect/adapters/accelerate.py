@@ -53,11 +53,13 @@ def attach_accelerate(
     DeepSpeed the engine's own count is used.
     """
     monitor = attach_prepared(model, optimizer, config, first_step, accelerator.gradient_accumulation_steps)
-    if isinstance(monitor, Monitor) and not any(getattr(undo, "follows", None) is accelerator for undo in monitor.on_end):
+    if isinstance(monitor, Monitor) and not any(
+        getattr(undo, "follows", None) is accelerator for undo in monitor.port.undoing
+    ):
         try:
-            monitor.on_end.append(Follower(accelerator, monitor, optimizer).install())
+            monitor.port.at_end(Follower(accelerator, monitor, optimizer).install())
         except Exception as error:
-            monitor.guard("attach_accelerate", error)
+            monitor.port.guard("attach_accelerate", error)
     return monitor
 
 
@@ -99,13 +101,13 @@ class Follower:
     # -- what the loop calls -------------------------------------------------------------------------------------------
 
     def _backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
-        began = [chunk.had_backward for chunk in self._monitor.chunks]
+        began = [chunk.had_backward for chunk in self._monitor.port.chunks]
         result = original(loss, *args, **kwargs)
         try:
             if not self._is_engine:
                 self._note(loss, began)
         except Exception as error:
-            self._monitor.guard("accelerator.backward", error)
+            self._monitor.port.guard("accelerator.backward", error)
         return result
 
     def _log(self, original: Callable[..., Any], values: Any, step: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +115,7 @@ class Follower:
             if isinstance(values, Mapping):
                 self._follow(values, step)
         except Exception as error:
-            self._monitor.guard("accelerator.log", error)
+            self._monitor.port.guard("accelerator.log", error)
         return original(values, step, *args, **kwargs)
 
     def _end_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +134,7 @@ class Follower:
                 draft.write_text(json.dumps(monitor.state_dict()) + "\n", encoding="utf-8")
                 draft.replace(path)
         except Exception as error:
-            monitor.guard("accelerator.save_state", error)
+            monitor.port.guard("accelerator.save_state", error)
 
     def _load(self, models: Any, input_dir: str) -> None:
         """Go on with the numbers of a checkpoint; one from before Sentinel has none."""
@@ -144,15 +146,15 @@ class Follower:
                 monitor.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
                 self._first_step, self._last_logged = monitor.current_step, None
         except Exception as error:
-            monitor.guard("accelerator.load_state", error)
+            monitor.port.guard("accelerator.load_state", error)
 
     # -- scalars -------------------------------------------------------------------------------------------------------
 
     def _note(self, loss: Any, began: list[bool]) -> None:
         """Note loss and learning rate of the running step, when this backward was one of our model."""
         monitor, accelerator = self._monitor, self._accelerator
-        ours = [chunk.had_backward and not before for chunk, before in zip(monitor.chunks, began, strict=True)]
-        if not any(ours) and any(chunk.num_forwards for chunk in monitor.chunks):
+        ours = [chunk.had_backward and not before for chunk, before in zip(monitor.port.chunks, began, strict=True)]
+        if not any(ours) and any(chunk.num_forwards for chunk in monitor.port.chunks):
             return
         if self._loss_step != monitor.current_step:
             self._loss, self._loss_step = None, monitor.current_step

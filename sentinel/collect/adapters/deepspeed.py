@@ -84,14 +84,13 @@ class Followed:
         self._scales_losses = isinstance(engine.optimizer, ZeROOptimizer)
         """Whether losses were multiplied by the optimizer's loss scale: without ZeRO only its own `backward` does that."""
         self._undo: list[Callable[[], None]] = []
-        monitor.boundary.is_explicit = True
-        monitor.parameters.holding = self._holding
-        monitor.parameters.refresh(monitor.chunks)
-        monitor.on_end.append(self._restore)
-        monitor.boundary.follow(getattr(engine.optimizer, "optimizer", None))
+        monitor.port.steps.is_explicit = True
+        monitor.port.tensors.storage = self._holding
+        monitor.port.at_end(self._restore)
+        monitor.port.steps.follow(getattr(engine.optimizer, "optimizer", None))
         log.info("sentinel: step boundary: the engine's step")
         if engine.zero_optimization_partition_weights():
-            for chunk in monitor.chunks:
+            for chunk in monitor.port.chunks:
                 chunk.aliases = Aliases(HANDS_ON)
         self._wrap("_take_model_step", self._around_update)
         self._wrap("backward", self._around_backward)
@@ -127,14 +126,14 @@ class Followed:
             self._undo.pop()()
 
     def _tell(self, code: str, message: str) -> None:
-        self._monitor.recording.tell(code, message)
+        self._monitor.port.tell(code, message)
 
     def _safely(self, site: str, do: Callable[..., None], *args: Any) -> None:
         """Keep what goes wrong in Sentinel away from the engine."""
         try:
             do(*args)
         except Exception as error:
-            self._monitor.guard(site, error)
+            self._monitor.port.guard(site, error)
 
     def _or_flush(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call DeepSpeed; where it raises, bring to disk what there is of the running step."""
@@ -161,7 +160,7 @@ class Followed:
     def _note_scale(self) -> None:
         """Note what DeepSpeed multiplied the step's losses by; torch's own scalers are watched elsewhere."""
         if self._scales_losses:
-            self._monitor.recording.rows.grad_scale = float(getattr(self._engine.optimizer, "loss_scale", 1.0))
+            self._monitor.port.tensors.losses_multiplied(float(getattr(self._engine.optimizer, "loss_scale", 1.0)))
 
     def _around_scaling(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._scales_losses = True
@@ -172,7 +171,7 @@ class Followed:
             part = loss.detach().float()
             self._loss = part.clone() if self._loss is None else self._loss + part
         # DeepSpeed averages `.grad` over the ranks after autograd's end: no write of somebody else's.
-        self._monitor.parameters.note_versions()
+        self._monitor.port.tensors.gradients_written()
 
     def _around_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._or_flush(original, *args, **kwargs)
@@ -190,13 +189,13 @@ class Followed:
         try:
             self._holding.open()
             # A model whose forward was never seen (compiled after attach) has its step begin here, which is said.
-            monitor.boundary.is_explicit = False
+            monitor.port.steps.is_explicit = False
             monitor.gradients_ready()
         finally:
-            monitor.boundary.is_explicit = True
+            monitor.port.steps.is_explicit = True
             self._holding.close()
         self._note_scale()
-        monitor.recording.rows.is_read_early = True
+        monitor.port.tensors.wgrads_read_early()
         if monitor.current_step != self._engine.global_steps + 1:
             monitor.set_step(self._engine.global_steps + 1)  # Somebody counts for the engine.
 
@@ -209,8 +208,8 @@ class Followed:
         # torch's own scaler leaves the optimizer alone without a word to DeepSpeed.
         scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)
         is_skipped = None if scaler is not None else bool(getattr(engine.optimizer, "overflow", False))
-        if any(chunk.num_forwards for chunk in monitor.chunks):
-            monitor.boundary.finish(is_skipped=is_skipped)
+        if any(chunk.num_forwards for chunk in monitor.port.chunks):
+            monitor.port.steps.finish(is_skipped=is_skipped)
         else:
             monitor.step(is_skipped=is_skipped)  # No forward will tell where the next one begins.
 
@@ -231,7 +230,7 @@ class Followed:
             bound.arguments["client_state"] = {SAVED_AS: self._monitor.state_dict(), **state}
             args, kwargs = bound.args, bound.kwargs
         except Exception as error:
-            self._monitor.guard("save_checkpoint", error)
+            self._monitor.port.guard("save_checkpoint", error)
         try:
             return original(*args, **kwargs)
         finally:

@@ -47,7 +47,7 @@ def _guarded(event: Callable[..., None]) -> Callable[..., None]:
         try:
             event(self, monitor, *args, **kwargs)
         except Exception as error:
-            monitor.guard(event.__name__, error)
+            monitor.port.guard(event.__name__, error)
 
     return guarded
 
@@ -104,7 +104,7 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         if isinstance(self.monitor, Monitor):
             self.run = given_name(self.monitor.run)
             if trainer is not None:
-                self.monitor.on_end.append(_follow_losses(trainer, self))
+                self.monitor.port.at_end(_follow_losses(trainer, self))
 
     @_guarded
     def on_step_begin(self, monitor: Monitor, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -65,7 +65,7 @@ def _guarded(hook: Callable[..., None]) -> Callable[..., None]:
             hook(self, *args, **kwargs)
         except Exception as error:
             if isinstance(self.monitor, Monitor):
-                self.monitor.guard(hook.__name__, error)
+                self.monitor.port.guard(hook.__name__, error)
             else:
                 log.warning("sentinel: %s failed", hook.__name__, exc_info=True)
 
@@ -109,7 +109,7 @@ class LightningCallback(_Callback):
         self._run = given_name(monitor.run)
         if self._saved:
             monitor.load_state_dict(self._saved)
-        monitor.boundary.is_explicit = True
+        monitor.port.steps.is_explicit = True
         self._undo.append(step.put_in())
         self._watch_optimizers(trainer, monitor)
         self._begin()
@@ -157,7 +157,7 @@ class LightningCallback(_Callback):
             return
         monitor.set_step(_number(trainer))
         if [id(one) for one in trainer.optimizers] != [id(one) for one in self._optimizers]:
-            monitor.boundary.watch(trainer.optimizers, [])  # Callbacks may exchange them between epochs.
+            monitor.port.steps.watch(trainer.optimizers)  # Callbacks may exchange them between epochs.
             self._watch_optimizers(trainer, monitor)
 
     @_guarded
@@ -165,7 +165,7 @@ class LightningCallback(_Callback):
         """Note that gradients exist that somebody may throw away."""
         self._had_backward = True
         if isinstance(self.monitor, Monitor):
-            self.monitor.boundary.mark_backward()
+            self.monitor.port.steps.mark_backward()
 
     @_guarded
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -183,7 +183,7 @@ class LightningCallback(_Callback):
 
     def _zeroed(self, monitor: Monitor, optimizer: Any) -> None:
         self._was_zeroed = True
-        monitor.boundary.zeroed_by(optimizer)
+        monitor.port.steps.zeroed_by(optimizer)
 
     @_guarded
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -194,7 +194,7 @@ class LightningCallback(_Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach())
-        has_stepped = not monitor.boundary.was_skipped
+        has_stepped = not monitor.port.steps.was_skipped
         is_automatic = pl_module.automatic_optimization
         if self._goes_on(trainer, is_automatic, has_stepped):
             return

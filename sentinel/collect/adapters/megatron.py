@@ -34,7 +34,6 @@ from sentinel.collect.hooks.chunk import Chunk
 from sentinel.collect.hooks.optimizers import InstanceWrap
 from sentinel.collect.hooks.pickle_stub import inert_hook
 from sentinel.collect.monitor import Monitor
-from sentinel.collect.rows.scalars import on_its_way
 from sentinel.collect.unmeasured import Unmeasured
 from sentinel.monitor_config import MonitorConfig
 from sentinel.place import Place
@@ -59,11 +58,11 @@ def attach_megatron(
     plain = [one for one in given if not hasattr(one, "prepare_grads")]
     stand_in = [Iterations()] if own else []
     monitor = attach(chunks, [*plain, *stand_in] or None, config, place=place, first_step=first_step)
-    if isinstance(monitor, Monitor) and not isinstance(monitor.parameters.holding, MegatronStorage):
+    if isinstance(monitor, Monitor) and not isinstance(monitor.port.tensors.storage, MegatronStorage):
         try:
             MegatronTrainer(monitor, chunks, own, [model] if isinstance(model, nn.Module) else list(model), stand_in)
         except Exception as error:
-            monitor.guard("attach_megatron", error)
+            monitor.port.guard("attach_megatron", error)
             monitor.detach()  # Half followed, its steps would never end.
     return monitor
 
@@ -131,12 +130,12 @@ class MegatronTrainer:
         self._sums_of = -1
         self.holding = MegatronStorage(chunks, optimizers, monitor.place)
         self.holding.look(())
-        monitor.parameters.holding = self.holding
-        for mine in monitor.chunks:
+        monitor.port.tensors.storage = self.holding
+        for mine in monitor.port.chunks:
             mine.offsets = offsets_of(mine.root, monitor.place)
-            mine.tied = tied_names(mine.root, monitor.config.name_map)
+            mine.tied = tied_names(mine.root, monitor.port.name_map)
         places = SitePlaces(chunks, monitor.place)
-        monitor.sites.placements = places
+        monitor.port.tensors.place_sites(places)
         for chunk in chunks:
             if getattr(chunk, "post_process", False):
                 self._learn_output(chunk, places)
@@ -144,14 +143,14 @@ class MegatronTrainer:
             self._wrap(optimizer, "step", self._around_step)
             self._wrap(optimizer, "prepare_grads", self._around_prepare)
             for leaf in leaves(optimizer):
-                monitor.boundary.follow(getattr(leaf, "optimizer", None))
+                monitor.port.steps.follow(getattr(leaf, "optimizer", None))
         for chunk in wrapped:
             if hasattr(chunk, "zero_grad_buffer"):
                 self._wrap(chunk, "zero_grad_buffer", self._around_zeroing)
             if hasattr(chunk, "scale_gradients"):
                 self._wrap(chunk, "scale_gradients", self._around_scaling)
         _follow(self)
-        monitor.on_end.append(lambda: _leave(self))
+        monitor.port.at_end(lambda: _leave(self))
 
     def _wrap(self, owner: Any, name: str, around: Callable[[Any, Callable[..., Any]], Callable[..., Any]]) -> None:
         ours = owner.__dict__[name] = Wrapped(owner, name, around)
@@ -162,7 +161,7 @@ class MegatronTrainer:
             if alive is not None and alive.__dict__.get(name) is ours:
                 del alive.__dict__[name]
 
-        self.monitor.on_end.append(undo)
+        self.monitor.port.at_end(undo)
 
     def _learn_output(self, chunk: nn.Module, places: SitePlaces) -> None:
         """See at its first call in training whether a last stage is given labels."""
@@ -175,14 +174,14 @@ class MegatronTrainer:
             places.learn(has_labels=labels is not None, is_parallel=getattr(chunk, "parallel_output", True))
 
         first = FirstCall(chunk, lambda args, kwargs: self._guarded("labels", look, args, kwargs))
-        self.monitor.on_end.append(first.handle.remove)
+        self.monitor.port.at_end(first.handle.remove)
 
     def _guarded(self, site: str, work: Callable[..., None], *args: Any) -> None:
         if self.monitor.is_alive:
             try:
                 work(*args)
             except Exception as error:
-                self.monitor.guard(site, error)
+                self.monitor.port.guard(site, error)
 
     # -- the optimizer -----------------------------------------------------------------------------------------------
 
@@ -210,12 +209,9 @@ class MegatronTrainer:
         scale = self.holding.loss_scale
         if scale is None:
             return
-        rows = self.monitor.recording.rows
-        if not isinstance(rows.grad_scale, torch.Tensor):
-            copied = on_its_way("loss_scale", scale.detach())
-            rows.take_scale(copied, wgrads_are_scaled=wgrads_are_scaled)
+        copied = self.monitor.port.tensors.losses_multiplied_on_device(scale, wgrads_carry_it=wgrads_are_scaled)
+        if copied is not None:
             self.monitor.noticed(loss_scale=copied)
-        rows.wgrads_are_scaled = wgrads_are_scaled
 
     def _around_prepare(self, optimizer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         def prepare_grads(*args: Any, **kwargs: Any) -> Any:
@@ -245,9 +241,9 @@ class MegatronTrainer:
             self._finish(is_skipped=not success)
 
     def _finish(self, *, is_skipped: bool) -> None:
-        self.monitor.boundary.finish(is_skipped=is_skipped)
+        self.monitor.port.steps.finish(is_skipped=is_skipped)
         # Not for good: a model whose forwards are captured in a graph begins its steps at the optimizer.
-        self.monitor.boundary.is_explicit = False
+        self.monitor.port.steps.is_explicit = False
 
     # -- gradients of a sum over tokens ------------------------------------------------------------------------------
 
@@ -261,8 +257,7 @@ class MegatronTrainer:
         return scale_gradients
 
     def _scaled(self, factor: Any) -> None:
-        is_tensor = isinstance(factor, torch.Tensor)
-        self.monitor.recording.rows.take_scaling(on_its_way("scaling", factor.detach()) if is_tensor else float(factor))
+        self.monitor.port.tensors.wgrads_multiplied(factor)
 
     # -- gradients thrown away ---------------------------------------------------------------------------------------
 
@@ -275,8 +270,7 @@ class MegatronTrainer:
 
     def _zeroing(self) -> None:
         """A loop that throws an iteration away never calls the optimizer: it is a step all the same, a skipped one."""
-        boundary = self.monitor.boundary
-        if self._optimizers and boundary.is_dirty and not boundary.is_over:
+        if self._optimizers and self.monitor.port.steps.has_unused_gradients:
             self._note_scale(wgrads_are_scaled=True)
             self.monitor.gradients_ready()
             self._finish(is_skipped=True)
@@ -286,7 +280,7 @@ class MegatronTrainer:
     def chunk_of(self, model: Any) -> Chunk | None:
         """Return the chunk of this trainer that a schedule runs."""
         root = unwrap_chunk(model) if isinstance(model, nn.Module) else None
-        return next((chunk for chunk in self.monitor.chunks if chunk.root is root), None)
+        return next((chunk for chunk in self.monitor.port.chunks if chunk.root is root), None)
 
     def forwarded(self, store: list[Any]) -> None:
         """Take what the loss function reports of a micro-batch: a number, or a sum and its count, by name."""
@@ -294,8 +288,8 @@ class MegatronTrainer:
         said = store[-1] if store else None
         if not isinstance(said, Mapping):
             return
-        if self._sums_of != self.monitor.ended_steps:
-            self._sums, self._sums_of = {}, self.monitor.ended_steps
+        if self._sums_of != self.monitor.port.ended_steps:
+            self._sums, self._sums_of = {}, self.monitor.port.ended_steps
         for at, (key, value) in enumerate(said.items()):
             pair = _sum_and_count(value)
             if pair is not None:
@@ -364,7 +358,7 @@ def _around_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         store = kwargs.get("forward_data_store", args[5] if len(args) > 5 else None)
         mine = [(one, chunk) for one in _followers if (chunk := one.chunk_of(model)) is not None]
         before = [chunk.num_forwards for _, chunk in mine]
-        steps = [one.monitor.ended_steps for one, _ in mine]
+        steps = [one.monitor.port.ended_steps for one, _ in mine]
         said = len(store) if isinstance(store, list) else 0
         try:
             result = original(*args, **kwargs)
@@ -373,7 +367,7 @@ def _around_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 one.raised()
             raise
         for (one, chunk), num_forwards, step in zip(mine, before, steps, strict=True):
-            was_counted = chunk.num_forwards > (num_forwards if one.monitor.ended_steps == step else 0)
+            was_counted = chunk.num_forwards > (num_forwards if one.monitor.port.ended_steps == step else 0)
             if was_counted:
                 one._guarded("forward_step", one.forwarded, store[said:] if isinstance(store, list) else [])
         return result

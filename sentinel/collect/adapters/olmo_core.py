@@ -38,7 +38,7 @@ def _guarded(hook: Callable[..., None]) -> Callable[..., None]:
             hook(self, *args, **kwargs)
         except Exception as error:
             if isinstance(self._monitor, Monitor):
-                self._monitor.guard(hook.__name__, error)
+                self._monitor.port.guard(hook.__name__, error)
             else:
                 log.warning("sentinel: %s failed", hook.__name__, exc_info=True)
 
@@ -94,8 +94,8 @@ class OlmoCoreCallback(Callback):
             self._run = given_name(monitor.run)
             if self._saved:
                 monitor.load_state_dict(self._saved)
-            monitor.boundary.is_explicit = True
-            monitor.is_paused = True
+            monitor.port.steps.is_explicit = True
+            monitor.port.pause()
 
     @_guarded
     def on_error(self, exc: BaseException) -> None:
@@ -122,7 +122,7 @@ class OlmoCoreCallback(Callback):
         self._has_trained = False
         if not isinstance(monitor, Monitor):
             return
-        monitor.is_paused = False
+        monitor.port.resume()
         monitor.set_step(self.step)
         monitor.log(tokens=self.trainer.data_loader.global_num_tokens_in_batch(batch))
 

@@ -58,14 +58,14 @@ def attach_torchtitan(
     if isinstance(monitor, Monitor):
         try:
             if replays:
-                monitor.recording.tell(
+                monitor.port.tell(
                     "cuda_graphs",
                     "forward and backward are replayed as a CUDA graph, in which no hook runs: parameters, gradients and "
                     "scalars are measured, the black box and modules are not; training.disable_cuda_graphs shows them",
                 )
             TorchtitanTrainer(trainer, monitor, replays)
         except Exception as error:
-            monitor.guard("attach_torchtitan", error)
+            monitor.port.guard("attach_torchtitan", error)
     return monitor
 
 
@@ -86,7 +86,7 @@ class TorchtitanTrainer:
         self._num_shares = dims.dp_replicate * dims.dp_shard * dims.cp
         """Ranks whose shares of the loss torchtitan adds up."""
         self._undo: list[Callable[[], None]] = []
-        monitor.on_end.append(self.stop)
+        monitor.port.at_end(self.stop)
         monitor.step()  # Only we end steps.
         self._wrap(trainer, "train_step", self._train_step)
         self._wrap(trainer, "forward_backward_step", self._forward_backward_step)
@@ -131,7 +131,7 @@ class TorchtitanTrainer:
             self._rates = self._learning_rates()
             monitor.set_step(int(self._trainer.step))
         except Exception as error:
-            monitor.guard("train_step", error)
+            monitor.port.guard("train_step", error)
         try:
             result = original(*args, **kwargs)
         except DataloaderExhaustedError:
@@ -154,12 +154,12 @@ class TorchtitanTrainer:
                 share = local_of(loss.detach())
                 self._loss = share.clone() if self._loss is None else self._loss.add_(share)
         except Exception as error:
-            self._monitor.guard("forward_backward_step", error)
+            self._monitor.port.guard("forward_backward_step", error)
         return loss
 
     def _chunked_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Measure the head: it runs inside this loss, chunk by chunk, when the model's own forward is over."""
-        monitor, chunk = self._monitor, self._monitor.chunks[-1]
+        monitor, chunk = self._monitor, self._monitor.port.chunks[-1]
         chunk.in_forward = monitor.is_alive and chunk.root.training and torch.is_grad_enabled()
         try:
             return original(*args, **kwargs)
@@ -168,15 +168,15 @@ class TorchtitanTrainer:
                 if chunk.in_forward:
                     chunk.settle("")
             except Exception as error:
-                monitor.guard("loss_fn", error)
+                monitor.port.guard("loss_fn", error)
             chunk.in_forward = False
 
     def _begin(self) -> None:
         """Begin the step, as a forward would: in a CUDA graph no hook sees it, and nothing of ours may be captured."""
         try:
-            self._monitor.before_forward(self._monitor.chunks[0])
+            self._monitor.port.steps.begin()
         except Exception as error:
-            self._monitor.guard("forward_backward_step", error)
+            self._monitor.port.guard("forward_backward_step", error)
 
     def _has_loss(self) -> bool:
         """Pipeline stages other than the last hand out a placeholder."""
@@ -190,7 +190,7 @@ class TorchtitanTrainer:
                 self._monitor.log(loss=self._loss * self._num_shares if self._num_shares > 1 else self._loss)
             self._monitor.log(tokens=int(self._trainer.ntokens_seen) - self._tokens)
         except Exception as error:
-            self._monitor.guard("train_step", error)
+            self._monitor.port.guard("train_step", error)
 
     def _learning_rates(self) -> dict[str, Any]:
         """Return the rates with which this step will be taken: `lr`, and further ones as torchtitan numbers them."""
@@ -202,11 +202,11 @@ class TorchtitanTrainer:
     def _during(self, activity: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `original`, in which nothing is trained: loading steps the optimizers once, to give them their state."""
         self._monitor.activity(activity)
-        self._monitor.is_paused = True
+        self._monitor.port.pause()
         try:
             return original(*args, **kwargs)
         finally:
-            self._monitor.is_paused = False
+            self._monitor.port.resume()
             self._monitor.activity("train")
 
     def _close(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -250,7 +250,7 @@ class MonitorState:
         try:
             self._monitor.load_state_dict(state_dict)
         except Exception as error:
-            self._monitor.guard("load_state_dict", error)
+            self._monitor.port.guard("load_state_dict", error)
 
 
 def _is_in(checkpoint_id: Any) -> bool:

@@ -45,7 +45,7 @@ from sentinel.collect.hooks.module_tap import in_backward as in_backward
 from sentinel.collect.hooks.nesting import tensors_in
 from sentinel.collect.hooks.partial_functions import partial_functions
 from sentinel.collect.hooks.pickle_stub import inert_methods
-from sentinel.collect.hooks.recorder import Recorder
+from sentinel.collect.hooks.recorder import PassListener, Recorder
 from sentinel.collect.hooks.sightings import Sighting
 from sentinel.collect.hooks.site_order import SiteOrder
 from sentinel.collect.hooks.structure import Border, Structure
@@ -66,12 +66,16 @@ MAX_LOOKS = 4
 class Chunk:
     """One model chunk of this rank: its modules, its micro-steps, and which tensors were seen in the running forward."""
 
-    def __init__(self, recorder: Recorder, root: nn.Module, structure: Structure, vpp_stage: int, depth: int) -> None:
+    def __init__(
+        self, recorder: Recorder, passes: PassListener, root: nn.Module, structure: Structure, vpp_stage: int
+    ) -> None:
+        """passes: told of each training forward and backward."""
         self.recorder = recorder
+        self.passes = passes
         self.root = root
         self.structure = structure
         self.vpp_stage = vpp_stage
-        self.depth = depth
+        self.depth = 0
         self.model = ""
         """Which of several models of the trainer it belongs to; empty: there is one."""
         self.offsets: dict[str, int] = {}
@@ -252,7 +256,7 @@ class Chunk:
         if not self.in_forward:
             return NO_TICKET
         self._end()
-        self.recorder.after_forward(self)
+        self.passes.after_forward(self)
         return Ticket(int(self.site), -1, self.micro_step, self.recorder.ended_steps, new_serial())
 
     def gradient_passes(self, gradient: torch.Tensor, ticket: Ticket) -> None:
@@ -347,7 +351,7 @@ class Chunk:
             if self.locals.is_split:
                 self.recorder.sites.placed(self.locals.resolve(tensor for _, tensor in tensors_in(output)))
                 self.locals.forget()
-            self.recorder.after_forward(self)
+            self.passes.after_forward(self)
         except Exception as error:
             self.in_forward = False
             self.recorder.guard("", error, lost=NO_FORWARD)
@@ -355,7 +359,7 @@ class Chunk:
             costs.turn_to(TRAINER)
 
     def _begin(self) -> None:
-        self.recorder.before_forward(self)
+        self.passes.before_forward(self)
         self.in_forward, self.forward = True, object()
         self._seen, self._nodes, self._pending = {}, {}, []
         self.order.begin()
@@ -394,7 +398,7 @@ class Chunk:
         self.in_forward, self._seen, self._nodes, self._pending = False, {}, {}, []
         self.locals.forget()
         self.graphs.forget()
-        self.recorder.forward_failed(self)
+        self.passes.forward_failed(self)
 
     def _mark(self, output: Any) -> None:
         """A bare hook on the output tells that a backward runs, and whose: also where its gradient is not measured here."""
@@ -515,7 +519,7 @@ class Chunk:
         else:
             # A leaf outlives the step: a pipeline's receive buffer would collect one hook a step.
             hook.handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-            self.recorder.keep_until_step_ends(hook.handle)
+            self.passes.keep_until_step_ends(hook.handle)
         if costs.is_on:
             costs.turn_to(former)
         return hook

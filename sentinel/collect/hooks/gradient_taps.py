@@ -87,7 +87,7 @@ class GradientTap:
                 recorder.sites.describe(self.entry, gradient)
             gradient = arrived(gradient)
         recorder.sites.observe(self.entry, gradient, self.micro_step)
-        recorder.after_backward_hook(chunk)
+        chunk.passes.after_backward_hook(chunk)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientTap:
         return self
@@ -134,6 +134,6 @@ class BackwardMark:
         try:
             if recorder.is_alive and not in_inference():
                 self.chunk.backward_micro_step = self.micro_step
-                recorder.after_backward_hook(self.chunk)
+                self.chunk.passes.after_backward_hook(self.chunk)
         except Exception as error:
             recorder.guard("", error, lost="that a backward runs was not noted: the step may end late")

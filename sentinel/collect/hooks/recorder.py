@@ -1,11 +1,12 @@
-"""Recorder: what taps need of the monitor."""
+"""What hooks work with: the instruments that they measure with, and who is told of forwards and backwards."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch.utils.hooks import RemovableHandle
 
+from sentinel.collect.hooks.failures import Guard
 from sentinel.collect.hooks.sites import Sites
 from sentinel.collect.rows.recording import Recording
 
@@ -13,14 +14,26 @@ if TYPE_CHECKING:
     from sentinel.collect.hooks.chunk import Chunk
 
 
-class Recorder(Protocol):
-    """What taps need of the monitor."""
+class Recorder:
+    """The instruments that all hooks of a monitor share, and whether they may measure now."""
 
-    is_alive: bool
-    is_paused: bool
-    ended_steps: int
-    sites: Sites
-    recording: Recording
+    def __init__(self, recording: Recording, sites: Sites, guard: Guard) -> None:
+        """guard: where an exception of a hook ends."""
+        self.recording = recording
+        self.sites = sites
+        self.guard = guard
+        self.is_alive = True
+        """False once the monitor was detached, and in a forked child: hooks that are still called do nothing."""
+        self.is_paused = False
+        """Forwards are nobody's steps now: an adapter's trainer tries itself out (a dry run)."""
+        self.ended_steps = 0
+        """Steps that ended so far in this process: a gradient of a step that is over is not measured in the next."""
+        self.keeps: object = None
+        """What lives as long as a model has hooks: whoever drops what `attach` returned is measured all the same."""
+
+
+class PassListener(Protocol):
+    """Who is told of the training forwards and backwards of a chunk."""
 
     def before_forward(self, chunk: Chunk) -> None:
         """A training forward of a chunk begins: the one place where a step may end."""
@@ -33,6 +46,3 @@ class Recorder(Protocol):
         """A gradient arrived: a backward runs."""
 
     def keep_until_step_ends(self, handle: RemovableHandle) -> None: ...
-
-    def guard(self, site: str, error: Exception, *, probe: str = "", given: Any = None, lost: str = "") -> None:
-        """Count and tell an exception that stops here."""

@@ -29,8 +29,10 @@ HURRY_S = 1.0
 class WatchedMonitor(Protocol):
     """A monitor, as this module knows it."""
 
-    thread_id: int
-    """The thread that trains."""
+    @property
+    def thread_id(self) -> int:
+        """The thread that trains."""
+        ...
 
     @property
     def is_alive(self) -> bool:

@@ -21,29 +21,36 @@ AT_EXIT_S = 5.0
 class Armed(Protocol):
     """Something with hooks on a model."""
 
-    is_alive: bool
-    ended_steps: int
+    @property
+    def is_alive(self) -> bool: ...
+
+    @property
+    def ended_steps(self) -> int: ...
+
+    @property
+    def thread_id(self) -> int:
+        """The thread that trains: when another ends the process, what the step that runs writes just now is not touched."""
+        ...
 
     @property
     def directory(self) -> Path:
         """The run's."""
         ...
 
+    def disarm(self) -> None:
+        """Measure nothing from now on: this is a forked child."""
+
 
 class Ending:
     """Has a monitor say its last words when the process ends, or nobody catches what it raised, short of a signal."""
 
-    def __init__(
-        self, owner: Armed, close: Callable[[Bye, float], None], has_left: Callable[[float], bool], thread_id: int
-    ) -> None:
+    def __init__(self, owner: Armed, close: Callable[[Bye, float], None], has_left: Callable[[float], bool]) -> None:
         """close: a method of the owner that ends the life with these words and waits so many seconds for the disk. has_left:
         waits on. The owner is not kept alive.
         """
         self._owner = weakref.ref(owner)
         self.leave = weakly(close)
         self.has_left = has_left
-        self.thread_id = thread_id
-        """The thread that trains: when another ends the process, what the step that runs writes just now is not touched."""
         _living.add(owner)
         atexit.register(self._at_exit)
         # A process made by multiprocessing's fork never runs atexit.
@@ -61,6 +68,12 @@ class Ending:
         """Steps ended so far."""
         owner = self._owner()
         return 0 if owner is None else owner.ended_steps
+
+    @property
+    def thread_id(self) -> int:
+        """The thread that trains."""
+        owner = self._owner()
+        return 0 if owner is None else owner.thread_id
 
     def cancel(self) -> None:
         """It was closed before."""
@@ -85,7 +98,7 @@ def is_alive_in(directory: Path, run: str) -> bool:
 def _disarm_child() -> None:
     # A forked data-loader worker or trainer helper: the spool, the steps and the hooks belong to the parent.
     for one in list(_living):
-        one.is_alive = False
+        one.disarm()
 
 
 if hasattr(os, "register_at_fork"):

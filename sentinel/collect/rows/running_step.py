@@ -12,12 +12,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from sentinel.collect.hooks.loss_scale import LossScale
+from sentinel.collect.hooks.recorder import Recorder
 from sentinel.collect.lifecycle.memory import MemoryUse
 from sentinel.collect.lifecycle.notebook import CELLS
 from sentinel.collect.lifecycle.standstill import Standstill
 from sentinel.collect.parallel.waiting import WaitClock
-from sentinel.collect.rows.recording import Recording
 from sentinel.collect.rows.scalars import Scalars, on_its_way, resolver
+from sentinel.collect.schedule.plan import Plan
 from sentinel.collect.writing.handover import Handover
 from sentinel.collect.writing.step_batch import StepBatch
 from sentinel.messages import Bye, Descriptor, EndStep, Heartbeat
@@ -31,31 +32,66 @@ class RunningStep:
 
     def __init__(
         self,
-        recording: Recording,
+        recorder: Recorder,
         scalars: Scalars,
         loss_scale: LossScale,
         waits: WaitClock,
         memory: MemoryUse,
+        plan: Plan,
+        *,
         gradient_divisor: Callable[[], float],
+        descriptor: Callable[[], Descriptor | None],
+        handover: Callable[[], Handover],
     ) -> None:
-        """gradient_divisor: by what gradients are divided after the backward, where ranks are averaged."""
+        """gradient_divisor: by what gradients are divided after the backward, where ranks are averaged.
+
+        descriptor: what has to travel before the rows of the step that ends; None: nothing is new. handover: the writer's,
+        which is there when the first step ends.
+        """
+        self.recording = recorder.recording
+        self._recorder = recorder
+        self._plan = plan
         self._gradient_divisor = gradient_divisor
+        self._descriptor = descriptor
+        self._handover = handover
         self.is_begun = False
+        self.activity = "init"
+        """What the trainer does now: init, train, eval or checkpoint."""
         self.raised: Bye | None = None
         """What a notebook's cell raised in which this trained; None: nothing, or it has trained since."""
         self.due: dict[str, int] = {}
         """Kind to the number of tensors measured."""
-        self._recording = recording
         self._scalars = scalars
         self._loss_scale = loss_scale
         self._waits = waits
         self._standstill = Standstill()
-        self._thread_id = threading.get_ident()
+        self.thread_id = threading.get_ident()
         """The thread that trains; until it does, the one that attached."""
         self._memory = memory
         self._began_at = time.perf_counter()
         self._leaf_handles: list[RemovableHandle] = []
         self._activities: list[str] = []
+        """What else the trainer did than train since the step began."""
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether a step runs whose tensors are measured."""
+        return self.is_begun and self._recorder.is_alive
+
+    @property
+    def is_measuring_gradients(self) -> bool:
+        """Whether a step runs that measures weight gradients."""
+        return self.is_measuring and self._plan.takes(Kind.WGRAD)
+
+    @property
+    def logged(self) -> frozenset[str]:
+        """Names of the scalars of the running step, whoever noted them."""
+        return self._scalars.names
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the loss of the running step was multiplied by a loss scale."""
+        return self._loss_scale.value is not None
 
     @property
     def is_empty(self) -> bool:
@@ -64,8 +100,8 @@ class RunningStep:
 
     def begin(self) -> None:
         """The step's first forward begins."""
-        self._recording.rows.dgrad_divisor = self._gradient_divisor()
-        self.is_begun, self._thread_id = True, threading.get_ident()
+        self.recording.rows.dgrad_divisor = self._gradient_divisor()
+        self.is_begun, self.activity, self.thread_id = True, "train", threading.get_ident()
         CELLS.note_step(self)
         self._began_at = time.perf_counter()
 
@@ -79,47 +115,37 @@ class RunningStep:
         self._leaf_handles.append(handle)
 
     def note_activity(self, name: str) -> None:
-        """The trainer did something else than train within this step."""
+        """The trainer does something else from now on: told with the next heartbeat, and with the step that it falls in."""
+        self.activity = name
         if name != "train" and name not in self._activities:
             self._activities.append(name)
 
-    def position(self, step: int, activity: str, num_forwards: int) -> Heartbeat:
+    def position(self, step: int, num_forwards: int) -> Heartbeat:
         """Return where this rank stands: what was observed last, and whether it waits. Asked by the writer thread."""
-        entry = self._recording.at
+        entry = self.recording.at
         kind = Kind(entry.kind) if entry is not None else None
         phase = "" if kind is None else "backward" if kind in (Kind.DGRAD, Kind.DGRAD_IN, Kind.WGRAD) else "forward"
         return Heartbeat(
             step=step,
-            call_id=self._recording.call_id,
-            activity=activity,
+            call_id=self.recording.call_id,
+            activity=self.activity,
             module=entry.name if entry is not None else "",
             phase=phase,
             micro_step=num_forwards - 1 if phase == "forward" else -1,
             is_waiting=self._waits.is_waiting,
             raised=self.raised,
-            site=self._standstill.site((step, self._recording.call_id, activity, self._waits.num_waits), self._thread_id),
+            site=self._standstill.site((step, self.recording.call_id, self.activity, self._waits.num_waits), self.thread_id),
             num_waits=self._waits.num_waits,
         )
 
     def hand_over(
-        self,
-        handover: Handover,
-        step: int,
-        *,
-        is_skipped: bool,
-        was_skipped: torch.Tensor | None,
-        is_partial: bool,
-        num_micro_steps: int,
-        per_micro_step: bool,
-        descriptor: Descriptor | None,
-        left_out: tuple[str, ...],
+        self, step: int, *, is_skipped: bool, was_skipped: torch.Tensor | None, is_partial: bool, num_micro_steps: int
     ) -> None:
         """Give rows, scalars and the end of the step to the writer, and begin with nothing. Does not wait.
 
-        left_out: kinds that were not measured for what they cost.
         was_skipped: 0-dim, on any device: above 0, the optimizer skipped the step by itself; the writer looks.
         """
-        recording = self._recording
+        recording, handover, descriptor = self.recording, self._handover(), self._descriptor()
         for handle in self._leaf_handles:
             handle.remove()
         self._leaf_handles = []
@@ -145,12 +171,13 @@ class RunningStep:
             activities=tuple(self._activities),
             samples=samples,
             num_samples_cut=num_samples_cut,
-            left_out=left_out,
+            left_out=tuple(sorted(kind.label for kind in self._plan.left_out)),
         )
         self.is_begun, self.due, self._activities = False, {}, []
         full, vectors = recording.swap(handover.free_buffer), recording.take_vectors()
         batch = StepBatch(
-            step=step, rows=_NO_ROWS, num_rows=0, end_step=end, per_micro_step=per_micro_step, descriptor=descriptor,
+            step=step, rows=_NO_ROWS, num_rows=0, end_step=end, per_micro_step=self._plan.per_micro_step,
+            descriptor=descriptor,
             prepare=resolver(scalars, self._memory), vectors=vectors.finish if len(vectors) else None,
             vector_bytes=vectors.num_bytes, health=recording.take_health(),
             was_skipped=None if was_skipped is None else on_its_way("is_skipped", was_skipped.detach()),

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable
 
 from sentinel.collect.hooks.chunk import Chunk
 from sentinel.collect.hooks.sites import Sites
+from sentinel.collect.parallel.rank_place import RankPlace
 from sentinel.collect.probes import Events
-from sentinel.collect.rows.tensor_table import TensorTable
+from sentinel.collect.rows.recording import Recording
 from sentinel.collect.schedule.command_inbox import Orders
+from sentinel.collect.schedule.pacing import Pacing
 from sentinel.collect.schedule.plan import Plan, parse_kinds, parse_targets
 from sentinel.errors import ConfigError
-from sentinel.place import Place, strip_wrappers
+from sentinel.place import strip_wrappers
 from sentinel.record import Kind
 from sentinel.target import resolve
 
@@ -26,23 +28,24 @@ class Planning:
         self,
         plan: Plan,
         orders: Orders,
+        pacing: Pacing,
         sites: Sites,
-        table: TensorTable,
+        recording: Recording,
         chunks: list[Chunk],
         events: Events,
-        *,
-        place: Callable[[], Place],
-        tell: Callable[[str, str, str], None],
+        place: RankPlace,
     ) -> None:
-        """chunks: filled while the monitor is installed; tell: (code, message, site), for the log and the daemon."""
-        self._plan = plan
-        self._orders = orders
+        """chunks: filled while the monitor is installed."""
+        self.plan = plan
+        self.orders = orders
+        self._pacing = pacing
         self._sites = sites
-        self._table = table
+        self._table = recording.table
+        self._costs = recording.costs
         self._chunks = chunks
         self._events = events
         self._place = place
-        self._tell = tell
+        self._tell = recording.tell
         orders.names = self.names
 
     def names(self) -> set[str]:
@@ -52,20 +55,25 @@ class Planning:
 
     def foresee(self, step: int) -> None:
         """Put on what the first step will need; ConfigError for a target that means nothing."""
-        resolve(self._plan.measurement.all_targets(), self.names(), ATTACH_S)
+        resolve(self.plan.measurement.all_targets(), self.names(), ATTACH_S)
         self._refuse_unmatched()
-        self._plan.foresee(step)
+        self.plan.foresee(step)
         self.renew()
 
     def begin(self, step: int) -> bool:
         """Obey what is due and decide what `step` measures; True when hooks were changed for it."""
-        has_changed = bool(self._plan.expire(step))
-        has_changed |= self._orders.apply(step)
-        has_changed |= self._plan.begin(step)
+        self._pacing.begin(step, self._costs.clock())
+        has_changed = bool(self.plan.expire(step))
+        has_changed |= self.orders.apply(step)
+        has_changed |= self.plan.begin(step)
         self._sites.begin_step()
         if has_changed:
             self.renew()
         return has_changed
+
+    def step_ended(self) -> None:
+        """Take in what the step that has ended has cost."""
+        self._pacing.note(self._costs)
 
     def enable(
         self,
@@ -78,26 +86,24 @@ class Planning:
     ) -> None:
         """Measure more, at the word of code; ConfigError on unknown kinds, and on targets that mean nothing."""
         resolve(parse_targets(targets), self.names(), ATTACH_S)
-        request = self._plan.enable(
-            kinds, targets, per_micro_step=per_micro_step, for_steps=for_steps, first_step=first_step
-        )
+        request = self.plan.enable(kinds, targets, per_micro_step=per_micro_step, for_steps=for_steps, first_step=first_step)
         try:
             self._refuse_unmatched()
         except ConfigError:
-            self._plan.withdraw(request)
+            self.plan.withdraw(request)
             raise
         self.renew()
 
     def disable(self, kinds: Iterable[str] | str | None, targets: Iterable[str] | str | None) -> None:
         """Measure less, at the word of code; None: everything but the black box goes."""
         gone = parse_kinds(kinds) if kinds is not None else frozenset(Kind)
-        self._plan.disable(gone, parse_targets(targets), from_code=True)
+        self.plan.disable(gone, parse_targets(targets), from_code=True)
         self.renew()
 
     def renew(self) -> None:
         """Make the hooks those that the plan asks for."""
         self._name_models()
-        has_borders = self._plan.measurement.black_box or self._plan.wants(Kind.RESIDUAL)
+        has_borders = self.plan.measurement.black_box or self.plan.wants(Kind.RESIDUAL)
         for chunk in self._chunks:
             chunk.plan(self._wanted_in(chunk), has_borders)
         self._sites.begin_step()
@@ -106,10 +112,10 @@ class Planning:
         self._table.is_changed = True  # Sites get new places in the next forward.
 
     def _name_models(self) -> None:
-        self._plan.models = {chunk.vpp_stage: chunk.model for chunk in self._chunks if chunk.model}
+        self.plan.models = {chunk.vpp_stage: chunk.model for chunk in self._chunks if chunk.model}
 
     def _wanted_in(self, chunk: Chunk) -> Callable[[str], frozenset[Kind]]:
-        return lambda name: self._plan.wanted(name, chunk.vpp_stage)
+        return lambda name: self.plan.wanted(name, chunk.vpp_stage)
 
     def _refuse_unmatched(self) -> None:
         """Raise ConfigError for a target that means nothing in the model; of one stage of a pipeline it is only told."""
@@ -118,11 +124,11 @@ class Planning:
         parameters: set[str] = set()
         for chunk in self._chunks:
             for name in chunk.structure.modules:
-                modules.update(self._plan.names_of(name, chunk.vpp_stage))
+                modules.update(self.plan.names_of(name, chunk.vpp_stage))
             for name, _ in chunk.root.named_parameters():
-                parameters.update(self._plan.names_of(strip_wrappers(name), chunk.vpp_stage))
-        problems = self._plan.unmatched(modules, parameters)
-        if problems and self._place().pp_size == 1:
+                parameters.update(self.plan.names_of(strip_wrappers(name), chunk.vpp_stage))
+        problems = self.plan.unmatched(modules, parameters)
+        if problems and self._place.place.pp_size == 1:
             raise ConfigError("; ".join(problems))
         for problem in problems:
             self._tell("no_target", f"{problem}; another stage may hold it", problem[:80])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 
 from sentinel.collect.schedule.plan import Dump, Plan, parse_kinds, parse_targets
 from sentinel.command import (
@@ -19,7 +18,6 @@ from sentinel.command import (
 from sentinel.errors import ConfigError
 from sentinel.messages import Ack
 from sentinel.monitor_config import Measurement, measurement_of
-from sentinel.place import Place
 from sentinel.target import resolve
 
 Obeyed = EnableMonitoring | DisableMonitoring | ChangeConfig | DumpTensors | DescribeStructure
@@ -28,26 +26,28 @@ FROM_FILE = "file-"
 """How the id of a command begins that a rank made for itself from its config file."""
 
 
-class Obeying(Protocol):
-    """What orders need of the monitor."""
-
-    plan: Plan
-    current_step: int
-
-    @property
-    def place(self) -> Place: ...
-
-    def acknowledge(self, ack: Ack) -> None:
-        """Send an answer; called on either thread."""
-
-
 class Orders:
     """Commands that wait for their step. `receive` and `apply` run on different threads and share one dict."""
 
-    def __init__(self, allowed: Sequence[str], monitor: Obeying, attempt: int = ANY_ATTEMPT) -> None:
-        """attempt: ours; commands for another one are not for us. ANY_ATTEMPT: not known, every command is."""
+    def __init__(
+        self,
+        allowed: Sequence[str],
+        plan: Plan,
+        *,
+        step: Callable[[], int],
+        rank: Callable[[], int],
+        acknowledge: Callable[[Ack], object],
+        attempt: int = ANY_ATTEMPT,
+    ) -> None:
+        """step: returns the running step, or the next; rank: ours; acknowledge: sends an answer, called on either thread.
+
+        attempt: ours; commands for another one are not for us. ANY_ATTEMPT: not known, every command is.
+        """
+        self.plan = plan
+        self.rank = rank
+        self.acknowledge = acknowledge
         self._allowed = frozenset(allowed)
-        self._monitor = monitor
+        self._step = step
         self._attempt = attempt
         self._pending: dict[str, Obeyed] = {}
         self._withdrawn: list[WithdrawCommand] = []
@@ -61,12 +61,12 @@ class Orders:
 
     def receive(self, command: Command) -> Ack | None:
         """Take a command in; return the answer, None for a command to others. Runs on the writer thread."""
-        step = self._monitor.current_step
+        step = self._step()
         if isinstance(command, WithdrawCommand):
             if self._pending.pop(command.withdraws, None) is None:
                 self._withdrawn.append(command)
             return Ack(command=command.withdraws, state="withdrawn", step=step, reason=command.reason)
-        if command.ranks and self._monitor.place.rank not in command.ranks:
+        if command.ranks and self.rank() not in command.ranks:
             return None
         if ANY_ATTEMPT not in (command.attempt, self._attempt) and command.attempt != self._attempt:
             return None
@@ -87,7 +87,7 @@ class Orders:
             return Ack(command=command.id, state="missed", step=step, reason=f"step {command.at_step} has begun")
         self._pending[command.id] = command
         # The training thread may have begun at_step meanwhile. Whoever takes the command out of the dict has it.
-        if self._monitor.current_step > command.at_step and self._pending.pop(command.id, None) is not None:
+        if self._step() > command.at_step and self._pending.pop(command.id, None) is not None:
             return Ack(command=command.id, state="missed", step=step, reason=f"step {command.at_step} has begun")
         return Ack(command=command.id, state="armed", step=step)
 
@@ -95,7 +95,7 @@ class Orders:
         """Drop what we read in the file ourselves and have not obeyed yet: the file says something else now."""
         own = [name for name in list(self._pending) if name.startswith(FROM_FILE)]
         dropped = [name for name in own if self._pending.pop(name, None) is not None]
-        step = self._monitor.current_step
+        step = self._step()
         return [Ack(command=name, state="withdrawn", step=step, reason="the file was edited again") for name in dropped]
 
     def apply(self, step: int) -> bool:
@@ -120,7 +120,7 @@ class Orders:
         return changed
 
     def _take_back(self) -> bool:
-        plan, changed = self._monitor.plan, False
+        plan, changed = self.plan, False
         for command in [self._withdrawn.pop() for _ in range(len(self._withdrawn))]:
             changed |= plan.drop(command.withdraws)
             self._active.pop(command.withdraws, None)
@@ -131,7 +131,7 @@ class Orders:
         return changed
 
     def _obey(self, order: Obeyed, step: int) -> None:
-        plan = self._monitor.plan
+        plan = self.plan
         if isinstance(order, ChangeConfig):
             self._former = {order.id: (plan.measurement, plan.text_hash)}
             plan.change(measurement_of(order.settings), order.text_hash)
@@ -155,7 +155,7 @@ class Orders:
             self._active = {n: e for n, e in self._active.items() if any(r.command == n for r in plan.requests)}
 
     def _answer(self, command: str, state: str, step: int, reason: str = "") -> None:
-        self._monitor.acknowledge(Ack(command=command, state=state, step=step, reason=reason))
+        self.acknowledge(Ack(command=command, state=state, step=step, reason=reason))
 
 
 def _targets(command: Obeyed) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from sentinel.collect.hooks.weak import weakly
-from sentinel.collect.schedule.command_inbox import FROM_FILE, Obeying, Orders
+from sentinel.collect.schedule.command_inbox import FROM_FILE, Orders
 from sentinel.command import ChangeConfig
 from sentinel.config_file import ConfigFile, ConfigText
 from sentinel.errors import ConfigError
@@ -23,13 +23,10 @@ ALONE_S = 10.0
 class ConfigEdits:
     """Looks at the file from a thread of its own: a file system that hangs holds up neither trainer nor writer."""
 
-    def __init__(
-        self, source: ConfigSource, orders: Orders, monitor: Obeying, tell: Callable[[str, str, str], None]
-    ) -> None:
+    def __init__(self, source: ConfigSource, orders: Orders, tell: Callable[[str, str, str], None]) -> None:
         """tell: (code, message, site): notes something for the log and the daemon."""
         self._source = source
         self._orders = orders
-        self._monitor = monitor
         self._tell = tell
         self._file = ConfigFile(source.path)
         self._seen = source.text_hash
@@ -63,7 +60,7 @@ class ConfigEdits:
             self._take(reading, mono)
         elif self._unread_since is not None and mono - self._unread_since >= ALONE_S:
             self._unread_since = None
-            if reading.text_hash not in (self._orders.told_hash, self._monitor.plan.text_hash):
+            if reading.text_hash not in (self._orders.told_hash, self._orders.plan.text_hash):
                 self._say(
                     "config_unread",
                     f"{self._source.path} was edited, and no daemon asks for it; start `sentinel serve`, or name a future "
@@ -79,8 +76,8 @@ class ConfigEdits:
             self._say("config_broken", f"the former config stays in force: {error}")
             return
         for answer in self._orders.forget_own():
-            self._monitor.acknowledge(answer)
-        plan, at_step = self._monitor.plan, reading.config.at_step
+            self._orders.acknowledge(answer)
+        plan, at_step = self._orders.plan, reading.config.at_step
         if reading.text_hash in (plan.text_hash, self._orders.told_hash):
             return
         if at_step is None:
@@ -98,21 +95,21 @@ class ConfigEdits:
             )
         )
         assert armed is not None
-        self._monitor.acknowledge(armed)
+        self._orders.acknowledge(armed)
         if armed.state == "missed":
             self._missed(armed)
 
     def _missed(self, answer: Ack) -> None:
         self._tell(
             "config_missed",
-            f"rank {self._monitor.place.rank} read the edit of {self._source.path} too late: {answer.reason}; other ranks "
+            f"rank {self._orders.rank()} read the edit of {self._source.path} too late: {answer.reason}; other ranks "
             "may have obeyed. Name a later step (at_step)",
             answer.command,
         )
 
     def _say(self, code: str, message: str) -> None:
         # One voice is enough for what every rank reads alike.
-        if self._monitor.place.rank == 0:
+        if self._orders.rank() == 0:
             self._tell(code, message, self._seen)
 
 

@@ -74,7 +74,7 @@ def test_a_step_that_the_trainer_finished_takes_what_is_logged_until_the_next(ru
     for step in range(3):
         loss_of(model, step).backward()
         optimizer.step()
-        monitor.boundary.finish(is_skipped=step == 1)
+        monitor.port.steps.finish(is_skipped=step == 1)
         optimizer.zero_grad()
         monitor.log(after=step)
         assert monitor.state_dict()["step"] == 6 + step

@@ -57,7 +57,7 @@ def test_a_probe_that_fails_at_the_end_of_a_step_says_that_its_rows_are_missing(
 def test_a_tap_that_fails_says_which_rows_are_missing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = TinyModel()
     monitor = sentinel.attach(model, config={"kinds": ["activation"]})
-    monkeypatch.setattr(monitor.sites, "observe", fail)
+    monkeypatch.setattr(monitor.recorder.sites, "observe", fail)
     loss_of(model, 0).backward()
     monkeypatch.undo()
     monitor.detach()

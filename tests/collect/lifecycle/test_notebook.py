@@ -102,7 +102,7 @@ def raised_in(shell: Any, *cells: str) -> Bye | None:
         shell.run_cell(text)
     monitor = shell.user_ns["monitor"]
     assert isinstance(monitor, sentinel.Monitor)
-    said = monitor._position().raised
+    said = monitor.runner.position().raised
     monitor.close()
     return said
 
@@ -121,7 +121,7 @@ def test_a_notebook_that_is_taken_down_behind_its_cell_says_what_that_raised(
         shell.run_cell(text)
     monitor = shell.user_ns["monitor"]
 
-    monitor._ending._at_exit()
+    monitor.session.ending._at_exit()
 
     (folder,) = (monitor.directory / "spool").glob("r*")
     (said,) = [decode_message(one) for one in SpoolReader(folder).poll(final=True) if one.header.type == FrameType.BYE]

@@ -240,7 +240,7 @@ def test_a_command_dumps_only_where_the_trainer_allows_it(run: Path, is_allowed:
     if is_allowed:
         assert head_of(dump_path(run, 0, 2, 0)).commands == (command,)
         assert load_file(dump_path(run, 0, 2, 0))["wgrad/head.weight"].shape == (2, 2)
-        assert not training.monitor.recording.onlookers  # type: ignore[union-attr]
+        assert not training.monitor.recorder.recording.onlookers  # type: ignore[union-attr]
     else:
         assert "allow_commands" in answers(run)[0][1]
 
@@ -256,7 +256,7 @@ def test_what_nobody_shows_is_said(run: Path) -> None:
 def test_off_costs_nothing(run: Path) -> None:
     training = Training({"kinds": ["wgrad"]}).steps(1)
 
-    assert not training.monitor.recording.onlookers  # type: ignore[union-attr]
+    assert not training.monitor.recorder.recording.onlookers  # type: ignore[union-attr]
     training.end()
     assert not (run / "dumps").exists()
 
@@ -266,7 +266,7 @@ def test_before_and_after_its_steps_nobody_looks(run: Path) -> None:
     looking = []
     for _ in range(4):
         training.steps(1)
-        looking.append(len(training.monitor.recording.onlookers))  # type: ignore[union-attr]
+        looking.append(len(training.monitor.recorder.recording.onlookers))  # type: ignore[union-attr]
     training.end()
 
     assert looking == [0, 0, 1, 0]

@@ -179,13 +179,13 @@ def test_only_kinds_and_steps_that_ask_pay(run: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     bare = sentinel.attach(TinyModel(), None, {"kinds": ["param"], "run": "bare"})
     monitor = sentinel.attach(model, optimizer, {"kinds": ["param"], "probes": probes})
-    looking = [len(one.recording.onlookers) for one in (bare, monitor)]
+    looking = [len(one.recorder.recording.onlookers) for one in (bare, monitor)]
     for step in range(4):
         loss_of(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
     monitor.disable("wgrad")
-    off = len(monitor.recording.onlookers)
+    off = len(monitor.recorder.recording.onlookers)
     monitor.detach()
     bare.detach()
 

@@ -131,11 +131,11 @@ def test_what_nobody_wants_has_no_hook_and_what_was_wanted_leaves_none(kind: str
         return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for name, m in model.named_modules() if name)
 
     monitor = sentinel.attach(model, config={"black_box": False, "kinds": ["param"]})
-    assert hooks() == 0 and not monitor.recording.onlookers
+    assert hooks() == 0 and not monitor.recorder.recording.onlookers
     monitor.enable(kind, for_steps=1)
-    assert kind == "attention" or hooks() > 0 or monitor.recording.onlookers
+    assert kind == "attention" or hooks() > 0 or monitor.recorder.recording.onlookers
     fit(model, 2)
-    assert hooks() == 0 and not monitor.recording.onlookers
+    assert hooks() == 0 and not monitor.recorder.recording.onlookers
     monitor.detach()
 
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())

@@ -221,7 +221,7 @@ def test_where_the_optimizer_steps_fp32_masters_the_update_is_theirs_and_nothing
     masters = {id(p): torch.nn.Parameter(p.detach().float()) for p in model.parameters()}
     optimizer = torch.optim.AdamW(masters.values(), 1e-5)
     monitor = sentinel.attach(model, optimizer, CONFIG)
-    monitor.parameters.holding = MasterHolding(masters)
+    monitor.port.tensors.storage = MasterHolding(masters)
 
     def hand_over(*_: object) -> None:
         for p in model.parameters():
@@ -381,7 +381,7 @@ def test_the_schedule_and_targets_are_kept_and_nothing_is_held_when_off(run: Pat
     config = {"kinds": [], "probes": {"update": {"step_interval": 2, "targets": ["blocks.0", "head.bias"]}}}
     monitor = sentinel.attach(model, optimizer, config)
     train(model, optimizer, 4)
-    probe = next(one for one in monitor._probes if isinstance(one, update.Update))
+    probe = next(one for one in monitor.session.installation.probes if isinstance(one, update.Update))
     held = len(probe._scratch)
     monitor.disable("update")
     monitor.detach()

@@ -234,7 +234,7 @@ def test_schedule_and_targets_are_kept_and_vectors_go_when_off(run: Path) -> Non
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     schedule = {"step_interval": 2, "targets": ["blocks.*.fc1", "head:stable_rank"]}
     monitor = sentinel.attach(model, optimizer, {"kinds": [], "probes": {"weight_spectrum": schedule}})
-    probe = next(one for one in monitor._probes if isinstance(one, WeightSpectrum))
+    probe = next(one for one in monitor.session.installation.probes if isinstance(one, WeightSpectrum))
     for step in range(4):
         loss_of(model, step).backward()
         optimizer.step()

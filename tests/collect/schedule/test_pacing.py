@@ -42,7 +42,7 @@ class Trainer:
         self.model = TinyModel(1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
         self.monitor: Any = sentinel.attach(self.model, self.optimizer, config)
-        self.monitor.recording.costs.clock = lambda: self.now
+        self.monitor.recorder.recording.costs.clock = lambda: self.now
         self.before_step: Callable[[int], None] = lambda step: None
         self.before_backward: Callable[[int], None] = lambda step: None
         costs = {int(Kind.of(label)): us for label, us in costs_us.items()}
@@ -53,11 +53,11 @@ class Trainer:
                 kinds = rows.array["kind"][first_row : first_row + len(tensors)].tolist()
                 self.now += int(sum(1000 * costs.get(kind, 0) for kind in kinds))
 
-        self.monitor.recording.kernel = CostlyKernel()
+        self.monitor.recorder.recording.kernel = CostlyKernel()
 
     def train(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            step = self.monitor.ended_steps + self.monitor._running.is_begun
+            step = self.monitor.recorder.ended_steps + self.monitor.runner.running.is_begun
             loss = loss_of(self.model, step)
             self.before_backward(step)
             loss.backward()
@@ -66,7 +66,7 @@ class Trainer:
             self.optimizer.step()
             self.optimizer.zero_grad()
             if step % 32 == 0:
-                assert self.monitor._handover.flush(60.0)
+                assert self.monitor.session.handover.flush(60.0)
 
     def ended(self, run: Path) -> Said:
         self.monitor.detach()
@@ -84,7 +84,7 @@ def test_a_kind_that_costs_more_than_its_share_lengthens_its_interval_and_says_s
     said = trainer.ended(run)
 
     at = measured_at(said, "activation")
-    every = trainer.monitor.plan.intervals[Kind.ACTIVATION]
+    every = trainer.monitor.planning.plan.intervals[Kind.ACTIVATION]
     first = next(end.step for end in said.ends if end.left_out)
     assert every in (4, 8)
     assert first > WARM_STEPS
@@ -141,7 +141,7 @@ def test_what_is_measured_by_default_stays_within_half_of_it_and_weights_go_firs
     # 14 of each: 3.5 % of a step for the weights, 3.5 % for the gradients.
     trainer = Trainer({}, {"param": 500, "wgrad": 500})
     trainer.train(NUM_STEPS)
-    intervals = dict(trainer.monitor.plan.intervals)
+    intervals = dict(trainer.monitor.planning.plan.intervals)
     said = trainer.ended(run)
 
     assert Kind.WGRAD not in intervals
@@ -171,13 +171,13 @@ def test_odd_steps_change_nothing(run: Path) -> None:
 def test_the_interval_is_shortened_again_when_steps_get_longer(run: Path) -> None:
     trainer = Trainer({"kinds": ["activation"]}, {"activation": 12_000})
     trainer.train(NUM_STEPS)
-    lengthened = trainer.monitor.plan.intervals[Kind.ACTIVATION]
+    lengthened = trainer.monitor.planning.plan.intervals[Kind.ACTIVATION]
     trainer.step_ms = 4000.0
     trainer.train(160)
     said = trainer.ended(run)
 
     assert lengthened > 1
-    assert trainer.monitor.plan.intervals[Kind.ACTIVATION] == 1
+    assert trainer.monitor.planning.plan.intervals[Kind.ACTIVATION] == 1
     assert measured_at(said, "activation")[-40:] == list(range(NUM_STEPS + 120, NUM_STEPS + 160))
 
 
@@ -186,7 +186,7 @@ def next_left_out(trainer: Trainer, kind: Kind) -> int:
     for _ in range(64):
         trainer.train(1)
         step = trainer.monitor.current_step + 1
-        if step % trainer.monitor.plan.intervals.get(kind, 1):
+        if step % trainer.monitor.planning.plan.intervals.get(kind, 1):
             return step
     raise AssertionError("no step left it out")
 
@@ -231,7 +231,7 @@ def test_what_a_command_asks_for_is_measured_at_every_step_and_so_is_all_else(ru
     trainer.train(NUM_STEPS)
     first = next_left_out(trainer, Kind.ACTIVATION) + 4
     command = EnableMonitoring(id="1", seq=1, at_step=first, kinds=("dgrad",), for_steps=20)
-    trainer.monitor.orders.receive(command)
+    trainer.monitor.planning.orders.receive(command)
     trainer.train(26)
     said = trainer.ended(run)
 

@@ -251,10 +251,10 @@ class Training:
 
     def rest(self) -> None:
         """Let the writer catch up, so that no row is dropped on a busy machine."""
-        assert self.monitor._handover.flush(60.0)
+        assert self.monitor.session.handover.flush(60.0)
 
     def order(self, kind: Any, **keys: Any) -> Ack | None:
-        answer = self.monitor.orders.receive(kind(seq=1, **keys))
+        answer = self.monitor.planning.orders.receive(kind(seq=1, **keys))
         assert answer is None or isinstance(answer, Ack)
         return answer
 
@@ -360,7 +360,7 @@ def test_settings_that_nobody_can_obey_are_refused(run: Path, keys: dict[str, An
     assert answer is not None
     assert answer.state == "refused"
     assert reason in answer.reason
-    assert one.monitor.plan.measurement.kinds == ("param", "wgrad")
+    assert one.monitor.planning.plan.measurement.kinds == ("param", "wgrad")
     one.end()
 
 
@@ -399,9 +399,9 @@ class Alone:
         self.told: list[tuple[str, str]] = []
         monitor = self.training.monitor
         self.edits = ConfigEdits(
-            read_source(self.file), monitor.orders, monitor, lambda code, why, site: self.told.append((code, why))
+            read_source(self.file), monitor.planning.orders, lambda code, why, site: self.told.append((code, why))
         )
-        monitor._edits.stop()
+        monitor.session.edits.stop()
         self.mono = 0.0
 
     def edit(self, **keys: Any) -> None:

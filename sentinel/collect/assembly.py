@@ -1,0 +1,160 @@
+"""Puts a monitor together: which parts there are, and what each is handed. Nothing is decided here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from sentinel.collect.adapters.port import AdapterPort, TrainerSteps, TrainerTensors
+from sentinel.collect.attempt import NO_ATTEMPT, RankAttempt
+from sentinel.collect.hooks.chunk import Chunk
+from sentinel.collect.hooks.gradient_watch import GradientWatch
+from sentinel.collect.hooks.gradients import WatchedParameters
+from sentinel.collect.hooks.guard import HookGuard
+from sentinel.collect.hooks.loss_scale import LossScale
+from sentinel.collect.hooks.parameter_watch import ParameterWatch
+from sentinel.collect.hooks.recorder import Recorder
+from sentinel.collect.hooks.sites import Sites
+from sentinel.collect.hooks.update_watch import UpdateWatch
+from sentinel.collect.hooks.weak import weakly
+from sentinel.collect.installation import Installation
+from sentinel.collect.kernels import choose_kernel
+from sentinel.collect.lifecycle.memory import MemoryUse
+from sentinel.collect.lifecycle.session import Session
+from sentinel.collect.monitor import Monitor
+from sentinel.collect.parallel.locator import Locator
+from sentinel.collect.parallel.pipelining import PipelineWatch
+from sentinel.collect.parallel.rank_place import RankPlace
+from sentinel.collect.parallel.topology import Topology
+from sentinel.collect.parallel.waiting import WaitClock
+from sentinel.collect.probes import PROBES, Events, ProbeContext
+from sentinel.collect.rows.live_statistics import LiveStatistics
+from sentinel.collect.rows.rank_descriptor import RankDescriptor
+from sentinel.collect.rows.recording import Recording
+from sentinel.collect.rows.running_step import RunningStep
+from sentinel.collect.rows.scalars import Scalars
+from sentinel.collect.rows.tensor_table import TensorTable
+from sentinel.collect.schedule.applying import Planning
+from sentinel.collect.schedule.command_inbox import Orders
+from sentinel.collect.schedule.config_edits import ConfigEdits
+from sentinel.collect.schedule.pacing import Pacing
+from sentinel.collect.schedule.plan import Plan
+from sentinel.collect.step import Boundary
+from sentinel.collect.step_count import StepCount
+from sentinel.collect.step_runner import StepRunner
+from sentinel.collect.training_passes import TrainingPasses
+from sentinel.collect.understanding import Understanding
+from sentinel.collect.writing.handover import Handover
+from sentinel.command import ANY_ATTEMPT
+from sentinel.monitor_config import ConfigSource
+
+log = logging.getLogger("sentinel")
+
+
+def assemble(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Any] | Mapping[str, Any],
+    source: ConfigSource,
+    topology: Topology,
+    attempt: RankAttempt,
+    life: bytes,
+    *,
+    grad_acc_steps: int | None,
+    first_step: int,
+) -> Monitor:
+    """Return a monitor whose hooks are on; after an exception the models are as they were."""
+    config = source.config
+    device = next((p.device for model in models for p in model.parameters()), torch.device("cpu"))
+    chunks: list[Chunk] = []
+
+    # What is measured with, and where this rank stands.
+    count, table, scalars = StepCount(first_step), TensorTable(), Scalars()
+    recording = Recording(
+        choose_kernel(device), table, max_rows=config.max_rows, zero_eps=config.zero_eps, checksum=config.checksum
+    )
+    guard = HookGuard(recording, lambda: count.current)
+    place = RankPlace(models, topology, table, recording.tell, given_divisor=config.gradient_divisor)
+    plan = Plan(config.measurement, source.text_hash, lambda: place.rank)
+    recording.costs.is_due = plan.takes
+    sites = Sites(table, recording, plan, config.site_placements)
+    recorder = Recorder(recording, sites, guard)
+    parameters = WatchedParameters(table, recording.tell, plan)
+
+    # What is due in a step.
+    pacing = Pacing(plan, recording.tell)
+    events = Events(guard, recording.costs)
+    orders = Orders(
+        config.allow_commands, plan,
+        step=lambda: count.current, rank=lambda: place.rank, acknowledge=lambda answer: handover.acknowledge(answer),
+        attempt=ANY_ATTEMPT if attempt.attempt == NO_ATTEMPT else attempt.attempt,
+    )  # fmt: skip
+    planning = Planning(plan, orders, pacing, sites, recording, chunks, events, place)
+    descriptor = RankDescriptor(
+        source, place, recording, chunks, plan, count, boundary=lambda: boundary.name, start=attempt.start
+    )
+
+    # The step that runs, and what is watched in it.
+    waits, memory = WaitClock(is_blind=device.type != "cpu"), MemoryUse(device)
+    loss_scale = LossScale(lambda: gradients.rewritten(), guard)
+    running = RunningStep(
+        recorder, scalars, loss_scale, waits, memory, plan,
+        gradient_divisor=place.gradient_divisor, descriptor=descriptor.news, handover=lambda: handover,
+    )  # fmt: skip
+    weights = ParameterWatch(parameters, chunks, plan, pacing, running, count)
+    gradients = GradientWatch(
+        parameters, recording, scalars, waits,
+        is_wanted=lambda: running.is_measuring_gradients, before_reading=lambda: passes.optimizer_steps(),
+        on_backward_ended=lambda: boundary.backward_ended(), on_nonfinite=weights.saw_nonfinite, guard=guard,
+    )  # fmt: skip
+    updates = UpdateWatch(running, plan, events, scalars)
+    boundary = Boundary(
+        gradients.ready, gradients.doomed, guard, updates.stepped, updates.stepping,
+        parameters.reopen, lambda: [one.param for one in parameters.all],
+    )  # fmt: skip
+    pipelines = PipelineWatch(place.note_stage, gradients.rewritten)
+
+    # Who begins and ends steps.
+    understanding = Understanding(boundary, recording.tell, is_speaker=lambda: place.is_speaker)
+    locator = Locator(place, recorder, parameters, pipelines, chunks, attempt)
+    runner = StepRunner(count, running, recorder, boundary, locator, planning, weights, events, understanding, chunks)
+    passes = TrainingPasses(
+        runner, recorder, boundary, parameters, gradients, weights, events, shares_micro_steps=grad_acc_steps is not None
+    )
+
+    # What is put on the models, and what ends it.
+    probes = ProbeContext(
+        recording, table, sites, plan, parameters, chunks, events, guard,
+        place=lambda: place.place, step=lambda: count.current, is_measuring=lambda: running.is_measuring,
+        count=running.count, config=config, attempt=attempt, descriptor=descriptor.make,
+    )  # fmt: skip
+    installation = Installation(
+        chunks, recorder, passes, locator, planning, parameters, boundary, events,
+        watches=(gradients.clips, pipelines, loss_scale, waits), probes=[probe(probes) for probe in PROBES],
+    )  # fmt: skip
+    edits = ConfigEdits(source, orders, recording.tell)
+    try:
+        installation.install(models, optimizers, config.blocks, first_step)
+        handover = Handover(
+            attempt.directory, life=life, run=attempt.run, attempt=attempt.attempt, rank=place.rank,
+            max_bytes=config.spool.max_bytes, file_bytes=config.spool.file_bytes, queue_bytes=config.spool.queue_bytes,
+            descriptor=descriptor.make(), position=weakly(runner.position), on_command=weakly(orders.receive),
+            on_refused=weakly(recording.refused),
+        )  # fmt: skip
+        edits.start()
+    except BaseException:
+        installation.remove()  # A model that cannot be watched is left as it was.
+        raise
+    session = Session(attempt, recorder, runner, installation, edits, handover, memory)
+    log.info(
+        "sentinel: run %s attempt %s rank %d: %d tensors, kernel %s, step boundary: %s",
+        attempt.run, attempt.attempt, place.rank, len(parameters.all), recording.kernel.name, boundary.name,
+    )  # fmt: skip
+    steps, tensors = TrainerSteps(boundary, passes, chunks), TrainerTensors(parameters, recorder, chunks)
+    return Monitor(
+        session, runner, recorder, planning, descriptor, scalars, gradients, LiveStatistics(recording, loss_scale),
+        AdapterPort(session, recorder, steps, tensors, chunks, config.name_map),
+    )  # fmt: skip
