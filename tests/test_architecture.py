@@ -172,6 +172,21 @@ def test_the_environment_is_read_in_two_places() -> None:
     assert not readers, readers
 
 
+def test_adapters_use_the_public_surface_of_a_monitor() -> None:
+    parts = {"session", "runner", "recorder", "planning"}
+    wrong = []
+    for path in FILES:
+        if path.parent != ROOT / "collect" / "adapters":
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not isinstance(node, ast.Attribute) or not ast.unparse(node.value).endswith("monitor"):
+                continue
+            if node.attr in parts or node.attr.startswith("_"):
+                wrong.append(f"{path.relative_to(ROOT.parent)}:{node.lineno}: {ast.unparse(node)}")
+
+    assert not wrong, wrong
+
+
 def test_no_drawers() -> None:
     drawers = {"utils", "util", "helpers", "common", "misc"}
 
