@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import sentinel
+from sentinel.collect import assembly
 from sentinel.collect.lifecycle.standstill import AFTER
-from sentinel.collect.monitor import Monitor
 from sentinel.collect.writing.handover import Handover
 
 from .conftest import TinyModel
 
 
 def test_a_beat_before_attach_has_returned_says_where_the_rank_stands(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, told = Monitor._begin_life, []
+    told = []
 
-    def begins_and_beats(monitor: Monitor, *args: object) -> Handover:
-        handover = begun(monitor, *args)
-        told.append(monitor.runner.position())
+    def begins_and_beats(*args: Any, **keys: Any) -> Handover:
+        handover = Handover(*args, **keys)
+        told.append(keys["position"]())
         return handover
 
-    monkeypatch.setattr(Monitor, "_begin_life", begins_and_beats)
+    monkeypatch.setattr(assembly, "Handover", begins_and_beats)
     model = TinyModel()
     sentinel.attach(model, torch.optim.SGD(model.parameters(), 0.1)).detach()
 
