@@ -15,7 +15,7 @@ NOUNS = {
     "config_file", "document", "monitor_config", "target", "dump", "tensor_file", "structure_file", "reference",
     "bounds", "csv_text", "private_files", "process", "process_exits", "regular_expression", "run_end", "run_name",
     "decision", "step_view", "known_words", "msprobe_tag", "typed_document",
-    "file_keys", "kinds", "incident", "recorded_incidents", "anomaly_words",
+    "file_keys", "kinds", "incident", "recorded_incidents", "anomaly_words", "entry_points",
 }  # fmt: skip
 STAGES = {
     "native", "collect", "wire", "ingest", "logs", "detect", "rules", "order", "incidents", "judge", "explain", "report",
@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "incidents": {"order"},
     "explain": {"order"},
     "report": set(),
-    "exports": {"ingest", "store", "wire"},
+    "exports": {"ingest", "store", "wire", "explain", "report"},
     "control": {"wire"},
     "store": set(),
     "judge": {"ingest", "logs", "detect", "rules", "order", "incidents", "control", "report", "store", "wire"},

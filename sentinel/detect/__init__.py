@@ -7,7 +7,6 @@ Never: I/O, a clock, or learning from a value before it was scored.
 from __future__ import annotations
 
 import logging
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from sentinel.detect.attention import AttentionCollapse
@@ -34,6 +33,8 @@ from sentinel.detect.slow import SlowRank
 from sentinel.detect.turbulence import AnomalyTurbulence, KurtosisSpike
 from sentinel.detect.update_ratio import UpdateRatio
 from sentinel.detect.windowed import GradNormSpike, LossSpike
+from sentinel.entry_points import OutsidePart, outside_parts
+from sentinel.errors import ConfigError
 
 DETECTORS: dict[str, type[Any]] = {
     cls.__name__: cls
@@ -88,30 +89,28 @@ def known_detectors() -> Detectors:
     detector or takes the name of one of ours is left out and said once: only a rule that names it is refused.
     """
     found = Detectors(DETECTORS)
-    for point in entry_points(group=ENTRY_POINTS):
-        package = f', package "{point.dist.name}"' if point.dist is not None else ""
-        where = f'entry point "{point.name}" of {ENTRY_POINTS} ({point.value}{package})'
-        try:
-            problem = _offer(found, point)
-        except (Exception, SystemExit) as error:  # another package's import may fail in any way
-            problem = f"cannot be loaded: {type(error).__name__}: {error}"
-        if problem and point.name not in DETECTORS:
-            found.broken[point.name] = f"{where} {problem}"
-        if problem and where not in _said:
-            _said.add(where)
-            log.warning("%s %s; it is left out, mend or uninstall the package that offers it", where, problem)
+    for part in outside_parts(ENTRY_POINTS):
+        problem = _offer(found, part)
+        if problem and part.name not in DETECTORS:
+            found.broken[part.name] = f"{part.where} {problem}"
+        if problem and part.where not in _said:
+            _said.add(part.where)
+            log.warning("%s %s; it is left out, mend or uninstall the package that offers it", part.where, problem)
     return found
 
 
-def _offer(found: Detectors, point: EntryPoint) -> str:
+def _offer(found: Detectors, part: OutsidePart) -> str:
     """Put the detector of an entry point among `found`; return in words why it cannot be one, empty where it is."""
-    if point.name in DETECTORS:
+    if part.name in DETECTORS:
         return "takes the name of a built-in detector"
-    detector = point.load()
+    try:
+        detector = part.load()
+    except ConfigError as error:
+        return str(error)
     problem = shortcoming(detector)
     if problem is not None:
         return f"is no detector: {problem}"
-    found[point.name] = detector
+    found[part.name] = detector
     return ""
 
 

@@ -1,380 +1,317 @@
-"""What each export format makes of one step: bytes for its files, or columns of its table. May run in another process."""
+"""The table of export formats: what each takes, and how it is written. Other packages add theirs by entry point."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Literal
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
-from sentinel.exports import megatron_stats, msprobe_csv, tensorboard
-from sentinel.exports.msprobe_format import OTHER_FILE, squashed
-from sentinel.exports.rank_series import RANK_COLUMNS, RankPicker, RankPoints, RankStepRows, rank_rows_of
-from sentinel.exports.series import COLUMNS, VALUE, MergedStep, Picker, Series, SeriesQuery, StepPoints, rows_of
-from sentinel.exports.text_tables import TableText
-from sentinel.moments import raw_statistic
-from sentinel.record import NONE_ID, Kind
+from sentinel.aggregate import Aggregate
+from sentinel.entry_points import outside_parts
+from sentinel.errors import ConfigError
+from sentinel.exports import encoders
+from sentinel.exports.anomaly_export import export_anomalies
+from sentinel.exports.megatron_stats import KINDS as MEGATRON_KINDS
+from sentinel.exports.msprobe_csv import has_place, ops_of
+from sentinel.exports.msprobe_format import TIME, TIME_OFFSET_S
+from sentinel.exports.request import ExportFormat, ExportRequest, ExportSetting, Option, UnfitOptions, Written
+from sentinel.exports.series import SCALAR, TENSOR_KINDS, VALUE, SeriesQuery
+from sentinel.exports.skip_list_export import export_skip_list
+from sentinel.exports.step_reading import StepReading
+from sentinel.exports.tensor_export import export_tensors
+from sentinel.exports.vector_export import export_vectors
+from sentinel.exports.writing import write_directory, write_parquet, write_text
+from sentinel.record import STATISTICS
 
-if TYPE_CHECKING:
-    from sentinel.step_view import Layout
-
-NO_PLACE = "this format has no place for them"
-BEFORE_ALL = "they are weights of step 0, before the first iteration"
-"""Why series are left out."""
-MAIN = ""
-"""The one file of a table."""
-Before = Mapping[str, float] | None
-"""What was logged of the step before; None where that is not written."""
-
-
-class Encoded(msgspec.Struct):
-    """What one step became."""
-
-    chunks: list[tuple[str, bytes, bytes]] = []
-    """(file, what it begins with, what goes behind what it holds)"""
-    columns: dict[str, Any] = {}
-    """Of a table that is no text: column -> values, or one value for all."""
-    num_rows: int = 0
-    series: list[tuple[str, str, str]] = []
-    """Series that this encoder had not met before: kind, name, place."""
-    is_whole: bool = True
-    left_out: dict[str, list[tuple[str, str, str]]] = {}
-    """Why -> series that were asked for and are not written: kind, name, place."""
+ENTRY_POINTS = "sentinel.exports"
+"""Group of entry points: the name of a format -> a class without arguments, or an object, that keeps `ExportFormat`."""
+MEGATRON_FOLDER = "training_stats"
+_SERIES: frozenset[Option] = frozenset({"aggregate", "name", "kind", "statistic", "times", "squash-names"})
+_OF_SERIES = "writes series: --aggregate or --name, --kind, --statistic, --steps, times and --attempt choose them"
+VECTORS = "--vectors: as jsonl, parquet or tensorboard; --name, --kind and --steps choose them"
 
 
-class Encoder(Protocol):
-    """One format."""
+class TextTable(msgspec.Struct, frozen=True):
+    """A row a step and series, as lines of text."""
 
-    is_ranked: bool
-    """Takes the ranks' own rows (`RankStepRows`), not the merged ones (`MergedStep`)."""
+    name: str
+    goes_to: Literal["text"] = "text"
+    options: frozenset[Option] = _SERIES
+    takes: str = _OF_SERIES
 
-    def encode(self, step: Any, before: Before) -> Encoded:
-        """Return a step as this format has it. before: what was logged of the step before, where that was written too."""
-        ...
-
-
-class _WrittenNames:
-    """Names of a layout as they are written."""
-
-    def __init__(self, is_squashed: bool) -> None:
-        self._is_squashed = is_squashed
-        self._layout: Layout | None = None
-        self._short: dict[str, str] = {}
-
-    def of(self, layout: Layout, names: Iterable[str]) -> list[str]:
-        if not self._is_squashed:
-            return list(names)
-        if layout is not self._layout:
-            self._layout, self._short = layout, squashed(list(dict.fromkeys(one.name for one in layout.tensors)))
-        return [self._short.get(name, name) for name in names]
+    def write(self, request: ExportRequest, setting: ExportSetting) -> Written:
+        """Write a table to stdout or a file."""
+        is_ranked = bool(request.is_ranked)
+        query = query_of(request, is_ranked)
+        with setting.open_run(request.paths) as recorded:
+            reading = StepReading(recorded, query, request.attempt, request.times, setting.say)
+            encoder = _table(request, query, is_ranked)
+            return write_text(request.output, reading, encoder, request.jobs, setting)
 
 
-class MergedTable:
-    """One row a step and series, shards and micro-steps merged: CSV, JSON lines, Parquet."""
+class JsonLines(msgspec.Struct, frozen=True):
+    """The same as JSON lines; vectors too."""
 
-    is_ranked = False
+    name: str = "jsonl"
+    goes_to: Literal["text"] = "text"
+    options: frozenset[Option] = _SERIES | {"vectors"}
+    takes: str = _OF_SERIES
 
-    def __init__(self, form: str, query: SeriesQuery, is_squashed: bool = False) -> None:
-        self.form = form
-        self.columns = (*COLUMNS, *query.statistics)
-        self._picker = Picker(query)
-        self._names = _WrittenNames(is_squashed)
-        self._met: set[tuple[str, str, str]] = set()
-
-    def encode(self, step: MergedStep, before: Before) -> Encoded:
-        """Return the step's rows."""
-        points = self._picker.points(step)
-        names = self._names.of(step.layout, [one.name for one in points.series])
-        found = Encoded(num_rows=len(points), is_whole=bool(points.is_whole.all()))
-        keys = [(one.kind, name, one.place) for one, name in zip(points.series, names, strict=True)]
-        found.series = [key for key in keys if key not in self._met]
-        self._met.update(found.series)
-        if self.form == "parquet":
-            found.columns = self._columns(points, names)
-        else:
-            text = TableText(self.form, self.columns)
-            at = COLUMNS.index("name")
-            rows = rows_of(points, self._picker.query.statistics)
-            lines = text.rows((*row[:at], name, *row[at + 1 :]) for row, name in zip(rows, names, strict=True))
-            found.chunks = [(MAIN, text.head().encode(), lines.encode())] if lines else []
-        return found
-
-    def _columns(self, points: StepPoints, names: list[str]) -> dict[str, Any]:
-        return {
-            "attempt": points.attempt, "step": points.step, "time": points.time, "is_skipped": points.is_skipped,
-            "kind": [one.kind for one in points.series], "name": names, "place": [one.place for one in points.series],
-            "num_tensors": points.num_tensors, "num_excluded": [one.num_excluded for one in points.series],
-            "num_elements": points.num_elements, "is_whole": points.is_whole, **points.values,
-        }  # fmt: skip
+    def write(self, request: ExportRequest, setting: ExportSetting) -> Written:
+        """Write a table, or the vectors, to stdout or a file."""
+        if request.is_vectors:
+            return export_vectors(request, vector_query_of(request), setting)
+        return TextTable(self.name).write(request, setting)
 
 
-class RankTable:
-    """One row for each one that a rank recorded: CSV, JSON lines, Parquet."""
+class Parquet(msgspec.Struct, frozen=True):
+    """The same as one Parquet file; vectors too."""
 
-    is_ranked = True
+    name: str = "parquet"
+    goes_to: Literal["file"] = "file"
+    options: frozenset[Option] = _SERIES | {"vectors"}
+    takes: str = _OF_SERIES
 
-    def __init__(self, form: str, query: SeriesQuery, is_squashed: bool = False) -> None:
-        self.form = form
-        self._statistics = tuple(name for name in query.statistics if name != VALUE)
-        self.columns = (*RANK_COLUMNS, *self._statistics)
-        self._picker = RankPicker(query)
-        self._names = _WrittenNames(is_squashed)
-        self._met: set[tuple[str, str, str]] = set()
-
-    def encode(self, step: RankStepRows, before: Before) -> Encoded:
-        """Return the step's rows, rank by rank."""
-        found = Encoded()
-        at = RANK_COLUMNS.index("name")
-        lines: list[str] = []
-        parts: list[tuple[RankPoints, list[str]]] = []
-        text = TableText(self.form, self.columns)
-        for points in self._picker.points(step):
-            names = self._names.of(step.layout, [one.name for one in points.series])
-            found.num_rows += len(names)
-            pairs = zip(points.series, names, strict=True)
-            fresh = {(one.info.kind, name, str(points.rank)) for one, name in pairs} - self._met
-            self._met |= fresh
-            found.series += sorted(fresh)
-            if self.form == "parquet":
-                parts.append((points, names))
-            else:
-                rows = rank_rows_of(step, points, self._statistics)
-                lines.append(text.rows((*row[:at], name, *row[at + 1 :]) for row, name in zip(rows, names, strict=True)))
-        if self.form == "parquet":
-            found.columns = self._columns(step, parts)
-        found.chunks = [(MAIN, text.head().encode(), "".join(lines).encode())] if lines else []
-        return found
-
-    def _columns(self, step: RankStepRows, parts: list[tuple[RankPoints, list[str]]]) -> dict[str, Any]:
-        if not parts:
-            return {}
-        rows = np.concatenate([points.rows for points, _ in parts])
-        moments = [points.moments for points, _ in parts]
-        series = [one for points, _ in parts for one in points.series]
-        return {
-            "attempt": step.attempt, "step": step.step, "time": step.time, "is_skipped": step.is_skipped,
-            "rank": np.repeat([points.rank for points, _ in parts], [len(names) for _, names in parts]),
-            "kind": [one.info.kind for one in series], "name": [name for _, names in parts for name in names],
-            "vpp_stage": [one.info.chunk for one in series], "micro_step": rows["micro_step"],
-            "num_folded": rows["num_folded"].astype(np.int32),
-            "call_id": [None if call == NONE_ID else call for call in rows["call_id"].tolist()],
-            "num_elements": np.concatenate([one.num_elements() for one in moments]),
-            **{name: np.concatenate([one.statistic(name) for one in moments]) for name in self._statistics},
-        }  # fmt: skip
+    def write(self, request: ExportRequest, setting: ExportSetting) -> Written:
+        """Write a table, or the vectors, to a file."""
+        if request.is_vectors:
+            return export_vectors(request, vector_query_of(request), setting)
+        is_ranked = bool(request.is_ranked)
+        query = query_of(request, is_ranked)
+        about = {"run": request.paths.name, "table": "rows" if is_ranked else "series"}
+        with setting.open_run(request.paths) as recorded:
+            reading = StepReading(recorded, query, request.attempt, request.times, setting.say)
+            encoder = _table(request, query, is_ranked)
+            return write_parquet(_output_of(request), reading, encoder, about, request.jobs, setting)
 
 
-class MegatronStats:
-    """Megatron's training stats: raw moments, a line an iteration in the file of the lowest rank that holds a tensor.
+class TensorBoard(msgspec.Struct, frozen=True):
+    """Event files: of each rank, or of groups; vectors too."""
 
-    Weights are written after the update there: those that a step began with belong to the iteration before it.
+    name: str = "tensorboard"
+    goes_to: Literal["directory"] = "directory"
+    options: frozenset[Option] = _SERIES | {"vectors"}
+    takes: str = _OF_SERIES
+
+    def write(self, request: ExportRequest, setting: ExportSetting) -> Written:
+        """Write a directory of event files."""
+        from sentinel.exports.tensorboard import load
+
+        if request.is_vectors:
+            return export_vectors(request, vector_query_of(request), setting)
+        is_ranked = not request.aggregates if request.is_ranked is None else request.is_ranked
+        query = query_of(request, is_ranked, has_scalars=True)
+        with setting.open_run(request.paths) as recorded:
+            reading = StepReading(recorded, query, request.attempt, request.times, setting.say)
+            load()
+            form = encoders.TensorBoardRanks if is_ranked else encoders.TensorBoardMerged
+            encoder = form(query, request.is_squashed)
+            return write_directory(_output_of(request), reading, encoder, request.jobs, setting)
+
+
+class MsprobeCsv(msgspec.Struct, frozen=True):
+    """The CSV files of msProbe's monitor, a folder for each rank."""
+
+    name: str = "msprobe-csv"
+    goes_to: Literal["directory"] = "directory"
+    options: frozenset[Option] = _SERIES
+    takes: str = _OF_SERIES
+
+    def write(self, request: ExportRequest, setting: ExportSetting) -> Written:
+        """Write a directory of folders."""
+        if request.aggregates and not request.names:
+            what = "--squash-names" if request.is_squashed else "a rank's own rows"
+            raise UnfitOptions(f"--aggregate merges tensors under a name of its own; it does not go with {what}")
+        if request.is_ranked is False:
+            raise UnfitOptions(f"--format {self.name} has a folder for each rank; it does not go with --merged")
+        kinds = tuple(kind for kind in TENSOR_KINDS if has_place(kind))
+        query = query_of(request, True, kinds=kinds)
+        with setting.open_run(request.paths) as recorded:
+            reading = StepReading(recorded, query, request.attempt, request.times, setting.say)
+            ops = ops_of(query.statistics, request.statistics is None)
+            if not ops:
+                raise UnfitOptions(f"--format {self.name} has min, max, mean, norm, nans and zeros; give some of them")
+            rows = encoders.MsprobeCsv(query, ops, request.steps_per_file, request.is_squashed)
+            return write_directory(_output_of(request), reading, rows, request.jobs, setting, _RankFolders(reading))
+
+
+class MegatronStats(msgspec.Struct, frozen=True):
+    """The raw moments that Megatron's training statistics hold."""
+
+    name: str = "megatron-stats"
+    goes_to: Literal["directory"] = "directory"
+    options: frozenset[Option] = _SERIES
+    takes: str = _OF_SERIES
+
+    def write(self, request: ExportRequest, setting: ExportSetting) -> Written:
+        """Write a directory that holds `training_stats`."""
+        output = _output_of(request)
+        if request.statistics is not None:
+            what = "writes raw moments into a directory; give -o DIR and no --statistic"
+            raise UnfitOptions(f"--format {self.name} {what}")
+        if request.is_ranked:
+            raise UnfitOptions(f"--format {self.name} has each tensor once; it does not go with --per-rank")
+        query = query_of(request, False, kinds=MEGATRON_KINDS)
+        if (output / MEGATRON_FOLDER).exists():
+            raise ConfigError(f"{output}: expected no {MEGATRON_FOLDER} there, got some; give another with -o DIR")
+        with setting.open_run(request.paths) as recorded:
+            reading = StepReading(recorded, query, request.attempt, request.times, setting.say)
+            encoder = encoders.MegatronStats(query)
+            return write_directory(output / MEGATRON_FOLDER, reading, encoder, request.jobs, setting)
+
+
+class Msprobe(msgspec.Struct, frozen=True):
+    """The anomalies of a run as msProbe's analyser reads them."""
+
+    name: str = "msprobe"
+    goes_to: Literal["directory"] = "directory"
+    options: frozenset[Option] = frozenset({"name", "times"})
+    takes: str = "writes anomalies: --name, --steps and times choose them"
+
+    def write(self, request: ExportRequest, setting: ExportSetting) -> Written:
+        """Write a directory that holds `anomaly_detected`."""
+        return export_anomalies(request, _output_of(request), setting)
+
+
+class Tensors(msgspec.Struct, frozen=True):
+    """Dumped tensors, the shards of all ranks joined, as safetensors."""
+
+    name: str = "tensors"
+    goes_to: Literal["directory"] = "directory"
+    options: frozenset[Option] = frozenset({"name", "kind"})
+    takes: str = "joins dumped tensors: --name, --kind, --steps, --attempt choose"
+
+    def write(self, request: ExportRequest, setting: ExportSetting) -> Written:
+        """Write one file a step."""
+        return export_tensors(request, _output_of(request), setting)
+
+
+class SkipList(msgspec.Struct, frozen=True):
+    """The batches that diagnoses suspect, as JSON lines."""
+
+    name: str = "skip-list"
+    goes_to: Literal["text"] = "text"
+    options: frozenset[Option] = frozenset()
+    takes: str = "lists suspected batches: --steps and --attempt choose them"
+
+    def write(self, request: ExportRequest, setting: ExportSetting) -> Written:
+        """Write a line a step."""
+        return export_skip_list(request, setting)
+
+
+FORMATS: dict[str, ExportFormat] = {
+    one.name: one
+    for one in (
+        TextTable("csv"), JsonLines(), Parquet(), TensorBoard(), MsprobeCsv(), Msprobe(), MegatronStats(), Tensors(),
+        SkipList(),
+    )
+}  # fmt: skip
+"""Name -> format, of those that come with Sentinel."""
+
+
+class KnownFormats(Mapping[str, ExportFormat]):
+    """FORMATS and those of other packages, which are imported when one is asked for, or are a ConfigError then."""
+
+    def __init__(self) -> None:
+        self._outside = {part.name: part for part in outside_parts(ENTRY_POINTS, FORMATS)}
+
+    def __getitem__(self, name: str) -> ExportFormat:
+        if name in FORMATS:
+            return FORMATS[name]
+        part = self._outside[name]
+        try:
+            found = part.load()
+            found = found() if isinstance(found, type) else found
+        except ConfigError as error:
+            raise ConfigError(f"{part.where} {error}") from error
+        except Exception as error:  # another package's code may fail in any way
+            raise ConfigError(f"{part.where} cannot be made: {type(error).__name__}: {error}") from error
+        lacking = [one for one in ("name", "goes_to", "options", "takes", "write") if not hasattr(found, one)]
+        if lacking:
+            what = f"it has no {' and no '.join(lacking)}; see sentinel.exports.request.ExportFormat"
+            raise ConfigError(f"{part.where} is no export format: {what}")
+        return found  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*FORMATS, *self._outside])
+
+    def __len__(self) -> int:
+        return len(FORMATS) + len(self._outside)
+
+
+def export(request: ExportRequest, setting: ExportSetting) -> Written:
+    """Write what was asked for. UnfitOptions where the format does not take it; ConfigError where it cannot be written."""
+    form = KnownFormats()[request.form]
+    given = request.given()
+    if "vectors" in given and ("vectors" not in form.options or given & {"aggregate", "statistic", "squash-names"}):
+        raise UnfitOptions(VECTORS)
+    if given - form.options:
+        raise UnfitOptions(f"--format {form.name} {form.takes}")
+    return form.write(request, setting)
+
+
+def query_of(
+    request: ExportRequest, is_ranked: bool, *, kinds: tuple[str, ...] = (), has_scalars: bool = False
+) -> SeriesQuery:
+    """Return the query for series; UnfitOptions where the options contradict each other or the format.
+
+    kinds: those that the format has a place for; empty: all. has_scalars: ranks' own rows have logged values beside them.
     """
-
-    is_ranked = False
-
-    def __init__(self, query: SeriesQuery) -> None:
-        self._picker = Picker(query)
-        self._met: set[tuple[str, str, str]] = set()
-
-    def encode(self, step: MergedStep, before: Before) -> Encoded:
-        """Return the step's lines."""
-        points = self._picker.points(step)
-        weights: list[tuple[str, str, int, megatron_stats.RawMoments]] = []
-        others: list[tuple[str, str, int, megatron_stats.RawMoments]] = []
-        found = Encoded(is_whole=bool(points.is_whole.all()))
-        for one, values in zip(points.series, megatron_stats.raw_moments(points.moments), strict=True):
-            key = (one.kind, one.name, one.place)
-            places = self._places(one)
-            is_too_early = one.kind == "param" and step.step == 0
-            if is_too_early or not places:
-                found.left_out.setdefault(BEFORE_ALL if is_too_early else NO_PLACE, []).append(key)
-                continue
-            # What each rank keeps for itself stands in its own file, under the one name.
-            (weights if one.kind == "param" else others).extend((stat, name, one.rank, values) for stat, name in places)
-            if key not in self._met:
-                self._met.add(key)
-                found.series.append(key)
-        for number, logged, rows in ((step.step, step.scalars, others), (step.step - 1, before or {}, weights)):
-            samples = next((logged[name] for name in megatron_stats.SAMPLES if name in logged), None)
-            chunks, num_rows = megatron_stats.lines_of(number, samples, rows)
-            found.chunks += [(file, b"", line) for file, line in chunks]
-            found.num_rows += num_rows
-        return found
-
-    def _places(self, one: Series) -> list[tuple[str, str]]:
-        """Return (stat, name) of where a series stands; a group keeps the name that it was given."""
-        kinds = self._picker.query.kinds
-        if self._picker.query.aggregates:
-            border = "" if one.kind in kinds else megatron_stats.OUTPUT
-            return [(stat, one.name) for stat, _ in megatron_stats.places_of(one.name, one.kind, border)[-1:]]
-        places = megatron_stats.places_of(one.name, one.kind, one.border, one.also, one.consumers)
-        # Of the residual stream alone nothing else was asked for.
-        return places if one.kind in kinds else [place for place in places if place[0] in megatron_stats.STREAM_STATS]
+    if request.aggregates and request.names:
+        raise UnfitOptions("--name picks single tensors and --aggregate groups; give one of them")
+    if request.aggregates and (is_ranked or request.is_squashed):
+        what = "--squash-names" if request.is_squashed else "--per-rank"
+        raise UnfitOptions(f"--aggregate merges tensors under a name of its own; it does not go with {what}")
+    usual = kinds or TENSOR_KINDS
+    wanted = request.kinds if request.kinds is not None else usual
+    if kinds and not set(wanted) <= set(kinds):
+        raise UnfitOptions(f"--format {request.form} has no place for other kinds than {', '.join(usual)}")
+    if SCALAR in wanted and is_ranked and not has_scalars:
+        raise UnfitOptions("--per-rank: logged values are no rows of a rank; leave scalar out, or give --merged")
+    statistics = request.statistics
+    if statistics is None:
+        statistics = (VALUE,) if wanted == (SCALAR,) else (*STATISTICS, VALUE) if SCALAR in wanted else STATISTICS
+    return SeriesQuery(
+        names=request.names or ("*",),
+        aggregates=tuple(map(Aggregate.parse, request.aggregates)),
+        kinds=wanted,
+        statistics=statistics,
+        first_step=request.steps[0],
+        last_step=request.steps[1],
+    )
 
 
-class _MsprobeRows:
-    """The ranks' rows under msProbe's names."""
-
-    def __init__(self, query: SeriesQuery, is_squashed: bool) -> None:
-        self.picker = RankPicker(query)
-        self._is_squashed = is_squashed
-        self._layout: Layout | None = None
-        self._spots: dict[int, dict[int, tuple[msprobe_csv.Spot, ...]]] = {}
-        self.met: set[tuple[str, str, str]] = set()
-
-    def spots(self, step: RankStepRows, rank: int) -> dict[int, tuple[msprobe_csv.Spot, ...]]:
-        """Return id -> where a rank's tensors stand."""
-        if step.layout is not self._layout:
-            self._layout, self._spots = step.layout, {}
-        if rank not in self._spots:
-            self._spots[rank] = msprobe_csv.spots_of(step.layout.descriptors[rank].tensors, self._is_squashed)
-        return self._spots[rank]
-
-    def fresh(self, points: RankPoints) -> list[tuple[str, str, str]]:
-        """Return the series of these rows that were not met before."""
-        found = {(one.info.kind, one.name, str(points.rank)) for one in points.series} - self.met
-        self.met |= found
-        return sorted(found)
+def vector_query_of(request: ExportRequest) -> SeriesQuery:
+    """Return the query for vectors: by name, kind and step."""
+    return query_of(request, False)
 
 
-def _has_several(rows: npt.NDArray[np.void]) -> bool:
-    """Return whether there are gradients of more than one micro-batch."""
-    return bool(((rows["kind"] == Kind.WGRAD_UNREDUCED) & (rows["micro_step"] > 0)).any())
+def _table(request: ExportRequest, query: SeriesQuery, is_ranked: bool) -> encoders.MergedTable | encoders.RankTable:
+    table: Callable[..., encoders.MergedTable | encoders.RankTable]
+    table = encoders.RankTable if is_ranked else encoders.MergedTable
+    return table(request.form, query, request.is_squashed)
 
 
-class MsprobeCsv:
-    """msProbe's CSV files, a folder a rank."""
-
-    is_ranked = True
-
-    def __init__(self, query: SeriesQuery, ops: Sequence[str], steps_per_file: int = 1, is_squashed: bool = False) -> None:
-        self._ops = tuple(ops)
-        self._steps_per_file = steps_per_file
-        self._rows = _MsprobeRows(query, is_squashed)
-
-    def encode(self, step: RankStepRows, before: Before) -> Encoded:
-        """Return the step's lines; its weights are those that the step before left behind, where that was written too."""
-        found = Encoded()
-        for points in self._rows.picker.points(step):
-            spots = self._rows.spots(step, points.rank)
-            rows = points.rows
-            columns = [msprobe_csv.value_column(op, raw_statistic(rows, op).tolist()) for op in self._ops]
-            values = list(zip(*columns, strict=True))
-            sizes, means = points.moments.num_elements().tolist(), raw_statistic(rows, "mean")
-            micro_steps, has_several = rows["micro_step"].tolist(), _has_several(rows)
-            lines: dict[tuple[str, str], list[str]] = {}
-            features: dict[tuple[str, int, str, int], dict[str, float]] = {}
-            num_rows = 0
-            nowhere: list[tuple[str, str, str]] = []
-            for at, one in enumerate(points.series):
-                info = one.info
-                shape = msprobe_csv.shape_text(info.shape, sizes[at])
-                num_rows += info.id in spots
-                if info.id not in spots:
-                    nowhere.append((info.kind, one.name, str(points.rank)))
-                for spot in spots.get(info.id, ()):
-                    if spot.column:
-                        key = (spot.file, info.chunk, spot.name, micro_steps[at])
-                        features.setdefault(key, {})[spot.column] = float(means[at])
-                        continue
-                    micro = msprobe_csv.micro_step_of(spot.file, micro_steps[at], has_several)
-                    places = [(spot.file, step.step + spot.shift)]
-                    if spot.file == "param_origin" and before is not None:
-                        places.append(("param_updated", step.step - 1))
-                    for file, number in places:
-                        name = self._name(points, file, number)
-                        own: Sequence[float | int] = values[at]
-                        if file == OTHER_FILE:
-                            own, shape = msprobe_csv.share_values(self._ops, float(means[at])), "[]"
-                        text = msprobe_csv.line(info.chunk, spot.name, number, micro, own, shape, info.dtype)
-                        head = msprobe_csv.header(self._ops, micro is not None)
-                        lines.setdefault((name, head), []).append(text)
-            for (file, vpp_stage, module, micro_step), several in features.items():
-                head, text = msprobe_csv.feature_line(file, vpp_stage, module, step.step, micro_step, several)
-                lines.setdefault((self._name(points, file, step.step), head), []).append(text)
-            found.chunks += [(name, head.encode(), "".join(some).encode()) for (name, head), some in lines.items()]
-            found.num_rows += num_rows
-            found.series += sorted(set(self._rows.fresh(points)) - set(nowhere))
-            if nowhere:
-                found.left_out.setdefault(NO_PLACE, []).extend(nowhere)
-        return found
-
-    def _name(self, points: RankPoints, file: str, step: int) -> str:
-        return f"rank{points.rank}-{points.life}/{msprobe_csv.file_name(file, step, self._steps_per_file)}"
+def _output_of(request: ExportRequest) -> Path:
+    assert request.output is not None
+    return request.output
 
 
-class TensorBoardRanks:
-    """TensorBoard events, a folder for each rank and msProbe file: the tags are those of its own conversion."""
+class _RankFolders:
+    """Names msProbe's folders: one a rank, however often it began anew."""
 
-    is_ranked = True
+    def __init__(self, reading: StepReading) -> None:
+        self._reading = reading
+        self._folders: dict[str, str] = {}
 
-    def __init__(self, query: SeriesQuery, is_squashed: bool = False) -> None:
-        self._statistics = tuple(name for name in query.statistics if name != VALUE)
-        self._rows = _MsprobeRows(query, is_squashed)
-
-    def encode(self, step: RankStepRows, before: Before) -> Encoded:
-        """Return the step's events."""
-        found = Encoded()
-        for points in self._rows.picker.points(step):
-            spots = self._rows.spots(step, points.rank)
-            micro_steps, has_several = points.rows["micro_step"].tolist(), _has_several(points.rows)
-            is_bad = (points.rows["num_nan"] + points.rows["num_pos_inf"] + points.rows["num_neg_inf"] > 0).tolist()
-            columns = [(name, raw_statistic(points.rows, name).tolist()) for name in self._statistics]
-            events: dict[tuple[str, int], list[tuple[str, float]]] = {}
-            for at, one in enumerate(points.series):
-                places = [spot for spot in spots.get(one.info.id, ()) if not spot.column]
-                places = places or [msprobe_csv.Spot(one.info.kind, one.name)]
-                for spot in places:
-                    micro = msprobe_csv.micro_step_of(spot.file, micro_steps[at], has_several)
-                    tag = f"vp{one.info.chunk}:{spot.name}" + (f":micro{micro}" if micro is not None else "")
-                    # What is undefined is left out; a NaN that was measured is one here.
-                    values = [
-                        (f"{tag}/{name}", column[at]) for name, column in columns if is_bad[at] or not math.isnan(column[at])
-                    ]
-                    events.setdefault((spot.file, step.step + spot.shift), []).extend(values)
-                    if spot.file == "param_origin" and before is not None:
-                        events.setdefault(("param_updated", step.step - 1), []).extend(values)
-            found.chunks += [
-                _events(f"rank{points.rank}/{file}", number, step.time, values) for (file, number), values in events.items()
-            ]
-            found.num_rows += len(points.series)
-            found.series += self._rows.fresh(points)
-        scalars = self._rows.picker.scalars(step)
-        if scalars:
-            found.chunks.append(_events("scalars", step.step, step.time, scalars.items()))
-            found.num_rows += len(scalars)
-        return found
-
-
-def _events(folder: str, step: int, time: float, values: Iterable[tuple[str, float]]) -> tuple[str, bytes, bytes]:
-    return f"{folder}/{tensorboard.FILE_NAME}", tensorboard.head(), tensorboard.events(step, time, values)
-
-
-class TensorBoardMerged:
-    """TensorBoard events of merged series, a folder for each kind; a tag is the name and the statistic."""
-
-    is_ranked = False
-
-    def __init__(self, query: SeriesQuery, is_squashed: bool = False) -> None:
-        self._picker = Picker(query)
-        self._names = _WrittenNames(is_squashed)
-        self._met: set[tuple[str, str, str]] = set()
-
-    def encode(self, step: MergedStep, before: Before) -> Encoded:
-        """Return the step's events."""
-        points = self._picker.points(step)
-        names = self._names.of(step.layout, [one.name for one in points.series])
-        events: dict[str, list[tuple[str, float]]] = {}
-        for at, (one, name) in enumerate(zip(points.series, names, strict=True)):
-            where = f"{name}@{one.place}" if one.place else name
-            for statistic, column in points.values.items():
-                if not math.isnan(column[at]):
-                    tag = where if statistic == VALUE else f"{where}/{statistic}"
-                    events.setdefault(one.kind, []).append((tag, float(column[at])))
-        keys = [(one.kind, one.name, one.place) for one in points.series]
-        series = [key for key in keys if key not in self._met]
-        self._met.update(series)
-        chunks = [_events(f"merged/{kind}", step.step, step.time, values) for kind, values in events.items()]
-        return Encoded(chunks=chunks, num_rows=len(points), series=series, is_whole=bool(points.is_whole.all()))
+    def __call__(self, file: str) -> str:
+        """Return where `rank0-d3a1c196/actv_0-0.csv` goes: `Nov21_13-56-02-rank0-d3a1c196/actv_0-0.csv`."""
+        folder, _, name = file.partition("/")
+        rank = folder.partition("-")[0]
+        if rank not in self._folders:
+            began = datetime.fromtimestamp(self._reading.began, UTC) + timedelta(seconds=TIME_OFFSET_S)
+            self._folders[rank] = f"{began.strftime(TIME)}-{folder}"
+        return f"{self._folders[rank]}/{name}"

@@ -14,8 +14,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+import sentinel.cli.export as cli_export
 from sentinel.cli.main import run_cli
-from sentinel.exports import tensorboard
+from sentinel.exports import targets, tensorboard
 from sentinel.exports.msprobe_csv import spots_of
 from sentinel.exports.msprobe_format import squashed, tag_of
 from sentinel.ingest.follow import RunFollower
@@ -375,12 +376,9 @@ def test_a_resumed_run_is_joined(tmp_path: Path, form: str, capsys: pytest.Captu
 def test_a_full_disk_is_said_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, form: str, jobs: str
 ) -> None:
-    import sentinel.cli.exporting as exporting
-
     synthetic(tmp_path / "run", layers=2, pp=1, dp=1).write(3)
     num_taken = 0
-    for name in ("FileSink", "ParquetSink", "DirectorySink"):
-        sink = getattr(exporting, name)
+    for sink in (targets.FileTarget, targets.ParquetTarget, targets.DirectoryTarget):
         true = sink.take
 
         def take(self: Any, encoded: Any, true: Any = true) -> None:
@@ -402,14 +400,12 @@ def test_a_full_disk_is_said_and_leaves_nothing(
 def test_an_interrupted_export_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: str
 ) -> None:
-    import sentinel.cli.exporting as exporting
-
     synthetic(tmp_path / "run", layers=2, pp=1, dp=1).write(3)
 
-    def interrupted(self: Any, num_steps: int) -> None:
+    def interrupted(self: Any, num_steps: int, share: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(exporting._Progress, "show", interrupted)
+    monkeypatch.setattr(cli_export.ExportBar, "show", interrupted)
 
     assert run_cli(["export", str(tmp_path / "run"), "--format", form, "-o", str(tmp_path / "out")]) == 130
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

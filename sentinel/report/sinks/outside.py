@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import msgspec
 
+from sentinel.entry_points import OutsidePart, outside_parts
 from sentinel.errors import ConfigError
 
 ENTRY_POINTS = "sentinel.sinks"
@@ -21,25 +21,24 @@ class OutsideSinks(Mapping[str, type[msgspec.Struct]]):
 
     def __init__(self, taken: Mapping[str, Any]) -> None:
         """taken: types that are Sentinel's own, which no package takes."""
-        self._points = {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in taken}
+        self._parts = {part.name: part for part in outside_parts(ENTRY_POINTS, taken)}
 
     def __getitem__(self, name: str) -> type[msgspec.Struct]:
-        return _loaded(self._points[name])
+        return _loaded(self._parts[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._points)
+        return iter(self._parts)
 
     def __len__(self) -> int:
-        return len(self._points)
+        return len(self._parts)
 
 
-def _loaded(point: EntryPoint) -> type[msgspec.Struct]:
-    package = f', package "{point.dist.name}"' if point.dist is not None else ""
-    where = f'entry point "{point.name}" of {ENTRY_POINTS} ({point.value}{package})'
+def _loaded(part: OutsidePart) -> type[msgspec.Struct]:
+    where = part.where
     try:
-        found = point.load()
-    except (Exception, SystemExit) as error:  # another package's import may fail in any way
-        raise ConfigError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+        found = part.load()
+    except ConfigError as error:
+        raise ConfigError(f"{where} {error}") from error
     if not isinstance(found, type) or not issubclass(found, msgspec.Struct):
         raise ConfigError(f"{where} is no configuration of a sink: expected a msgspec.Struct, got {found!r:.100}")
     lacking = [name for name in NEEDED if name not in found.__struct_fields__]

@@ -1,35 +1,26 @@
-"""`sentinel export --format tensors`: the dumped shards of all ranks joined to whole tensors, one file a step."""
+"""The dumped shards of all ranks joined to whole tensors, one file a step."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import click
-import msgspec
-
 from sentinel.aggregate import matches, nearest_names
-from sentinel.cli.main import CLEAN, FOUND, say
 from sentinel.dump import DumpHead, Piece
 from sentinel.errors import ConfigError
+from sentinel.exports.request import ExportRequest, ExportSetting, Written
 from sentinel.exports.whole_tensors import find_dumps, join, read_heads
 from sentinel.ingest.naming import CanonicalNames, make_names
 from sentinel.messages import Descriptor, TensorInfo
 
 
-def export_tensors(
-    run_dir: Path,
-    output: Path,
-    names: tuple[str, ...],
-    kinds: tuple[str, ...] | None,
-    steps: tuple[int, int],
-    attempt: int | None,
-    as_json: bool,
-) -> int:
-    """Write `step<N>.safetensors` into `output` for each dumped step; return the exit code.
+def export_tensors(request: ExportRequest, output: Path, setting: ExportSetting) -> Written:
+    """Write `step<N>.safetensors` into `output` for each dumped step, and return what each of them holds.
 
-    1 when there is nothing, or when anything could not be joined: a shard is missing, or copies differ.
+    It is not clean when there is nothing, or when anything could not be joined: a shard is missing, or copies differ.
     """
+    run_dir, names, kinds, steps, attempt = request.run_dir, request.names, request.kinds, request.steps, request.attempt
+    say = setting.say
     dumps = {step: tries for step, tries in find_dumps(run_dir).items() if steps[0] <= step <= steps[1]}
     if attempt is not None:
         dumps = {step: {attempt: tries[attempt]} for step, tries in dumps.items() if attempt in tries}
@@ -37,7 +28,7 @@ def export_tensors(
         say(
             f"{run_dir}: no dumped tensors of these steps; `sentinel dump RUN`, or `dump` in the trainer's config, make some"
         )
-        return FOUND
+        return Written(is_clean=False)
     told: list[dict[str, Any]] = []
     is_clean = True
     met: set[str] = set()
@@ -63,16 +54,11 @@ def export_tensors(
             "step": step, "file": str(path), "num_tensors": result.num_tensors, "num_bytes": result.num_bytes,
             "apart": result.apart, "problems": problems, "missing_ranks": result.missing_ranks,
         })  # fmt: skip
-        if not as_json:
-            own = f", {len(result.apart)} of single ranks" if result.apart else ""
-            say(f"step {step}: {result.num_tensors} whole tensors{own} in {path}")
     for glob in names:
         if not any(matches(glob, name) for name in met):
             near = ", ".join(nearest_names([glob], met)) or "none"
             raise ConfigError(f'--name "{glob}": no dumped tensor is called so; nearest: {near}')
-    if as_json:
-        click.echo(msgspec.json.encode(told).decode())
-    return CLEAN if is_clean else FOUND
+    return Written(num_steps=len(told), num_files=len(told), files=told, is_clean=is_clean)
 
 
 class _Naming:

@@ -1,55 +1,45 @@
-"""`sentinel export --vectors`: histograms and values for each head, expert or channel."""
+"""What is no row: histograms and values for each head, expert or channel, as JSON lines, Parquet or TensorBoard."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-import click
 import msgspec
 import numpy as np
 
 from sentinel.aggregate import nearest_names
-from sentinel.cli.exporting import Written
-from sentinel.cli.main import say
 from sentinel.errors import ConfigError
 from sentinel.exports import tensorboard
 from sentinel.exports.output import WholeDirectory, WholeFile
 from sentinel.exports.parquet import ParquetTable
 from sentinel.exports.recorded_vectors import VECTOR_COLUMNS, RecordedVector, VectorReader
+from sentinel.exports.request import ExportRequest, ExportSetting, Written
 from sentinel.exports.series import SeriesQuery
-from sentinel.store.run_paths import RunPaths
 
 ROWS_AT_ONCE = 256
 
 
-def export_vectors(
-    paths: RunPaths,
-    query: SeriesQuery,
-    form: str,
-    output: str | None,
-    attempt: int | None,
-    times: tuple[float, float] | None,
-) -> Written:
+def export_vectors(request: ExportRequest, query: SeriesQuery, setting: ExportSetting) -> Written:
     """Write a row for each vector, and return how many there are. ConfigError for a glob that no vector's name has."""
-    reader = VectorReader(paths, query, attempt, times)
-    written = Written(num_files=1)
+    paths, form, output = request.paths, request.form, request.output
+    reader = VectorReader(paths, query, request.attempt, request.times)
+    written = Written()
     series: set[tuple[str, str, str]] = set()
     steps: set[int] = set()
     if form == "tensorboard":
         assert output is not None
         tensorboard.load()
-        with WholeDirectory(Path(output)) as directory:
+        with WholeDirectory(output) as directory:
             for one in _counted(reader, written, series, steps):
                 name = f"rank{one.rank}/{one.tensor.kind}/{tensorboard.FILE_NAME}"
                 directory.append(name, _events(one), tensorboard.head())
             _check(query, reader)
         written.num_files = len(directory.files)
-        return _told(reader, written, series, steps)
+        return _told(reader, written, series, steps, setting)
     with ExitStack() as stack:
-        whole = None if output is None else stack.enter_context(WholeFile(Path(output)))
+        whole = None if output is None else stack.enter_context(WholeFile(output))
         table: ParquetTable | None = None
         out: Any = None
         if form == "parquet":
@@ -58,7 +48,7 @@ def export_vectors(
                 ParquetTable(whole.file, VECTOR_COLUMNS, {"run": paths.name, "table": "vectors"}, ROWS_AT_ONCE)
             )
         else:
-            out = whole.file if whole is not None else stack.enter_context(click.open_file("-", "wb"))
+            out = whole.file if whole is not None else stack.enter_context(setting.stdout())
         for rows in _batches(reader, written, series, steps):
             if table is not None:
                 table.add({name: [row[name] for row in rows] for name in VECTOR_COLUMNS}, len(rows))
@@ -67,7 +57,7 @@ def export_vectors(
         _check(query, reader)
         if whole is not None:
             whole.is_wanted = written.num_rows > 0
-    return _told(reader, written, series, steps)
+    return _told(reader, written, series, steps, setting)
 
 
 def _check(query: SeriesQuery, reader: VectorReader) -> None:
@@ -78,11 +68,13 @@ def _check(query: SeriesQuery, reader: VectorReader) -> None:
             raise ConfigError(f'"{glob}" matches no name of a vector{hint}')
 
 
-def _told(reader: VectorReader, written: Written, series: set[tuple[str, str, str]], steps: set[int]) -> Written:
+def _told(
+    reader: VectorReader, written: Written, series: set[tuple[str, str, str]], steps: set[int], setting: ExportSetting
+) -> Written:
     if reader.num_broken:
-        say(f"{reader.num_broken} vectors do not hold what they say, or are of tensors that nobody described")
+        setting.say(f"{reader.num_broken} vectors do not hold what they say, or are of tensors that nobody described")
     if not written.num_rows:
-        say("no vectors there")
+        setting.say("no vectors there")
     written.num_series, written.num_steps = len(series), len(steps)
     return written
 

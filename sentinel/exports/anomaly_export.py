@@ -1,9 +1,9 @@
-"""`sentinel export --format msprobe`: the anomalies of a run as msProbe's analyser reads them."""
+"""The anomalies of a run as msProbe's analyser reads them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -11,43 +11,36 @@ import numpy as np
 
 from sentinel.aggregate import matches, nearest_names
 from sentinel.anomaly import Anomaly
-from sentinel.cli.exporting import Written
-from sentinel.cli.main import say
 from sentinel.errors import MALFORMED, ConfigError
 from sentinel.explain.anomaly_files import anomaly_files
 from sentinel.exports.msprobe_anomalies import MsprobeAnomalies
 from sentinel.exports.msprobe_csv import spots_of
 from sentinel.exports.output import WholeDirectory
+from sentinel.exports.request import ExportRequest, ExportSetting, Written
 from sentinel.exports.series import newest_attempts
-from sentinel.judge.recorded import RecordedRun
 from sentinel.step_view import Layout
 from sentinel.store.run_paths import RunPaths
 
 _DECODER = msgspec.json.Decoder(Anomaly)
 
 
-def export_anomalies(
-    paths: RunPaths,
-    output: Path,
-    names: tuple[str, ...],
-    steps: tuple[int, int],
-    times: tuple[float, float] | None,
-    attempt: int | None,
-) -> Written:
+def export_anomalies(request: ExportRequest, output: Path, setting: ExportSetting) -> Written:
     """Write `anomaly_detected/rank<R>/anomaly.json` below `output`, and return how many records there are."""
+    paths, steps, times, attempt = request.paths, request.steps, request.times, request.attempt
+    names, say = request.names or ("*",), setting.say
     found = list(anomaly_files(paths.run_dir))
     if not found:
         say(f"{paths.run_dir}: no anomalies there; was the run judged? `sentinel replay RUN --recompute -o DIR` judges it")
         return Written()
-    own_names, attempts = _read_run(paths)
-    newest = attempts if attempt is None and len({one.attempt for one in _anomalies(found)}) > 1 else None
+    own_names, attempts = _read_run(paths, setting)
+    newest = attempts if attempt is None and len({one.attempt for one in _anomalies(found, say)}) > 1 else None
     written = Written()
     met: set[str] = set()
     seen_names: set[str] = set()
     seen_steps: set[int] = set()
     num_others = num_unknown = 0
     with WholeDirectory(output) as whole, contextlib.closing(MsprobeAnomalies(whole.scratch, own_names)) as records:
-        for one in _anomalies(found):
+        for one in _anomalies(found, say):
             if not steps[0] <= one.step <= steps[1] or (times is not None and not times[0] <= one.time <= times[1]):
                 continue
             if (attempt is not None and one.attempt != attempt) or (newest and newest.get(one.step, -1) > one.attempt):
@@ -79,7 +72,7 @@ def export_anomalies(
     return written
 
 
-def _read_run(paths: RunPaths) -> tuple[dict[tuple[int, str, str], str] | None, dict[int, int]]:
+def _read_run(paths: RunPaths, setting: ExportSetting) -> tuple[dict[tuple[int, str, str], str] | None, dict[int, int]]:
     """Return (rank, kind, canonical name) -> name in msProbe's CSV files, and step -> the newest attempt that measured it.
 
     No names where no step is in the spool any more.
@@ -87,7 +80,7 @@ def _read_run(paths: RunPaths) -> tuple[dict[tuple[int, str, str], str] | None, 
     names: dict[tuple[int, str, str], str] = {}
     met: list[tuple[int, int]] = []
     layout = None
-    with RecordedRun(paths) as recorded:
+    with setting.open_run(paths) as recorded:
         for view, _ in recorded.views():
             met.append((view.attempt, view.step))
             if view.layout is not layout:
@@ -105,7 +98,7 @@ def _names_in(layout: Layout) -> Iterator[tuple[tuple[int, str, str], str]]:
                 yield (rank, info.kind, layout.tensors[at].name), spots[info.id][0].name
 
 
-def _anomalies(files: list[Path]) -> Iterator[Anomaly]:
+def _anomalies(files: list[Path], say: Callable[[str], None]) -> Iterator[Anomaly]:
     for path in files:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
