@@ -196,8 +196,7 @@ class Daemon:
         for name, run in list(self._runs.items()):
             try:
                 has_moved = run.turn(time.time()) or has_moved
-                if run.has_alerts:
-                    run.has_alerts = False
+                if run.take_alerts():
                     self._notifier.wake()
             except Exception as error:  # whatever is wrong with one run, the others are judged on
                 self._drop(name, _why(run.paths.run_dir, error))

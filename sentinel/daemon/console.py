@@ -65,7 +65,9 @@ class ServedConsole:
         if self._packs.problem:
             problems.append(f"rules: the former ones are in use: {self._packs.problem}")
         problems += [f"sink {name}: {problem}" for name, problem in sorted(self._notifier.problems().items())]
-        problems += [f"run {name}: {problem}" for name, run in sorted(self._runs.items()) for problem in run.problems()]
+        problems += [
+            f"run {name}: {problem}" for name, run in sorted(self._runs.items()) for problem in run.status.problems()
+        ]
         age = time.monotonic() - self._alive_at
         if age > STUCK_AFTER_S:
             status = "stuck"
@@ -88,7 +90,7 @@ class ServedConsole:
 
     def runs(self) -> list[dict[str, Any]]:
         """Return one object a run."""
-        return [run.describe() for _, run in sorted(self._runs.items())]
+        return [run.status.describe() for _, run in sorted(self._runs.items())]
 
     def anomalies(self, run: str | None, *, limit: int, before: int | None, step: int | None) -> list[bytes]:
         """Return the newest anomalies as lines of JSON, newest first; of all runs when `run` is None."""
@@ -173,7 +175,7 @@ class ServedConsole:
 
     def _snapshot(self) -> MetricsSnapshot:
         return MetricsSnapshot(
-            runs=tuple(run.metrics() for run in self._runs.values()),
+            runs=tuple(run.status.metrics() for run in self._runs.values()),
             sinks=tuple(self._notifier.workers),
             notifications=self._notifier.counts(),
             notifications_pending=self._notifier.pending(),

@@ -25,7 +25,7 @@ WATCH_S = 0.25
 
 
 class RunWatch:
-    """Who lives, of one run. Decides through the assembler, so that every tick is journalled before it is judged."""
+    """Who lives, of one run. What it decides it yields: whoever judges a tick writes it down before."""
 
     def __init__(
         self,

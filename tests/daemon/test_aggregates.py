@@ -71,8 +71,8 @@ def write(run_dir: Path) -> None:
 
 
 def test_crashes_and_replays_change_nothing(tmp_path: Path, pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sentinel.daemon.serving.SNAPSHOT_SHARE", float("inf"))
-    monkeypatch.setattr("sentinel.daemon.serving.STEPS_PER_COMMIT", 7)
+    monkeypatch.setattr("sentinel.daemon.snapshots.SNAPSHOT_SHARE", float("inf"))
+    monkeypatch.setattr("sentinel.daemon.commits.STEPS_PER_COMMIT", 7)
     for name in ("calm", "crashing"):
         write(tmp_path / name / "run")
     calm = served(tmp_path / "calm" / "run", pack)
@@ -84,7 +84,7 @@ def test_crashes_and_replays_change_nothing(tmp_path: Path, pack: Path, monkeypa
         # A snapshot after every commit, or none but the first: then all is judged again.
         run = served(tmp_path / "crashing" / "run", pack, snapshot_interval_s=0.0 if crash % 2 else 1e9)
         commits = []
-        real = run._commit
+        real = run.journal.commit
 
         def commit(*args: object, commits: list[int] = commits, real: object = real, **more: object) -> None:
             commits.append(1)
@@ -92,7 +92,7 @@ def test_crashes_and_replays_change_nothing(tmp_path: Path, pack: Path, monkeypa
                 raise KeyboardInterrupt
             real(*args, **more)  # type: ignore[operator]
 
-        monkeypatch.setattr(run, "_commit", commit)
+        monkeypatch.setattr(run.journal, "commit", commit)
         try:
             catch_up(run)
         except KeyboardInterrupt:
@@ -129,7 +129,7 @@ def test_a_rule_that_is_blind_is_said_in_health(tmp_path: Path, pack: Path) -> N
         run = served(tmp_path / f"tp{tp}", pack)
         catch_up(run)
 
-        said = [problem for problem in run.problems() if problem.startswith("rule ")]
+        said = [problem for problem in run.status.problems() if problem.startswith("rule ")]
         assert len(said) == (3 if tp == 2 else 0)
         assert all("activation" in problem and "no known placement" in problem for problem in said)
         run.close()

@@ -62,8 +62,8 @@ def test_a_world_that_changes_size_goes_on(tmp_path: Path, sizes: tuple[int, ...
     assert [one.step for one in decided] == list(range(30 * len(sizes)))
     assert [len(one.ranks) for one in decided] == [size for size in sizes for _ in range(30)]
     assert not any(one.missing for one in decided)
-    assert run.metrics().num_records == num_rows
-    assert run.metrics().num_frames_duplicate == 0
+    assert run.status.metrics().num_records == num_rows
+    assert run.status.metrics().num_frames_duplicate == 0
     run.close()
     # The first of three worlds was silent for so long, when the last began, that it is told to be over.
     assert {(one.rule, one.attempt) for one in found(tmp_path / "run")} <= {("run-ended", 0)}
@@ -101,8 +101,8 @@ def test_a_rank_that_is_replaced_loses_no_row(tmp_path: Path) -> None:
     source.end()
     catch_up(run)
 
-    assert run.metrics().num_records == 21 * source.rows_per_step
-    assert run.metrics().num_frames_duplicate == 0
+    assert run.status.metrics().num_records == 21 * source.rows_per_step
+    assert run.status.metrics().num_frames_duplicate == 0
     run.close()
     assert not any(one.missing for one in decisions(tmp_path / "run"))
     assert found(tmp_path / "run") == []
@@ -160,7 +160,7 @@ def test_clocks_that_disagree_make_nobody_late(tmp_path: Path, monkeypatch: pyte
     run = run or served(tmp_path / "run", DaemonConfig())
     catch_up(run)
 
-    assert run.metrics().num_records == 60 * source.rows_per_step
+    assert run.status.metrics().num_records == 60 * source.rows_per_step
     run.finish(NOW, is_over=True, deadline=float("inf"))
     run.close()
     assert {one.why for one in decisions(tmp_path / "run")} == {"complete"}
@@ -180,7 +180,7 @@ def test_runs_of_one_directory_know_nothing_of_each_other(tmp_path: Path) -> Non
                 source.write(1)
                 catch_up(runs[name])
     for name, run in runs.items():
-        assert run.metrics().num_records == (20 if name == "c" else 60) * sources[name].rows_per_step
+        assert run.status.metrics().num_records == (20 if name == "c" else 60) * sources[name].rows_per_step
         run.close()
 
     assert found(tmp_path / "a") == found(tmp_path / "c") == []

@@ -110,7 +110,7 @@ class Watched:
 @pytest.fixture
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Watched]:
     # Where a snapshot comes is of no account here, but how long the machine takes over one must not be either.
-    monkeypatch.setattr("sentinel.daemon.serving.SNAPSHOT_SHARE", float("inf"))
+    monkeypatch.setattr("sentinel.daemon.snapshots.SNAPSHOT_SHARE", float("inf"))
 
     def make(**options: Any) -> Watched:
         return Watched(tmp_path / "run", monkeypatch, **{"dp": 4, **options})
@@ -425,11 +425,11 @@ def test_gauges_show_who_is_stale_and_when_the_quietest_was_heard(watched: Calla
     run.train(5)
     run.wait(5)
     assert run.daemon is not None
-    before = run.daemon.metrics()
+    before = run.daemon.status.metrics()
     run.silent = {2}
     heard = run.clock.time()
     run.wait(60)
-    after = run.daemon.metrics()
+    after = run.daemon.status.metrics()
 
     assert before.ranks["stale"] == 0
     assert after.ranks["stale"] == 1
@@ -447,7 +447,7 @@ def test_a_rank_that_dies_before_the_first_step_is_named(watched: Callable[..., 
     assert [(one.rank, one.step) for one in run.found] == [(1, 0)]
     assert run_status(run.directory)["step"] is None
     run.restart()
-    assert run.daemon is not None and run.daemon.describe()["judged_step"] is None
+    assert run.daemon is not None and run.daemon.status.describe()["judged_step"] is None
 
 
 def test_deciding_anew_finds_no_stale_rank(watched: Callable[..., Watched], tmp_path: Path) -> None:

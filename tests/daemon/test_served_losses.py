@@ -47,14 +47,14 @@ def test_what_was_lost_is_said_after_a_restart_too_and_replays_to_the_same(
     run.end()
     served = serve(run)
     served.finish(time.time(), is_over=True, deadline=time.monotonic() + 60)
-    described, problems = served.describe(), served.problems()
+    described, problems = served.status.describe(), served.status.problems()
     served.close()
 
     assert described["is_complete"] is False and described["num_rows_lost"] > 0
     assert any("lost before they were judged" in one for one in problems)
     again = serve(run)
-    assert again.describe()["num_rows_lost"] == described["num_rows_lost"]
-    assert any("lost before they were judged" in one for one in again.problems())
+    assert again.status.describe()["num_rows_lost"] == described["num_rows_lost"]
+    assert any("lost before they were judged" in one for one in again.status.problems())
     again.close()
     assert run_status(run.directory)["num_rows_lost"] == described["num_rows_lost"]
     assert replay(RunPaths.of(run.directory), tmp_path / "again").first_difference is None
@@ -67,6 +67,6 @@ def test_a_run_that_lost_nothing_is_complete(tmp_path: Path) -> None:
     served = serve(run)
     served.finish(time.time(), is_over=True, deadline=time.monotonic() + 60)
 
-    assert served.describe()["is_complete"] is True
-    assert not served.problems()
+    assert served.status.describe()["is_complete"] is True
+    assert not served.status.problems()
     served.close()

@@ -15,9 +15,10 @@ import pytest
 
 from sentinel.anomaly import Severity
 from sentinel.command import EnableMonitoring
-from sentinel.daemon import serving
+from sentinel.daemon import commits
 from sentinel.daemon.config import DaemonConfig, load_config
 from sentinel.daemon.serving import ServedRun
+from sentinel.daemon.snapshots import Acknowledgement
 from sentinel.decision import Decision, decode_decision
 from sentinel.errors import StoreError
 from sentinel.incident import Incident
@@ -52,7 +53,7 @@ def packs(*paths: Path) -> RulePacks:
 @pytest.fixture(autouse=True)
 def snapshots_may_take_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine takes long over a snapshot; the daemon would then wait before the next, and these tests are short."""
-    monkeypatch.setattr("sentinel.daemon.serving.SNAPSHOT_SHARE", float("inf"))
+    monkeypatch.setattr("sentinel.daemon.snapshots.SNAPSHOT_SHARE", float("inf"))
 
 
 def served(run_dir: Path, config: DaemonConfig = EVERY_STEP, rules: RulePacks | None = None) -> ServedRun:
@@ -103,12 +104,12 @@ def test_rows_judged_equals_rows_expected(tmp_path: Path) -> None:
     run = served(tmp_path / "run")
     catch_up(run)
 
-    metrics = run.metrics()
+    metrics = run.status.metrics()
     assert metrics.num_records == 60 * source.rows_per_step
     assert metrics.num_steps_judged == 60
     assert [one.step for one in decisions(tmp_path / "run")] == list(range(60))
     assert not any(one.missing for one in decisions(tmp_path / "run"))
-    assert run.describe()["num_anomalies"] > 0
+    assert run.status.describe()["num_anomalies"] > 0
     run.close()
 
 
@@ -174,7 +175,7 @@ POINTS = [
     (Journal, "commit", False),
     (Journal, "commit", True),
     (AppendLog, "append", True),
-    (ServedRun, "_acknowledge", False),
+    (Acknowledgement, "advance", False),
 ]
 
 
@@ -183,7 +184,7 @@ POINTS = [
 def test_a_kill_at_every_point_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, after: bool, interval_s: float
 ) -> None:
-    monkeypatch.setattr(serving, "STEPS_PER_COMMIT", 4)
+    monkeypatch.setattr(commits, "STEPS_PER_COMMIT", 4)
     config = msgspec.structs.replace(EVERY_STEP, judging=JudgingConfig(snapshot_interval_s=interval_s))
     source = synthetic(tmp_path / "golden" / "run")
     source.write(50)
@@ -203,7 +204,7 @@ def test_a_kill_at_every_point_changes_nothing(
         abandon(run)
     judge_all(tmp_path / "killed" / "run", config)
 
-    assert num_kills >= (1 if name == "_acknowledge" else 3)
+    assert num_kills >= (1 if name == "advance" else 3)
     assert written(tmp_path / "killed" / "run") == written(tmp_path / "golden" / "run")
     assert written(tmp_path / "golden" / "run")[0]
     assert queued(tmp_path / "killed" / "run") == queued(tmp_path / "golden" / "run")
@@ -495,8 +496,8 @@ def test_rubbish_in_the_spool_is_counted_and_survived(tmp_path: Path) -> None:
     run = served(tmp_path / "run")
     catch_up(run)
 
-    assert run.metrics().frame_faults["corrupt"] >= 1
-    assert run.metrics().judged_step == 19
+    assert run.status.metrics().frame_faults["corrupt"] >= 1
+    assert run.status.metrics().judged_step == 19
     run.close()
 
 
@@ -516,7 +517,7 @@ def test_alerts_are_queued_once_with_the_verdict(tmp_path: Path) -> None:
     run = served(tmp_path / "run", config)
     catch_up(run)
 
-    assert run.has_alerts
+    assert run.take_alerts()
     assert len(run.standing(config.notify.routes())) == 1
     abandon(run)
     judge_all(tmp_path / "run", config)
@@ -536,7 +537,7 @@ def test_an_alarm_escalates_while_ranks_live(tmp_path: Path) -> None:
     command = msgspec.json.decode(files[0].read_bytes(), type=EnableMonitoring)
     assert len(files) == 1
     assert command.at_step > 12
-    assert run.describe()["commands"][0]["source"] == "policy"
+    assert run.status.describe()["commands"][0]["source"] == "policy"
     abandon(run)
     again = served(tmp_path / "run")
     again.turn(NOW)
@@ -559,9 +560,9 @@ def test_a_full_disk_under_the_files_loses_nothing(tmp_path: Path, monkeypatch: 
 
         patch.setattr(os, "writev", refuse)
         catch_up(run)
-        assert any("No space left" in problem for problem in run.problems())
+        assert any("No space left" in problem for problem in run.status.problems())
     run.turn(NOW)
 
-    assert run.problems() == []
+    assert run.status.problems() == []
     run.close()
     assert written(tmp_path / "full" / "run") == written(tmp_path / "golden" / "run")

@@ -262,7 +262,7 @@ def test_a_slow_spool_neither_holds_up_judging_nor_other_answers(
         assert reading.wait(30)
         source.write(3)
         catch_up(run)
-        assert run.metrics().judged_step == 5, "steps are judged meanwhile"
+        assert run.status.metrics().judged_step == 5, "steps are judged meanwhile"
         with pytest.raises(Busy):
             desk.answer([run], old)
         assert desk.answer([run], SeriesRequest.parse([("kind", "wgrad")]))["series"], "memory is answered meanwhile"

@@ -1,0 +1,113 @@
+"""StepCommits: judged steps and moments on their way into the journal, several in one transaction."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from sentinel.anomaly import Anomaly
+from sentinel.control.policy import Proposal
+from sentinel.daemon.incident_alerts import IncidentAlerts
+from sentinel.daemon.run_files import RunFiles
+from sentinel.daemon.snapshots import Acknowledgement, Snapshot, Snapshots
+from sentinel.daemon.stages import RunStages
+from sentinel.decision import Decision, Tick, encode_decision
+from sentinel.judge.judge import Verdict
+from sentinel.report.alert import Alert
+from sentinel.report.files import anomaly_line, json_line
+from sentinel.store.journal import Commit, FoundAnomaly, FoundIncident, Journal, Outgoing
+
+STEPS_PER_COMMIT = 64
+"""Most steps judged between two commits: while catching up, the first alert must not wait for the last step."""
+
+
+class StepCommits:
+    """Writes a decision down before it is judged, and what judging it brought behind it, all of it or nothing."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        files: RunFiles,
+        alerts: IncidentAlerts,
+        snapshots: Snapshots,
+        acknowledgement: Acknowledgement,
+    ) -> None:
+        self.judged = journal.judged
+        """The last decision that was judged for the first time; what comes again up to it brings nothing new."""
+        self.seq = self.judged
+        """The decision whose state the stages are in."""
+        self.num_onsets = journal.num_onsets()
+        """Anomalies since the run began."""
+        self._journal, self._files, self._alerts = journal, files, alerts
+        self._snapshots, self._acknowledgement = snapshots, acknowledgement
+        self._commit: Commit | None = None
+        self._num_decisions = 0
+        self._has_alerts = False
+
+    def take_alerts(self) -> bool:
+        """Return whether alerts were committed since this was last asked."""
+        found, self._has_alerts = self._has_alerts, False
+        return found
+
+    def begin(self, decision: Decision | Tick) -> bool:
+        """Write a new decision down, before it is judged; False: it was judged before, and is only judged again."""
+        if decision.seq > self._journal.last_seq:
+            self._journal.record([encode_decision(decision)])
+        self.seq = decision.seq
+        return decision.seq > self.judged
+
+    def add(self, verdict: Verdict, stages: RunStages) -> None:
+        """Take in what the decision that was begun last brought; commits when many have come together."""
+        if self._commit is None:
+            self._commit, self._num_decisions = Commit(judged=self.seq), 0
+        self.judged = self._commit.judged = self.seq
+        self._num_decisions += 1
+        self._commit.anomalies += [(self.seq, _found(one)) for one in verdict.anomalies]
+        self.num_onsets += sum(one.event == "onset" for one in verdict.anomalies)
+        now = time.time()
+        for incident in verdict.incidents:
+            line = json_line(incident)
+            self._commit.incidents.append((self.seq, FoundIncident(id=incident.id, revision=incident.revision, body=line)))
+            self._commit.outbox += _outgoing(self._alerts.take(incident, now))
+        self._commit.outbox += _outgoing(one for one in (verdict.proposal, verdict.dump) if one is not None)
+        if self._num_decisions >= STEPS_PER_COMMIT:
+            self.flush(stages)
+
+    def flush(self, stages: RunStages) -> None:
+        """Commit what was added, with a snapshot where one is due."""
+        if self._commit is not None:
+            self._write(self._commit, stages, with_snapshot=self._snapshots.is_due(time.monotonic()))
+
+    def keep(self, stages: RunStages) -> None:
+        """Have a snapshot of the newest state, whatever is due."""
+        if self.seq > self._snapshots.seq:
+            self._write(Commit(judged=self.seq), stages, with_snapshot=True)
+
+    def _write(self, commit: Commit, stages: RunStages, *, with_snapshot: bool) -> None:
+        begun = time.monotonic()
+        if with_snapshot:
+            commit.snapshot = msgspec.msgpack.encode(Snapshot.of(stages, self._files.positions))
+        self._journal.commit(commit)
+        self._commit = None
+        if with_snapshot:
+            self._snapshots.kept(commit.judged, begun)
+        self._files.append(commit)
+        self._has_alerts = self._has_alerts or any(one.topic != "escalation" for one in commit.outbox)
+        if with_snapshot:
+            self._acknowledgement.advance(stages.assembler.positions())
+
+
+def _found(anomaly: Anomaly) -> FoundAnomaly:
+    return FoundAnomaly(
+        id=anomaly.id,
+        attempt=anomaly.attempt,
+        step=anomaly.step,
+        severity=anomaly.severity.value,
+        body=anomaly_line(anomaly),
+    )
+
+
+def _outgoing(items: Iterable[Alert | Proposal]) -> list[Outgoing]:
+    return [Outgoing(key=one.key, topic=one.topic, body=one.body) for one in items]

@@ -1,0 +1,39 @@
+"""IncidentAlerts: which revisions of a run's incidents are news to which sink."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from sentinel.incident import Incident
+from sentinel.report.alert import Alert, RouteConfig, alerts_for, standing
+from sentinel.store.journal import Journal
+
+MAX_INCIDENTS = 10_000
+"""Newest incidents among which open ones are looked for after a restart (chosen)."""
+
+_INCIDENT = msgspec.json.Decoder(Incident)
+
+
+class IncidentAlerts:
+    """Knows the newest revision of every open incident, as the journal has it."""
+
+    def __init__(self, journal: Journal, routes: Sequence[tuple[str, RouteConfig]]) -> None:
+        """routes: (sink, what it wants)."""
+        self._routes = routes
+        incidents = map(_INCIDENT.decode, journal.newest_incidents(MAX_INCIDENTS))
+        self._open = {incident.id: incident for incident in incidents if incident.state == "open"}
+
+    def take(self, incident: Incident, now: float) -> list[Alert]:
+        """Take in a new revision and return what is to be sent of it. now: seconds since the epoch."""
+        alerts = alerts_for(self._open.get(incident.id), incident, self._routes, now)
+        if incident.state == "open":
+            self._open[incident.id] = incident
+        else:
+            self._open.pop(incident.id, None)
+        return alerts
+
+    def open_alerts(self, routes: Sequence[tuple[str, RouteConfig]], now: float) -> list[Alert]:
+        """Return the open incidents that each sink has been sent."""
+        return [alert for sink, route in routes for alert in standing(self._open.values(), sink, route, now)]

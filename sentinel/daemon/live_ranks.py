@@ -1,0 +1,61 @@
+"""LiveRanks: which process of each rank takes commands now, and where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from sentinel.command import ANY_ATTEMPT
+from sentinel.control.edits import ConfigInUse
+from sentinel.ingest.incarnation import Incarnation, SpoolRecord
+
+LIVE_S = 30.0
+"""A process that was silent for so long is not waited for when a command goes out."""
+
+
+class Speaking(msgspec.Struct, frozen=True):
+    """The ranks that write to the spool now."""
+
+    by_rank: dict[int, Incarnation]
+    """Of several processes of a rank the one that wrote last."""
+
+    @property
+    def ended(self) -> dict[int, int]:
+        """Rank -> the newest step that it ended; -1: none yet."""
+        return {rank: one.last_step for rank, one in self.by_rank.items()}
+
+    @property
+    def attempt(self) -> int:
+        """The newest attempt, as they call it."""
+        return max((one.attempt for one in self.by_rank.values() if one.attempt is not None), default=ANY_ATTEMPT)
+
+    def in_use(self) -> dict[int, ConfigInUse]:
+        """Return rank -> the config that it measures by; of the newest attempt."""
+        attempt = self.attempt
+        mine = ((rank, one) for rank, one in self.by_rank.items() if one.attempt in (None, attempt))
+        return {rank: ConfigInUse.told_by(one.descriptor, one.last_step) for rank, one in mine}
+
+
+class LiveRanks:
+    """Remembers when each process was received last."""
+
+    def __init__(self) -> None:
+        self._received_at: dict[bytes, float] = {}
+        """Process -> monotonic seconds."""
+
+    def receive(self, records: Iterable[SpoolRecord], mono: float) -> None:
+        """Take note of who wrote. mono: monotonic seconds."""
+        for record in records:
+            self._received_at[record.life.id] = mono
+
+    def now(self, known: Iterable[Incarnation], mono: float) -> Speaking:
+        """Return who of the known processes writes now."""
+        newest: dict[int, tuple[float, int]] = {}
+        speaking: dict[int, Incarnation] = {}
+        for one in known:
+            at = self._received_at.get(one.id, 0.0)
+            is_live = one.bye is None and at and mono - at < LIVE_S
+            if is_live and (at, one.last_step) >= newest.get(one.rank, (0.0, -1)):
+                newest[one.rank], speaking[one.rank] = (at, one.last_step), one
+        return Speaking(speaking)

@@ -1,0 +1,81 @@
+"""RunStatus: where a run stands, for whoever asks from another thread: what is handed out is replaced, never changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sentinel.daemon.commanding import Commanding
+from sentinel.daemon.commits import StepCommits
+from sentinel.daemon.gauges import RunGauges, standing_of
+from sentinel.daemon.run_files import RunFiles
+from sentinel.daemon.run_notices import RunNotices
+from sentinel.daemon.snapshots import Acknowledgement
+from sentinel.daemon.spool_watch import SpoolWatch
+from sentinel.daemon.stages import RunStages
+from sentinel.report.metrics import RunMetrics
+from sentinel.store.run_paths import RunPaths
+
+
+class RunStatus:
+    """Gathers what the parts of a served run say of themselves."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        gauges: RunGauges,
+        notices: RunNotices,
+        commits: StepCommits,
+        commanding: Commanding,
+        files: RunFiles,
+        acknowledgement: Acknowledgement,
+        spool_watch: SpoolWatch,
+    ) -> None:
+        self._paths, self._gauges, self._notices, self._commits = paths, gauges, notices, commits
+        self._commanding, self._files = commanding, files
+        self._acknowledgement, self._spool_watch = acknowledgement, spool_watch
+        self._published = gauges.metrics
+
+    def publish(self, stages: RunStages, now: float, num_live: int = 0) -> None:
+        """Have the newest gauges handed out. Called by the loop. now: seconds since the epoch."""
+        self._gauges.hear(stages.follower, stages.assembler)
+        metrics, tracker, commanding = self._gauges.metrics, stages.watch.tracker, self._commanding
+        metrics.ranks = {**metrics.ranks, "live": num_live, "stale": len(stages.judge.stale_ranks)}
+        heard_at = tracker.heard_at()
+        metrics.quietest_heard_time = None if heard_at is None else now - (tracker.now - heard_at)
+        metrics.commands = commanding.counts()
+        metrics.config_edits = commanding.edits()
+        metrics.is_monitoring = commanding.is_monitoring()
+        metrics.monitoring_acked_step = commanding.monitoring_acked_step
+        metrics.num_file_failures, metrics.num_file_lines_pending = self._files.num_failures, self._files.num_pending
+        self._published = msgspec.structs.replace(metrics)
+
+    def metrics(self) -> RunMetrics:
+        """Return the newest gauges."""
+        return self._published
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with the run, in words."""
+        others = (
+            self._acknowledgement.problem, self._spool_watch.problem, *self._files.problems, self._commanding.problem,
+            self._commanding.config_problem,
+        )  # fmt: skip
+        return [*self._notices.problems, *filter(None, others)]
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `/api/v1/runs` says of the run."""
+        metrics = self._published
+        return {
+            "run": self._paths.name,
+            "directory": str(self._paths.run_dir),
+            **standing_of(metrics),
+            "num_anomalies": self._commits.num_onsets,
+            "num_rows_lost": metrics.num_rows_dropped,
+            "num_steps_lost": metrics.num_steps_dropped,
+            "is_complete": not metrics.num_rows_dropped and not metrics.num_steps_dropped,
+            "replicas": self._gauges.replica_words,
+            **self._commanding.describe(),
+            "problems": self.problems(),
+            "notes": self._notices.notes,
+        }

@@ -1,0 +1,111 @@
+"""Snapshots: the state of a run after one decision, from which a restart goes on, and what of the spool it needs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from sentinel.daemon.run_files import FilePositions
+from sentinel.daemon.stages import RunStages
+from sentinel.errors import SentinelError, StoreError
+from sentinel.ingest.incarnation import SpoolPosition
+from sentinel.report.files import LogPosition
+from sentinel.store.journal import Journal
+from sentinel.wire.spool import write_ack
+
+log = logging.getLogger("sentinel.serving")
+
+SNAPSHOT_SHARE = 0.05
+"""Most of the time that snapshots may take."""
+
+_VERSION = 1
+_Made = TypeVar("_Made")
+
+
+class Snapshot(msgspec.Struct, kw_only=True):
+    """What a restart goes on from: the state after one decision."""
+
+    version: int = _VERSION
+    pack_hash: str
+    judge: bytes
+    ingest: bytes
+    anomalies: LogPosition
+    incidents: LogPosition
+
+    @classmethod
+    def of(cls, stages: RunStages, positions: FilePositions) -> Snapshot:
+        """Return the state of a run's stages. positions: where its files are whole."""
+        return cls(
+            pack_hash=stages.pack_hash, judge=stages.judge.snapshot(), ingest=stages.assembler.snapshot(),
+            anomalies=positions[0], incidents=positions[1],
+        )  # fmt: skip
+
+    @property
+    def positions(self) -> FilePositions:
+        """Where the files of the run were whole."""
+        return self.anomalies, self.incidents
+
+
+class Snapshots:
+    """Those that a run's journal keeps."""
+
+    def __init__(self, name: str, journal: Journal, interval_s: float) -> None:
+        """name: of the run. interval_s: least seconds between two."""
+        self.seq = 0
+        """The decision behind which the newest was taken; 0: there is none."""
+        self._name, self._journal, self._interval_s = name, journal, interval_s
+        self._due = 0.0
+
+    def is_due(self, mono: float) -> bool:
+        """Return whether it is time for another. mono: monotonic seconds."""
+        return mono >= self._due
+
+    def kept(self, seq: int, begun: float) -> None:
+        """Take note that the journal has a new one. begun: monotonic seconds when it was begun."""
+        took = time.monotonic() - begun
+        self.seq = seq
+        self._due = begun + max(self._interval_s, took / SNAPSHOT_SHARE)
+
+    def restore(self, make: Callable[[Snapshot], _Made]) -> tuple[_Made, Snapshot] | None:
+        """Return what `make` makes of the newest that it can make anything of; None: there is none. Others are dropped."""
+        for seq, body in self._journal.snapshots():
+            try:
+                snapshot = msgspec.msgpack.decode(body, type=Snapshot)
+                if snapshot.version != _VERSION:
+                    raise StoreError(f"version {snapshot.version}, expected {_VERSION}")
+                made = make(snapshot)
+            except (SentinelError, msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
+                # An older one, or the whole spool, gives the same state; it only takes longer.
+                log.warning("run %s: the snapshot after decision %d cannot be used: %s", self._name, seq, error)
+                self._journal.drop_snapshot(seq)
+                continue
+            self.seq = seq
+            return made, snapshot
+        return None
+
+
+class Acknowledgement:
+    """Tells the writers of the spool what no snapshot needs any more: they may delete it."""
+
+    def __init__(self, spool_dir: Path) -> None:
+        self.problem = ""
+        """Why it could not be written; empty: it could."""
+        self._spool_dir = spool_dir
+        self._former: dict[str, SpoolPosition] = {}
+
+    def advance(self, positions: dict[str, SpoolPosition]) -> None:
+        """Acknowledge what the snapshot before the newest does not need. positions: what the newest needs, by folder."""
+        # Two snapshots are kept, for the newer may prove unreadable: what the older one needs must stay.
+        former, self._former = self._former, positions
+        for folder, position in former.items():
+            try:
+                write_ack(self._spool_dir / folder, position.file_index, position.offset)
+            except OSError as error:
+                self.problem = f"spool {folder} cannot be acknowledged: {error.strerror or error}"
+                return
+        self.problem = ""
