@@ -16,7 +16,7 @@ from sentinel.cli.main import CLEAN, FOUND, say
 from sentinel.control.acts import ActRequest, leave_act
 from sentinel.errors import ConfigError
 from sentinel.incident import CLOSED_STATES, Incident, IncidentAct
-from sentinel.incidents.tracker import MAX_CLOSED
+from sentinel.incidents.tracker_state import MAX_CLOSED
 from sentinel.recorded_incidents import find_incident, incident_revisions, newest_revisions
 
 WAIT_S = 3.0
