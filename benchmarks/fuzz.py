@@ -30,10 +30,12 @@ import yaml
 
 from sentinel.daemon.config import DaemonConfig, load_config
 from sentinel.daemon.console import ServedConsole
-from sentinel.daemon.http import HttpConfig, RequestGate, make_app
+from sentinel.daemon.http.app import make_app
+from sentinel.daemon.http.config import HttpConfig
+from sentinel.daemon.http.guard import RequestGate
+from sentinel.daemon.http.tokens import Tokens
 from sentinel.daemon.outboxes import Outboxes
 from sentinel.daemon.serving import ServedRun
-from sentinel.daemon.tokens import Tokens
 from sentinel.decision import Tick
 from sentinel.errors import SentinelError
 from sentinel.explain.story import story_of, tell

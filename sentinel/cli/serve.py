@@ -64,7 +64,7 @@ def serve(
 
     from sentinel.daemon.app import Daemon, ServeOptions
     from sentinel.daemon.config import load_config, placed
-    from sentinel.daemon.http import HttpConfig
+    from sentinel.daemon.http.config import HttpConfig
 
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,

@@ -17,11 +17,12 @@ import msgspec
 
 from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.console import ServedConsole
-from sentinel.daemon.http import HttpConfig, HttpServer
+from sentinel.daemon.http.config import HttpConfig
+from sentinel.daemon.http.server import HttpServer
+from sentinel.daemon.http.tokens import load_tokens
 from sentinel.daemon.outboxes import Outboxes
 from sentinel.daemon.serving import ServedRun
 from sentinel.daemon.systemd import Systemd
-from sentinel.daemon.tokens import load_tokens
 from sentinel.errors import ConfigError, SentinelError, StoreError
 from sentinel.judge.packs import RulePacks
 from sentinel.private_files import make_directory, refuse_foreign, tighten

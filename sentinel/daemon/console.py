@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from sentinel.control.acts import ActRequest, leave_act
-from sentinel.daemon.http import Unavailable, UnknownRun
+from sentinel.daemon.http.console import Unavailable, UnknownRun
 from sentinel.daemon.series_api import SeriesQueries, SeriesRequest
 from sentinel.daemon.serving import ServedRun
 from sentinel.errors import StoreError
@@ -26,7 +26,7 @@ RELOAD_WAIT_S = 10.0
 
 
 class ServedConsole:
-    """`daemon.http.Console` over the runs that are served. The loop calls `publish`; everybody else the rest."""
+    """`daemon.http.console.Console` over the runs that are served. The loop calls `publish`; everybody else the rest."""
 
     def __init__(self, packs: RulePacks, notifier: Notifier, ask_reload: Callable[[], None]) -> None:
         self.is_stopping = False

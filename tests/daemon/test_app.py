@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from sentinel.daemon.app import Daemon, ServeOptions
-from sentinel.daemon.http import HttpConfig, Unavailable
+from sentinel.daemon.http.config import HttpConfig
+from sentinel.daemon.http.console import Unavailable
 from sentinel.daemon.serving import ServedRun
 from sentinel.store.journal import Journal
 from sentinel.testing import SyntheticRun

@@ -16,10 +16,13 @@ from starlette.testclient import TestClient
 from sentinel.cli.main import run_cli
 from sentinel.daemon import series_api
 from sentinel.daemon.config import DaemonConfig
-from sentinel.daemon.http import HttpConfig, RequestGate, UnknownRun, make_app
+from sentinel.daemon.http.app import make_app
+from sentinel.daemon.http.config import HttpConfig
+from sentinel.daemon.http.console import UnknownRun
+from sentinel.daemon.http.guard import RequestGate
+from sentinel.daemon.http.tokens import Tokens
 from sentinel.daemon.series_api import Busy, SeriesQueries, SeriesRequest
 from sentinel.daemon.serving import FORGET_S, ServedRun
-from sentinel.daemon.tokens import Tokens
 from sentinel.errors import ConfigError
 from sentinel.exports.series import RECENT_LAYOUTS, RecentSteps
 from sentinel.ingest.merge import ClosedStep

@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from sentinel.daemon.http import HttpConfig, HttpServer, RequestGate, Unavailable, UnknownRun, make_app
+from sentinel.daemon.http.app import make_app
+from sentinel.daemon.http.config import HttpConfig
+from sentinel.daemon.http.console import Unavailable, UnknownRun
+from sentinel.daemon.http.guard import RequestGate
+from sentinel.daemon.http.server import HttpServer
+from sentinel.daemon.http.tokens import Scope, Tokens, load_tokens
 from sentinel.daemon.series_api import Busy, SeriesRequest
-from sentinel.daemon.tokens import Scope, Tokens, load_tokens
 from sentinel.errors import ConfigError, StoreError
 
 TOKENS = Tokens(read="r" * 20, control="c" * 20)

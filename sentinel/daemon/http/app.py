@@ -1,0 +1,78 @@
+"""The application: which path is which endpoint, what a token must allow for it, and which error is which status."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from sentinel.daemon.http import endpoints
+from sentinel.daemon.http.console import Console, Unavailable, UnknownRun
+from sentinel.daemon.http.guard import RequestGate
+from sentinel.daemon.http.middleware import BodyAtHand, FailuresInWords, Guard, SecurityHeaders
+from sentinel.daemon.http.responses import problem
+from sentinel.daemon.http.tokens import Scope
+from sentinel.daemon.series_api import Busy
+from sentinel.errors import SentinelError
+
+ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
+
+
+def make_app(console: Console, gate: RequestGate) -> Starlette:
+    """Return the ASGI application. console: whom endpoints ask. gate: whom they answer."""
+
+    def get(path: str, endpoint: Callable[[Request], Response], needed: Scope = Scope.READ) -> Route:
+        return Route(path, endpoint, middleware=[Middleware(Guard, gate, needed)])
+
+    def post(path: str, endpoint: Callable[[Request], Response]) -> Route:
+        middleware = [Middleware(Guard, gate, Scope.CONTROL), Middleware(BodyAtHand)]
+        return Route(path, endpoint, methods=["POST"], middleware=middleware)
+
+    app = Starlette(
+        routes=[
+            get("/", endpoints.page),
+            get("/metrics", endpoints.metrics),
+            get("/healthz", endpoints.healthz, Scope.NOTHING),
+            get("/readyz", endpoints.readyz, Scope.NOTHING),
+            get("/api/v1/runs", endpoints.runs),
+            get("/api/v1/anomalies", endpoints.anomalies),
+            get("/api/v1/incidents", endpoints.incidents),
+            post("/api/v1/incidents", endpoints.act),
+            get("/api/v1/series", endpoints.series),
+            get("/api/v1/control", endpoints.audit),
+            post("/api/v1/control", endpoints.control),
+            post("/-/reload", endpoints.reload),
+        ],
+        middleware=[Middleware(SecurityHeaders), Middleware(FailuresInWords)],
+        exception_handlers=_HANDLERS,
+    )
+    app.state.console = console
+    return app
+
+
+def _says(status: int, reason: str = "") -> ErrorHandler:
+    """Return a handler that answers with a status, and in the words of the error unless others are given."""
+
+    async def handler(request: Request, error: Exception) -> Response:
+        return problem(status, reason or str(error))
+
+    return handler
+
+
+_HANDLERS: Mapping[Any, ErrorHandler] = {
+    404: _says(404, "there is nothing here; GET / lists what there is"),
+    405: _says(405, "this path does not take this method"),
+    UnknownRun: _says(404),
+    Unavailable: _says(503),
+    Busy: _says(503),
+    SentinelError: _says(400),
+    msgspec.DecodeError: _says(400),
+    ValueError: _says(400),
+    RecursionError: _says(400),
+}

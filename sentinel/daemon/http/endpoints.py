@@ -1,0 +1,128 @@
+"""One function an endpoint: reads the request, asks the console, says the answer. Starlette runs each in a thread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sentinel.control.acts import ActRequest
+from sentinel.daemon.commanding import ACTIONS
+from sentinel.daemon.http.console import Console
+from sentinel.daemon.http.page import PAGE_POLICY, render_page
+from sentinel.daemon.http.responses import lines, plain
+from sentinel.daemon.series_api import SeriesRequest
+
+MAX_ITEMS = 1000
+"""Most anomalies, incidents or entries of the audit in one answer."""
+
+
+def page(request: Request) -> Response:
+    """Return the page for people."""
+    console = console_of(request)
+    body = render_page(
+        console.runs(),
+        [msgspec.json.decode(line) for line in console.incidents(None, limit=50, is_open=True)],
+        console.health(),
+    )
+    return Response(body, headers={"Content-Security-Policy": PAGE_POLICY}, media_type="text/html")
+
+
+def metrics(request: Request) -> Response:
+    """Return a scrape, in the format that was asked for."""
+    body, content_type = console_of(request).metrics(request.headers.get("accept", ""))
+    return Response(body, headers={"Content-Type": content_type})
+
+
+def healthz(request: Request) -> Response:
+    """Return the health; 503 where the loop does not come round."""
+    health = console_of(request).health()
+    return plain(health, 503 if health["status"] == "stuck" else 200)
+
+
+def readyz(request: Request) -> Response:
+    """Return whether all that there was at the start has been judged; 503 until then."""
+    is_ready = console_of(request).is_ready()
+    return plain({"ready": is_ready}, 200 if is_ready else 503)
+
+
+def runs(request: Request) -> Response:
+    """Return the runs that are served."""
+    return plain({"runs": console_of(request).runs()})
+
+
+def anomalies(request: Request) -> Response:
+    """Return the newest anomalies: of a run, of a step, before a position."""
+    found = console_of(request).anomalies(
+        request.query_params.get("run"),
+        limit=number(request, "limit", 100, MAX_ITEMS) or 0,
+        before=number(request, "before", None),
+        step=number(request, "step", None),
+    )
+    return lines("anomalies", found)
+
+
+def incidents(request: Request) -> Response:
+    """Return the newest revision of each incident: of a run, of those that are open."""
+    state = request.query_params.get("state", "all")
+    if state not in ("all", "open"):
+        raise ValueError(f'state must be "all" or "open", got "{state}"')
+    found = console_of(request).incidents(
+        request.query_params.get("run"),
+        limit=number(request, "limit", 100, MAX_ITEMS) or 0,
+        is_open=state == "open",
+    )
+    return lines("incidents", found)
+
+
+def act(request: Request) -> Response:
+    """Take what a person does about an incident."""
+    asked = msgspec.json.decode(request.state.body, type=dict[str, Any])
+    run = asked.pop("run", None)
+    if not isinstance(run, str):
+        raise ValueError('expected {"run": NAME, "incident": ID, "act": "ack", "resolve" or "reopen", "who": NAME, ...}')
+    return plain(console_of(request).act(run, msgspec.convert(asked, ActRequest)), 202)
+
+
+def series(request: Request) -> Response:
+    """Return values of tensors or scalars over steps."""
+    return plain(console_of(request).series(SeriesRequest.parse(request.query_params.multi_items())))
+
+
+def audit(request: Request) -> Response:
+    """Return who did what, the newest first."""
+    limit = number(request, "limit", 100, MAX_ITEMS) or 0
+    return plain({"audit": console_of(request).audit(request.query_params.get("run"), limit=limit)})
+
+
+def control(request: Request) -> Response:
+    """Command the trainers of a run."""
+    asked = msgspec.json.decode(request.state.body, type=dict[str, Any])
+    run, action = asked.pop("run", None), asked.pop("action", None)
+    if not isinstance(run, str) or action not in ACTIONS:
+        raise ValueError(f'expected {{"run": NAME, "action": {" or ".join(map(repr, ACTIONS))}, ...}}')
+    return plain(console_of(request).control(run, action, asked))
+
+
+def reload(request: Request) -> Response:
+    """Have the rules read again; 422 where they cannot be."""
+    result = console_of(request).reload()
+    return plain(result, 200 if result.get("outcome") == "ok" else 422)
+
+
+def console_of(request: Request) -> Console:
+    """Return whom to ask."""
+    console: Console = request.app.state.console
+    return console
+
+
+def number(request: Request, name: str, otherwise: int | None, most: int = 2**62) -> int | None:
+    """Return a whole number of the query, at most `most`; `otherwise` where it is not there. ValueError."""
+    text = request.query_params.get(name)
+    if text is None:
+        return otherwise
+    if not (text.isascii() and text.isdigit()) or len(text) > 18:
+        raise ValueError(f'{name} must be a whole number, got "{text[:40]}"')
+    return min(int(text), most)

@@ -1,0 +1,68 @@
+"""RequestGate: which requests are let in.
+
+Loopback by default; the Host header must be a name of ours (a page elsewhere that rebinds its own name to 127.0.0.1 is
+refused); Origin and Sec-Fetch-Site on every POST; bearer tokens for control always, for reads everywhere but on loopback.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Mapping
+
+from sentinel.daemon.http.config import HttpConfig
+from sentinel.daemon.http.tokens import Scope, Tokens
+
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class RequestGate:
+    """Lets a request in or says why not: Host, then Origin, then the token."""
+
+    def __init__(self, config: HttpConfig, tokens: Tokens) -> None:
+        self._config = config
+        self._tokens = tokens
+        self._names = LOOPBACK_NAMES | {config.host.lower()} | {name.lower() for name in config.allowed_hosts}
+        self._is_wildcard = config.host in ("0.0.0.0", "::")
+        if self._is_wildcard:
+            self._names = self._names | {socket.gethostname().lower()}
+
+    def refuse(self, method: str, headers: Mapping[str, str], needed: Scope) -> tuple[int, str] | None:
+        """Return (status, reason) to refuse with, or None to let it in. headers: lower-case names."""
+        host = headers.get("host", "")
+        if not self._is_ours(host):
+            return 421, "the Host header names another server; start the daemon with --allow-host NAME if it is yours"
+        if method not in ("GET", "HEAD"):
+            origin = headers.get("origin")
+            is_same = origin is None or origin.partition("://")[2].lower() == host.lower()
+            if not is_same or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+                return 403, "requests from other pages are refused"
+        scope = self._tokens.scope(headers.get("authorization", ""))
+        if needed is Scope.READ and (self._config.is_loopback or self._config.has_open_reads):
+            return None
+        if scope < needed:
+            what = "control" if needed is Scope.CONTROL else "read"
+            if scope is Scope.NOTHING:
+                return (
+                    401,
+                    f"a bearer token with the {what} scope is needed; it is in tokens.json of the state directory",
+                )
+            return 403, f"this token has no {what} scope"
+        return None
+
+    def _is_ours(self, host: str) -> bool:
+        name = host.lower()
+        if name.startswith("["):
+            name = name[1:].partition("]")[0]
+        elif name.count(":") <= 1:
+            name = name.partition(":")[0]
+        if name.rstrip(".") in self._names:
+            return True
+        if not self._is_wildcard:
+            return False
+        # An address cannot be rebound to another one, a name can.
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True

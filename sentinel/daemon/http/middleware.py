@@ -1,0 +1,89 @@
+"""What every request goes through on its way to an endpoint, and every answer on its way back."""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sentinel.daemon.http import tokens
+from sentinel.daemon.http.guard import RequestGate
+from sentinel.daemon.http.responses import problem
+
+log = logging.getLogger("sentinel.http")
+
+MAX_BODY_BYTES = 64 * 1024
+
+HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+}
+
+
+class SecurityHeaders:
+    """Puts `HEADERS` on every answer that does not say otherwise."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+class FailuresInWords:
+    """Answers 500 where an endpoint failed as it never should; the log has where."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except Exception:
+            log.exception("a request failed: %s %s", scope["method"], scope["path"])
+            await problem(500, "the daemon failed to answer; its log says why")(scope, receive, send)
+
+
+class Guard:
+    """Lets in the requests to one endpoint that the gate lets in."""
+
+    def __init__(self, app: ASGIApp, gate: RequestGate, needed: tokens.Scope) -> None:
+        """needed: what a token must allow for this endpoint."""
+        self._app, self._gate, self._needed = app, gate, needed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._gate.refuse(scope["method"], Request(scope).headers, self._needed)
+        answer = self._app if refusal is None else problem(*refusal)
+        await answer(scope, receive, send)
+
+
+class BodyAtHand:
+    """Reads the body of a request into `request.state.body`; refuses one of more than `MAX_BODY_BYTES`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        chunks, num_bytes = [], 0
+        async for chunk in request.stream():
+            num_bytes += len(chunk)
+            if num_bytes > MAX_BODY_BYTES:
+                await problem(413, f"the body must have at most {MAX_BODY_BYTES} bytes")(scope, receive, send)
+                return
+            chunks.append(chunk)
+        request.state.body = b"".join(chunks)
+        await self._app(scope, receive, send)

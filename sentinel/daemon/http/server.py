@@ -1,0 +1,77 @@
+"""HttpServer: serves the application from a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from typing import Any
+
+from sentinel.daemon.http.config import HttpConfig
+from sentinel.daemon.http.console import Console
+from sentinel.daemon.http.guard import RequestGate
+from sentinel.daemon.http.tokens import Tokens
+from sentinel.errors import ConfigError
+
+log = logging.getLogger("sentinel.http")
+
+
+class HttpServer:
+    """Serves an application from a thread of its own until stopped. The port is bound, and known, before it serves."""
+
+    def __init__(self, console: Console, config: HttpConfig, tokens: Tokens) -> None:
+        """Bind the address; ConfigError when that cannot be."""
+        self._console, self._config, self._tokens = console, config, tokens
+        try:
+            family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+            self._socket = socket.socket(family, socket.SOCK_STREAM)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((config.host, config.port))
+            self._socket.listen(128)
+        except OSError as error:
+            raise ConfigError(f"http.listen {config.host}:{config.port}: {error.strerror or error}") from error
+        self.port: int = self._socket.getsockname()[1]
+        self._server: Any = None
+        self._thread = threading.Thread(target=self._serve, name="sentinel-http", daemon=True)
+
+    @property
+    def url(self) -> str:
+        """`http://HOST:PORT` as a client on this machine would write it."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._config.host, self._config.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    def start(self) -> None:
+        """Begin to answer. Until the libraries are loaded, connections wait in the socket's queue."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """Stop answering; bounded."""
+        if self._server is not None:
+            self._server.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        self._socket.close()
+
+    def _serve(self) -> None:
+        try:
+            import uvicorn
+
+            from sentinel.daemon.http.app import make_app
+
+            app = make_app(self._console, RequestGate(self._config, self._tokens))
+            config = uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                timeout_keep_alive=30,
+                timeout_graceful_shutdown=1,
+                limit_concurrency=200,
+                ws="none",
+                log_config=None,
+            )
+            self._server = uvicorn.Server(config)
+            self._server.run(sockets=[self._socket])
+        except Exception:
+            log.exception("the HTTP server ended")
