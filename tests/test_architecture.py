@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -185,6 +186,27 @@ def test_adapters_use_the_public_surface_of_a_monitor() -> None:
                 wrong.append(f"{path.relative_to(ROOT.parent)}:{node.lineno}: {ast.unparse(node)}")
 
     assert not wrong, wrong
+
+
+WALK = re.compile(r"^(\d+)\. `([\w.]+)` \(`(sentinel/[\w/]+\.py)`(?:, from (\d+))?", re.MULTILINE)
+
+
+def test_the_walk_from_a_closed_step_to_a_message_goes_down_functions_that_exist() -> None:
+    page = (ROOT.parent / "docs" / "architecture.md").read_text("utf-8")
+    section = page.partition("## From a closed step to a message")[2].partition("\n## ")[0]
+    stays = {int(number): (name, path, caller) for number, name, path, caller in WALK.findall(section)}
+
+    assert list(stays) == list(range(1, len(stays) + 1)) and 15 < len(stays) <= 20, "a stranger follows twenty at most"
+    for number, (name, path, caller) in stays.items():
+        *cls, function = name.split(".")
+        scope: ast.AST = ast.parse((ROOT.parent / path).read_text("utf-8"))
+        for one in cls:
+            scope = next(node for node in ast.walk(scope) if isinstance(node, ast.ClassDef) and node.name == one)
+        body = getattr(scope, "body", [])
+        assert any(isinstance(node, ast.FunctionDef) and node.name == function for node in body), f"{number}: {name}"
+        if caller:
+            above = (ROOT.parent / stays[int(caller)][1]).read_text("utf-8")
+            assert int(caller) < number and re.search(rf"\b{function}\b", above), f"{number}: {caller} does not name it"
 
 
 def test_no_drawers() -> None:

@@ -13,9 +13,9 @@ import msgspec
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.control.policy import DUMP, Proposal, propose
 from sentinel.incident import Incident, IncidentAct
+from sentinel.incidents.diagnosis.fact_reader import FactReader
 from sentinel.incidents.peers import IncidentConfig
 from sentinel.incidents.tracker import IncidentTracker
-from sentinel.judge.step_reading import FactReader
 from sentinel.order.causal import sort_key
 from sentinel.rules.engine import Engine
 

@@ -12,6 +12,7 @@ import numpy as np
 from sentinel.anomaly import Anomaly, is_nonfinite
 from sentinel.incidents.diagnosis.claim import is_narrow
 from sentinel.incidents.diagnosis.evidence import is_entry
+from sentinel.incidents.diagnosis.maker_reader import MakerReader
 from sentinel.incidents.diagnosis.step_facts import (
     Divergence,
     FirstBad,
@@ -21,7 +22,6 @@ from sentinel.incidents.diagnosis.step_facts import (
     StepFacts,
     Upstream,
 )
-from sentinel.judge.makers import MakerReader
 from sentinel.kinds import ACTIVATION_KINDS, Phase, labels
 from sentinel.order.phase import scalar_phase
 from sentinel.record import Flag, Kind

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from sentinel.incident import Incident
+from sentinel.incidents.diagnosis.fact_reader import FactReader
 from sentinel.ingest.merge import ClosedStep
 from sentinel.ingest.model_layout import ModelLayout
 from sentinel.judge.judge import Judge
-from sentinel.judge.step_reading import FactReader
 from sentinel.messages import EndStep
 from sentinel.record import ROW_DTYPE, Kind
 from sentinel.rules.language.loader import load_pack
