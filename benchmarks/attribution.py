@@ -61,15 +61,15 @@ class Rig:
         self.run.is_sharded, self.run.ep = "fsdp" in sizes, ep  # type: ignore[attr-defined]
         self._descriptors, self._positions, self._probes, self._names = {}, [], [], []
         for rank, one in enumerate(self.run._ranks):
-            told = self.run.descriptor(rank)
-            tensors = [_placed(tensor, dtype, sizes) for tensor in told.tensors]
+            notified = self.run.descriptor(rank)
+            tensors = [_placed(tensor, dtype, sizes) for tensor in notified.tensors]
             of = np.zeros(len(tensors), np.int64)
             of[one.table.rows["tensor"]] = one.table.position
-            probes, rows, at = _probes(told, of, ep, has_comm=has_comm)
-            place = told.place
+            probes, rows, at = _probes(notified, of, ep, has_comm=has_comm)
+            place = notified.place
             if ep > 1:
                 place = msgspec.structs.replace(place, ep_size=ep, ep_rank=place.dp_rank % ep)
-            self._descriptors[rank] = msgspec.structs.replace(told, place=place, tensors=(*tensors, *probes))
+            self._descriptors[rank] = msgspec.structs.replace(notified, place=place, tensors=(*tensors, *probes))
             self._positions.append(np.concatenate([of, at]))
             self._probes.append(rows)
             self._names.append({tensor.id: tensor.name for tensor in probes})
@@ -123,12 +123,18 @@ class Rig:
         for seq, now in enumerate(range(10, 400, 10)):
             ranks = tuple(
                 RankFacts(
-                    rank=rank, life=bytes([rank] * 16), pp_stage=self.run.place(rank).pp_rank, heard_at=0.0 if rank == last
-                    else float(now), moved_at=0.0, step=self.healthy, call_id=40, num_calls=90,
+                    rank=rank,
+                    incarnation=bytes([rank] * 16),
+                    pp_stage=self.run.place(rank).pp_rank,
+                    received_at=0.0 if rank == last else float(now),
+                    moved_at=0.0,
+                    step=self.healthy,
+                    call_id=40,
+                    num_calls=90,
                     is_waiting=-1 if rank == last else 1,
                 )
                 for rank in range(self.run.num_ranks)
-            )  # fmt: skip
+            )
             tick = Tick(seq=seq, run=self.run.run, attempt=0, step=self.healthy - 1, now=float(now), ranks=ranks)
             found += judge.judge_tick(tick).incidents
         return found
@@ -173,12 +179,12 @@ def _placed(tensor: TensorInfo, dtype: str, sizes: dict[str, int]) -> TensorInfo
 
 
 def _probes(
-    told: Descriptor, positions: np.ndarray, ep: int, *, has_comm: bool = False
+    notified: Descriptor, positions: np.ndarray, ep: int, *, has_comm: bool = False
 ) -> tuple[list[TensorInfo], np.ndarray, np.ndarray]:
     """Return tensors, rows and positions of what probes say of a rank's modules."""
     tensors, values, at = [], [], []
-    last = max((one.id for one in told.tensors if one.kind == "wgrad"), default=-1)
-    for one in told.tensors:
+    last = max((one.id for one in notified.tensors if one.kind == "wgrad"), default=-1)
+    for one in notified.tensors:
         found: list[tuple[str, str, float]] = []
         if has_comm and one.id == last:
             found = [("comm", f"all_reduce@train.py:41:{way}", 1e-3) for way in ("in", "out")]
@@ -191,11 +197,16 @@ def _probes(
         for kind, name, value in found:
             tensors.append(
                 TensorInfo(
-                    id=len(told.tensors) + len(tensors), name=name, kind=kind, shape=(1,), dtype="float32", chunk=one.chunk,
-                    site_pos=one.site_pos, placements={"dp": "replicate" if kind == "update_ratio" else "shard",
-                                                       "tp": "replicate"},
+                    id=len(notified.tensors) + len(tensors),
+                    name=name,
+                    kind=kind,
+                    shape=(1,),
+                    dtype="float32",
+                    chunk=one.chunk,
+                    site_pos=one.site_pos,
+                    placements={"dp": "replicate" if kind == "update_ratio" else "shard", "tp": "replicate"},
                 )
-            )  # fmt: skip
+            )
             values.append(value)
             at.append(positions[one.id])
     rows = np.zeros(len(tensors), ROW_DTYPE)
@@ -216,7 +227,7 @@ def gravest(revisions: list[Incident]) -> Incident | None:
     return min(own, key=lambda one: (-one.severity.level, one.opened_step, one.id), default=None)
 
 
-def told(revisions: list[Incident]) -> list[tuple[str, Incident, Incident | None]]:
+def notified(revisions: list[Incident]) -> list[tuple[str, Incident, Incident | None]]:
     """Return what a sink that hears warnings would get: (change, revision, the one before)."""
     newest: dict[str, Incident] = {}
     found = []
@@ -234,7 +245,7 @@ class Result(NamedTuple):
 
     layout: str
     plant: Plant
-    verdict: str
+    suspected: str
     """Of the gravest incident in the end; `nothing`: none was opened."""
     ever: set[str]
     right: set[str]
@@ -283,18 +294,24 @@ def main() -> None:
                 one = gravest(revisions)
                 if plant.is_silent and one is not None and one.severity is Severity.INFO:
                     one = None
-                ever = {revision.verdict for revision in revisions}
-                messages = told(revisions)
-                turns = [now for _, now, before in messages if before and before.verdict not in ("unknown", now.verdict)]
+                ever = {revision.suspected for revision in revisions}
+                messages = notified(revisions)
+                turns = [now for _, now, before in messages if before and before.suspected not in ("unknown", now.suspected)]
                 found = Result(
-                    layout, plant, one.verdict if one is not None else "nothing", ever, plant.right(rig.run), len(messages),
-                    len(turns), plant.cause != "batch" and any(now.skip_steps for _, now, _ in messages),
-                )  # fmt: skip
+                    layout,
+                    plant,
+                    one.suspected if one is not None else "nothing",
+                    ever,
+                    plant.right(rig.run),
+                    len(messages),
+                    len(turns),
+                    plant.cause != "batch" and any(now.skip_steps for _, now, _ in messages),
+                )
                 results.append(found)
-                is_wrong = found.verdict not in found.right or "hardware" in ever - found.right
-                if options.verbose or is_wrong or (options.unnamed and found.verdict != found.cause):
+                is_wrong = found.suspected not in found.right or "hardware" in ever - found.right
+                if options.verbose or is_wrong or (options.unnamed and found.suspected != found.cause):
                     right = " ".join(sorted(found.right))
-                    print(f"{layout} seed {seed}: {plant.name}: {found.verdict} (right: {right}; ever {sorted(ever)})")
+                    print(f"{layout} seed {seed}: {plant.name}: {found.suspected} (right: {right}; ever {sorted(ever)})")
                     for line in one.evidence if one is not None else ():
                         print(f"      {line}")
     lines = report(results, time.process_time() - began)
@@ -320,8 +337,8 @@ def report(results: list[Result], seconds: float) -> list[str]:
     lines.append(f"{'cause':10} {'fault':50}{words}   right   messages  turns  wrong skips")
     for name in dict.fromkeys(one.plant.name for one in results):
         own = [one for one in results if one.plant.name == name]
-        count = Counter(one.verdict for one in own)
-        good = sum(one.verdict in one.right for one in own)
+        count = Counter(one.suspected for one in own)
+        good = sum(one.suspected in one.right for one in own)
         cells = "".join(f"{count[word] or '.':>10}" for word in WORDS)
         said = f"{sum(one.num_messages for one in own) / len(own):>8.1f}{sum(one.num_turns for one in own):>7}"
         lines.append(
@@ -341,7 +358,7 @@ def report(results: list[Result], seconds: float) -> list[str]:
             + f"   names {_share(own)}, where shown {_share(shown)}, right {_share(own, known=True)}",
         ]  # fmt: skip
         for cause in ("batch", "model", "precision", "hardware", "program", "none"):
-            count = Counter(one.verdict for one in own if one.plant.cause == cause)
+            count = Counter(one.suspected for one in own if one.plant.cause == cause)
             lines.append(f"{cause:10}" + "".join(f"{count[word] or '.':>10}" for word in WORDS))
     return lines
 
@@ -361,7 +378,7 @@ def headline(name: str, results: list[Result]) -> list[str]:
 
 
 def _share(results: list[Result], *, known: bool = False) -> str:
-    good = sum(one.verdict in one.right if known else one.verdict == one.cause for one in results)
+    good = sum(one.suspected in one.right if known else one.suspected == one.cause for one in results)
     return f"{good} of {len(results)} ({good / max(len(results), 1):.1%})"
 
 

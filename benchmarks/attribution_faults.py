@@ -124,9 +124,9 @@ def struck_rank(run: SyntheticRun, module: str, dp_rank: int = 1) -> int:
     raise ValueError(module)
 
 
-def always(*verdicts: str) -> Callable[[SyntheticRun], set[str]]:
+def always(*suspects: str) -> Callable[[SyntheticRun], set[str]]:
     """The same on every layout."""
-    return lambda run: set(verdicts)
+    return lambda run: set(suspects)
 
 
 def where_compared(*otherwise: str, cause: str = "hardware") -> Callable[[SyntheticRun], set[str]]:

@@ -255,16 +255,16 @@ def main() -> None:
                 one = gravest([each for each in revisions if each.opened_step >= AT])
                 if case.right == {"nothing"} and one is not None and one.severity is Severity.INFO:
                     one = None  # What is written down is told to nobody.
-                verdict = one.verdict if one is not None else "nothing"
-                ever = {each.verdict for each in revisions}
-                is_right = verdict in case.right
+                suspected = one.suspected if one is not None else "nothing"
+                ever = {each.suspected for each in revisions}
+                is_right = suspected in case.right
                 is_named = one is not None and bool(case.word) and any(case.word in line for line in one.evidence)
                 total, good = total + 1, good + is_right
                 wanted, named = wanted + bool(case.word), named + is_named
                 wrong += "hardware" in ever - case.right
                 word = "yes" if is_named else "NO" if case.word else ""
                 lines.append(
-                    f"{kinds:8} {name:46} {verdict:10} {'yes' if is_right else 'NO':5}  {word:5}  {' '.join(sorted(ever))}"
+                    f"{kinds:8} {name:46} {suspected:10} {'yes' if is_right else 'NO':5}  {word:5}  {' '.join(sorted(ever))}"
                 )
                 print(lines[-1], flush=True)
                 for line in one.evidence[:5] if one is not None else ():

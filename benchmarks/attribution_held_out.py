@@ -1,4 +1,5 @@
-"""More faults for `attribution.py`, written with what each layout can show before a rule of a verdict was changed for them.
+"""More faults for `attribution.py`, written with what each layout can show before a rule of a judgement was changed for
+them.
 
 They have rows of probes: update ratios of all weights, attention logits and entropies, loads of a router.
 """

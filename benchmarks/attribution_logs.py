@@ -2,7 +2,7 @@
 
     python benchmarks/attribution_logs.py LOGS... [--write]
 
-LOGS: plain logs of sister runs. Each is judged alone, one row after the other, without a reference. An incident whose
+LOGS: plain logs of reference runs. Each is judged alone, one row after the other, without a reference. An incident whose
 first step is that of an incident of another log (a step off at most) recurs: it is the data. What `batch` verdicts are
 worth is the share of them that recur; a `model` verdict on one that recurs is wrong, or the data hurt the model for long.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from sentinel.anomaly import Severity
 from sentinel.incident import Incident
 from sentinel.judge.judge import Judge
-from sentinel.logs.reading import read_log
+from sentinel.logs.log_file import read_log
 from sentinel.logs.views import log_views
 from sentinel.rules.language.loader import load_pack
 
@@ -47,12 +47,12 @@ def main() -> None:
         others = {one.opened_step for other, (theirs, _) in found.items() if other != path for one in theirs}
         for one in own:
             recurs = any(one.opened_step + off in others for off in (-1, 0, 1))
-            table[one.verdict, recurs] += 1
+            table[one.suspected, recurs] += 1
     lines = [f"{len(found)} logs, {sum(rows for _, rows in found.values())} rows, incidents that are a warning or worse", ""]
     lines.append(f"{'verdict':12}{'recur':>8}{'alone':>8}{'share that recurs':>20}")
-    for verdict in ("batch", "model", "precision", "hardware", "unknown"):
-        yes, no = table[verdict, True], table[verdict, False]
-        lines.append(f"{verdict:12}{yes:8}{no:8}{(f'{yes / (yes + no):.0%}' if yes + no else '-'):>20}")
+    for suspected in ("batch", "model", "precision", "hardware", "unknown"):
+        yes, no = table[suspected, True], table[suspected, False]
+        lines.append(f"{suspected:12}{yes:8}{no:8}{(f'{yes / (yes + no):.0%}' if yes + no else '-'):>20}")
     print("\n".join(lines))
     if options.write:
         name = f"{datetime.date.today()}-attribution-logs.txt"

@@ -74,8 +74,13 @@ def train(folder: Path, layout: tuple[int, int, int], faults: list[dict[str, obj
         "--width", "32", "--sequence", "32", "--micro-batches", "2", "--micro-batch", "8", "--faults", str(plan),
         "--print-every", "1000",
     ]  # fmt: skip
-    told = {"SENTINEL_DIR": str(folder), "ATTRIBUTION_FAULT": kind, "ATTRIBUTION_STEP": str(AT), "ATTRIBUTION_DP": str(dp)}
-    done = subprocess.run(command, env={**os.environ, **told}, capture_output=True, text=True, timeout=400, check=False)
+    notified = {
+        "SENTINEL_DIR": str(folder),
+        "ATTRIBUTION_FAULT": kind,
+        "ATTRIBUTION_STEP": str(AT),
+        "ATTRIBUTION_DP": str(dp),
+    }
+    done = subprocess.run(command, env={**os.environ, **notified}, capture_output=True, text=True, timeout=400, check=False)
     if done.returncode:
         raise RuntimeError(f"{folder}: the trainer failed\n{done.stderr[-2000:]}")
     return recording(folder)
@@ -88,11 +93,11 @@ def recording(folder: Path) -> Path:
 
 def judge(run: Path) -> tuple[list[Incident], int, int]:
     """Return all revisions of the incidents from the fault on, the steps judged, and the rows."""
-    court = Judge(load_pack())
+    judge = Judge(load_pack())
     found: list[Incident] = []
     num_steps = num_rows = 0
     for view, decision in recorded_views(RunPaths.of(run), None, recompute=True):
-        found += court.judge(decision, view).incidents
+        found += judge.judge(decision, view).incidents
         num_steps += 1
         num_rows += view.num_rows
     return [one for one in found if one.opened_step >= AT], num_steps, num_rows
@@ -133,15 +138,15 @@ def main() -> None:
                 assert num_steps == STEPS and num_rows, f"{run}: judged {num_steps} steps, {num_rows} rows"
                 # Ranks that share two cores are late at times, and truly: that is of no account here.
                 one = gravest([revision for revision in revisions if revision.nature != "liveness"])
-                verdict = one.verdict if one is not None else "nothing"
-                ever = sorted({revision.verdict for revision in revisions if revision.nature != "liveness"})
+                suspected = one.suspected if one is not None else "nothing"
+                ever = sorted({revision.suspected for revision in revisions if revision.nature != "liveness"})
                 total += 1
-                good += verdict in right
-                strict += verdict == cause or (cause == "program" and verdict == "unknown")
+                good += suspected in right
+                strict += suspected == cause or (cause == "program" and suspected == "unknown")
                 wrong += "hardware" in ever and "hardware" not in right
-                table[cause, verdict] += 1
+                table[cause, suspected] += 1
                 lines.append(
-                    f"{layout:8} {name:40} {cause:10} {verdict:10} {'yes' if verdict in right else 'NO':5}  "
+                    f"{layout:8} {name:40} {cause:10} {suspected:10} {'yes' if suspected in right else 'NO':5}  "
                     f"{one.opened_step - AT if one else '':>6}  {' '.join(ever)}"
                 )
                 print(lines[-1], flush=True)

@@ -146,13 +146,14 @@ def main() -> None:
                     raise SystemExit(f"{fault}: not in the library of healthy_faults.py")
                 revisions = bench.plant(fault)
                 one = gravest(revisions)
-                verdict = one.verdict if one is not None else "nothing"
-                ever = sorted({revision.verdict for revision in revisions})
+                suspected = one.suspected if one is not None else "nothing"
+                ever = sorted({revision.suspected for revision in revisions})
                 total, seen = total + 1, seen + (one is not None)
-                good, strict = good + (verdict in known), strict + (verdict == cause)
+                good, strict = good + (suspected in known), strict + (suspected == cause)
                 wrong += "hardware" in ever and "hardware" not in known
                 lines.append(
-                    f"{name:8} {fault:36} {cause:10} {verdict:10} {'yes' if verdict in known else 'NO':5}  {' '.join(ever)}"
+                    f"{name:8} {fault:36} {cause:10} {suspected:10} {'yes' if suspected in known else 'NO':5}  "
+                    f"{' '.join(ever)}"
                 )
                 print(lines[-1], flush=True)
                 for line in one.evidence[:4] if one is not None else ():

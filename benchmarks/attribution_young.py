@@ -17,7 +17,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from attribution import gravest, told
+from attribution import gravest, notified
 from healthy_faults import LIBRARY
 from healthy_training import RECIPES, Training
 
@@ -62,22 +62,22 @@ def main() -> None:
     for recipe in options.recipes:
         for seed in range(options.seeds):
             with tempfile.TemporaryDirectory() as scratch:
-                messages = told(judged(Path(scratch), recipe, seed, 70, -1, KINDS))
+                messages = notified(judged(Path(scratch), recipe, seed, 70, -1, KINDS))
             skips = sorted({step for _, one, _ in messages for step in one.skip_steps})
             num_messages, num_skips = num_messages + len(messages), num_skips + bool(skips)
             lines.append(f"healthy {recipe:5} seed {seed}: {len(messages)} messages; told to skip {skips}")
-            lines += sorted({f"      {one.title}: {one.verdict}" for _, one, _ in messages})
+            lines += sorted({f"      {one.title}: {one.suspected}" for _, one, _ in messages})
             print(*lines[-1 - len({one.title for _, one, _ in messages}) :], sep="\n", flush=True)
     for at in (8, 40):
         for kinds, right in (((*KINDS, "router"), {"model"}), (KINDS, {"model", "unknown"})):
             with tempfile.TemporaryDirectory() as scratch:
                 revisions = [one for one in judged(Path(scratch), "moe", 0, at + 24, at, kinds) if one.last_step >= at]
             one = gravest([each for each in revisions if each.severity is not Severity.INFO])
-            verdict = one.verdict if one is not None else "nothing"
-            skips = sorted({step for _, each, _ in told(revisions) for step in each.skip_steps})
-            num_cases, num_right = num_cases + 1, num_right + (verdict in right and not skips)
+            suspected = one.suspected if one is not None else "nothing"
+            skips = sorted({step for _, each, _ in notified(revisions) for step in each.skip_steps})
+            num_cases, num_right = num_cases + 1, num_right + (suspected in right and not skips)
             probe = "with" if "router" in kinds else "without"
-            lines.append(f"router collapses after {at} steps, {probe} its probe: {verdict}; told to skip {skips}")
+            lines.append(f"router collapses after {at} steps, {probe} its probe: {suspected}; told to skip {skips}")
             lines += [f"      {line}" for line in (one.title, *one.evidence[:3])] if one is not None else []
             print(*lines[-5:], sep="\n", flush=True)
     lines.append(

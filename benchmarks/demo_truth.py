@@ -27,13 +27,13 @@ def run(directory: str) -> tuple[bool, list[str], float, str]:
     command = [sys.executable, "-m", "sentinel.cli", "demo", "--json", "--dir", directory]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:
-        told = json.loads(done.stdout)
+        notified = json.loads(done.stdout)
     except ValueError:
         return False, [f"no report: {done.stderr.strip()[-200:]}"], 0.0, "-"
-    missed = [f"{claim['text']}: {claim['found']}" for claim in told["claims"] if not claim["holds"]]
-    alerts = [alert for one in told["alerts"] if one["to"] == "webhook" for alert in one["body"]["alerts"]]
+    missed = [f"{claim['text']}: {claim['found']}" for claim in notified["claims"] if not claim["holds"]]
+    alerts = [alert for one in notified["alerts"] if one["to"] == "webhook" for alert in one["body"]["alerts"]]
     of_time = sum(alert["incident"]["detectors"] == ["SlowRank"] for alert in alerts)
-    return told["ok"], missed, told["seconds"], f"{len(alerts) - of_time} + {of_time}"
+    return notified["ok"], missed, notified["seconds"], f"{len(alerts) - of_time} + {of_time}"
 
 
 def main() -> int:

@@ -1,8 +1,9 @@
-"""Scalar detectors on labelled training logs: recall, false alarms, frontier, robustness, sisters, drift, storms, speed.
+"""Scalar detectors on labelled training logs: recall, false alarms, frontier, robustness, reference runs, drift, storms,
+speed.
 
 usage: detection.py [--logs DIR] [--frontier OUT.csv] [--backtest ALARMS.jsonl] [PART ...]
 
-PART: quality, loro, unseen, frontier, robust, altered, recur, slow, sisters, speed; none: all. Prints tables.
+PART: quality, loro, unseen, frontier, robust, altered, recur, slow, reference runs, speed; none: all. Prints tables.
 --backtest scores also what `sentinel rules backtest LOGS/series/*.csv --json` printed: the whole way through the judge. The
 logs are data from elsewhere (their README says where from) and no part of this project; without them only speed is measured.
 
@@ -181,15 +182,17 @@ def quality(logs: Logs, backtest: Path | None) -> None:
     """Print recall and false alarms of both halves."""
     print("\n## Quality: weighted recall, lenient and strict false alarms per 10k rows, median delay; defaults\n")
     print("| channel | detector | half | events | recall | lenient | strict | delay |\n|---|---|---|---|---|---|---|---|")
-    told: dict[str, dict[tuple[str, str], list[int]]] = {}
+    reported: dict[str, dict[tuple[str, str], list[int]]] = {}
     if backtest is not None:
         for line in backtest.read_text().splitlines():
             alarm = json.loads(line)
-            told.setdefault(alarm["channel"], {}).setdefault(alarm["file"].rsplit("/", 1)[-1], []).append(int(alarm["i"]))
+            reported.setdefault(alarm["channel"], {}).setdefault(alarm["file"].rsplit("/", 1)[-1], []).append(
+                int(alarm["i"])
+            )
     for channel, detector in DETECTORS.items():
         ways = {type(detector).__name__: logs.alarms(channel, by_scan(detector))}
         if backtest is not None:
-            ways["rules backtest"] = told.get(channel, {})
+            ways["rules backtest"] = reported.get(channel, {})
         others: dict[str, Flags] = {"mean + 6 sigma, 128": mean_plus_sigmas(6.0)}
         others["log median/MAD, k 6"] = log_median(6.0, 0.05 if channel == "loss" else 0.3)
         others["exponential z, 2.5"] = exponential_z(2.5)
@@ -300,7 +303,7 @@ def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))
     import detection_altered
     import detection_loro
-    import detection_sisters
+    import detection_references
     import detection_speed
     import detection_unseen
 
@@ -317,9 +320,9 @@ def main() -> int:
         "frontier": lambda data: frontier(data, args.frontier),
         "robust": robust,
         "altered": lambda data: detection_altered.altered(data, DETECTORS),
-        "recur": detection_sisters.recur,
+        "recur": detection_references.recur,
         "slow": slow,
-        "sisters": detection_sisters.sisters,
+        "sisters": detection_references.references,
         "speed": lambda data: detection_speed.speed(),
     }
     for part in wanted:

@@ -381,16 +381,16 @@ def drift(detector: Any, row_by_row: Callable[[Any, np.ndarray], np.ndarray], se
     print(f"\n## Drift: messages of {runs} healthy runs a kind of {LONG} rows (256 quiet rows end one)\n")
     print("| kind | messages, each run |\n|---|---|")
     flagged = row_by_row(detector, wander(seed, LONG, runs))
-    told = np.array([_told(column) for column in flagged.T]).reshape(len(HEALTHY), runs)
-    for name, each in zip(HEALTHY, told.tolist(), strict=True):
+    reported = np.array([_reported(column) for column in flagged.T]).reshape(len(HEALTHY), runs)
+    for name, each in zip(HEALTHY, reported.tolist(), strict=True):
         print(f"| {name} | {each} |")
-    print(f"| all | {told.sum()} in {told.size} runs, {told.max()} in one at most |")
+    print(f"| all | {reported.sum()} in {reported.size} runs, {reported.max()} in one at most |")
     for size, climb in CLIMBS:
         rows = MATURE + climb + 1000
         climbs = wander(seed + 1, rows, runs)
         climbs *= size ** np.clip((np.arange(rows) - MATURE) / climb, 0.0, 1.0)[:, None]
         found = row_by_row(detector, climbs)[MATURE:]
-        often = np.array([_told(column) for column in found.T]).reshape(len(HEALTHY), runs)
+        often = np.array([_reported(column) for column in found.T]).reshape(len(HEALTHY), runs)
         late = np.where(found.any(axis=0), found.argmax(axis=0), -1).reshape(len(HEALTHY), runs)
         print(f"\n### x{size} over {climb} rows, after {MATURE}\n")
         print("| kind | rows until called (-1: not) | messages |\n|---|---|---|")
@@ -399,7 +399,7 @@ def drift(detector: Any, row_by_row: Callable[[Any, np.ndarray], np.ndarray], se
         print(f"| all | {(often > 0).sum()} of {often.size} called | {(often > 1).sum()} more than once |", flush=True)
 
 
-def _told(flagged: np.ndarray) -> int:
+def _reported(flagged: np.ndarray) -> int:
     rows = np.flatnonzero(flagged)
     return len(rows[:1]) + int((np.diff(rows) > 256).sum())
 

@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
     mode: str
     """What the trainer does; see its own words."""
-    told: str
+    notified: str
     """A regular expression that the first message has to fit; empty: nobody is to be told anything."""
     later: str = ""
     """The same where a daemon finds it when all is over; empty: as `told`; `-`: not taken."""
@@ -79,7 +79,7 @@ class Case(NamedTuple):
         if mode == "serve" and self.beside:
             # torchrun kills its ranks one after the other, the first one first; the others may break before they are killed.
             return self.beside, (0, None), Severity.CRITICAL
-        return self.later if mode == "later" and self.later else self.told, (self.rank,), self.most
+        return self.later if mode == "later" and self.later else self.notified, (self.rank,), self.most
 
 
 KILLED, GONE = r"rank 1.* was killed: SIGKILL", r"rank 1.* (was killed: SIGKILL|is gone without a word)"
@@ -184,15 +184,15 @@ def onsets(run_dir: Path) -> list[Anomaly]:
 
 def messages(run_dir: Path) -> list[str]:
     """Return what a sink of default settings was told, without the ends of what it knew."""
-    path, known, told = run_dir / "incidents.jsonl", {}, []
+    path, known, notified = run_dir / "incidents.jsonl", {}, []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         one = msgspec.json.decode(line, type=Incident)
         change = change_of(known.get(one.id), one, RouteConfig())
         if change in MESSAGES:
-            told.append(f"{change} {one.severity.value}: {one.title}")
+            notified.append(f"{change} {one.severity.value}: {one.title}")
         known[one.id] = one
     left = [one.title for one in known.values() if one.state == "open"]
-    return told + [f"STILL OPEN: {title}" for title in left]
+    return notified + [f"STILL OPEN: {title}" for title in left]
 
 
 def wait(is_so: Any, timeout_s: float) -> Any:
@@ -229,7 +229,7 @@ def acts(case: Case, folder: Path, process: subprocess.Popen[bytes]) -> float | 
         time.sleep(5.0)
         process.send_signal(signal.SIGTERM)
         return None
-    wait(lambda: any(one.rule in ("stale-rank", "run-ended") for one in onsets(run_dir)), 40 if case.told else 3)
+    wait(lambda: any(one.rule in ("stale-rank", "run-ended") for one in onsets(run_dir)), 40 if case.notified else 3)
     os.kill(found[1], signal.SIGCONT if case.act == "continue" else signal.SIGKILL)
     return None
 
@@ -321,13 +321,13 @@ def judged(case: Case, mode: str, run_dir: Path, delay: float | None) -> Taken:
     is_named = first is None if not wanted else (
         first is not None and first.rank in accused and re.search(wanted, first.message) is not None
     )  # fmt: skip
-    told = messages(run_dir)
+    notified = messages(run_dir)
     false = [f"{one.severity.value} {one.rule}: {one.message}" for one in found[1:]]
     false += [
         f"{one.severity.value} {one.rule}: {one.message}"
         for one in onsets(run_dir) if one not in found and one.severity is not Severity.INFO
     ]  # fmt: skip
-    false += [text for text in told if text.startswith("STILL OPEN")]
+    false += [text for text in notified if text.startswith("STILL OPEN")]
     # Nobody was there to see that it was sent: it may be for want of memory.
     is_known = mode != "later" or not case.later
     if first is not None and is_known and first.severity.level > most.level:
@@ -337,7 +337,7 @@ def judged(case: Case, mode: str, run_dir: Path, delay: float | None) -> Taken:
     if how != case.how and not (mode == "later" and case.how == "out_of_memory"):
         false.append(f"status says {how}")
     text = first.message if first is not None else ""
-    return Taken(is_named, delay, len([one for one in told if not one.startswith("STILL")]), false, text)
+    return Taken(is_named, delay, len([one for one in notified if not one.startswith("STILL")]), false, text)
 
 
 def main() -> None:

@@ -130,10 +130,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="sentinel-ranks-") as scratch:
         folder = options.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        told = folder / "frozen.txt"
-        if not told.exists():
-            told.write_text(_run_ranks(folder))
-        text = _judge(folder) + f"\n\n{told.read_text()}"
+        reported = folder / "frozen.txt"
+        if not reported.exists():
+            reported.write_text(_run_ranks(folder))
+        text = _judge(folder) + f"\n\n{reported.read_text()}"
     print(text)
     if options.write:
         path = ROOT / "benchmarks" / "results" / f"{datetime.date.today().isoformat()}-fault_ranks.md"

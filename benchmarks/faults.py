@@ -244,9 +244,11 @@ def main() -> int:
     events = [one for one in found if not one.grows]
     share = sum(one.is_in_time for one in events)
     paged, warned = sum(one.paged >= 0 for one in events), sum(one.warned >= 0 for one in events)
-    told = f"{share} of {len(events)} events had an anomaly within {WITHIN_STEPS} steps; {paged} paged, {warned} warned. "
-    told += f"{sum(one.num_incidents > 1 for one in found)} of {len(found)} faults had several incidents above info."
-    text = "\n".join([*(f"- {note}" for note in notes), "", table(found), "", told])
+    notified = (
+        f"{share} of {len(events)} events had an anomaly within {WITHIN_STEPS} steps; {paged} paged, {warned} warned. "
+    )
+    notified += f"{sum(one.num_incidents > 1 for one in found)} of {len(found)} faults had several incidents above info."
+    text = "\n".join([*(f"- {note}" for note in notes), "", table(found), "", notified])
     print(text)
     if options.write:
         path = ROOT / "benchmarks" / "results" / f"{datetime.date.today().isoformat()}-faults.md"

@@ -29,11 +29,11 @@ import msgspec
 import yaml
 
 from sentinel.daemon.config import DaemonConfig, load_config
-from sentinel.daemon.console import ServedConsole
 from sentinel.daemon.http.app import make_app
 from sentinel.daemon.http.config import HttpConfig
 from sentinel.daemon.http.guard import RequestGate
 from sentinel.daemon.http.tokens import Tokens
+from sentinel.daemon.inquiry import ServedConsole
 from sentinel.daemon.outboxes import Outboxes
 from sentinel.daemon.serving import ServedRun
 from sentinel.decision import Tick
@@ -52,7 +52,7 @@ from sentinel.rules.language.loader import PACKS, load_pack
 from sentinel.store.run_paths import RunPaths
 from sentinel.testing import Nan, SyntheticRun
 from sentinel.testing.forging import Forger, samples
-from sentinel.wire.control import ControlFolder
+from sentinel.wire.control_folder import ControlFolder
 from sentinel.wire.frame import FRAME_TYPES, Frame, Header, Message, encode_message, run_id_of
 from sentinel.wire.spool_reader import SpoolReader
 
@@ -125,14 +125,22 @@ def _rare_frames(run: SyntheticRun) -> list[Frame]:
     return [
         Frame(
             Header(
-                type=FRAME_TYPES[type(one)], life=run.life(1), run_id=run_id_of("run"), rank=1, seq=1, attempt=0, step=3,
-                layout_id=7, wall_ns=1, mono_ns=1,
+                type=FRAME_TYPES[type(one)],
+                incarnation=run.incarnation(1),
+                run_id=run_id_of("run"),
+                rank=1,
+                seq=1,
+                attempt=0,
+                step=3,
+                layout_id=7,
+                wall_ns=1,
+                mono_ns=1,
             ),
             encode_message(one),
             0,
         )
         for one in messages
-    ]  # fmt: skip
+    ]
 
 
 def configs(seed: int, home: Path) -> int:
@@ -182,10 +190,10 @@ def commands(seed: int, home: Path) -> int:
         {"type": "WithdrawCommand", "id": "c", "withdraws": "d"},
     ]
     for at in range(50):
-        told = forger.value({**rng.choice(kinds), "seq": at})
+        reported = forger.value({**rng.choice(kinds), "seq": at})
         with contextlib.suppress(UnicodeEncodeError):
             (home / f"{at:06d}.json").write_bytes(
-                msgspec.json.encode(told) if at % 2 else forger.damaged(msgspec.json.encode(told))
+                msgspec.json.encode(reported) if at % 2 else forger.damaged(msgspec.json.encode(reported))
             )
     folder.poll(10**18)
     return 50
@@ -260,8 +268,10 @@ def journals(seed: int, home: Path) -> int:
         for table in ("decisions", "snapshots", "incidents"):
             row = db.execute(f"SELECT rowid, body FROM {table} ORDER BY random() LIMIT 1").fetchone()
             if row is not None:
-                told = msgspec.msgpack.encode(forger.value(msgspec.msgpack.decode(row[1]))) if table == "decisions" else None
-                db.execute(f"UPDATE {table} SET body = ? WHERE rowid = ?", (told or forger.damaged(row[1]), row[0]))
+                reported = (
+                    msgspec.msgpack.encode(forger.value(msgspec.msgpack.decode(row[1]))) if table == "decisions" else None
+                )
+                db.execute(f"UPDATE {table} SET body = ? WHERE rowid = ?", (reported or forger.damaged(row[1]), row[0]))
         db.commit()
         db.close()
     with contextlib.suppress(SentinelError):
@@ -297,11 +307,11 @@ def _notifier() -> Notifier:
 
 
 def _text(forger: Forger, whole: Any) -> bytes:
-    told = forger.value(whole)
+    reported = forger.value(whole)
     try:
-        text = yaml.safe_dump(told, allow_unicode=True).encode("utf-8", "surrogatepass")
+        text = yaml.safe_dump(reported, allow_unicode=True).encode("utf-8", "surrogatepass")
     except RecursionError:
-        text = msgspec.json.encode(told)
+        text = msgspec.json.encode(reported)
     return forger.damaged(text) if len(text) % 3 == 0 else text
 
 

@@ -90,11 +90,11 @@ def medians(tasks: dict[str, Callable[[], object]], device: str, *, rounds: int,
     return {name: [statistics.median(own), min(own), max(own)] for name, own in times.items()}
 
 
-def write(options: argparse.Namespace, name: str, told: dict[str, Any]) -> None:
+def write(options: argparse.Namespace, name: str, cell: dict[str, Any]) -> None:
     """Write the results where that was asked for."""
     if not options.write:
         return
-    path = options.out / f"{told['date']}-{name}.json"
+    path = options.out / f"{cell['date']}-{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(told, indent=2) + "\n")
+    path.write_text(json.dumps(cell, indent=2) + "\n")
     print(f"written to {path}")

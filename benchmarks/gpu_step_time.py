@@ -146,12 +146,12 @@ def compare(options: argparse.Namespace, training: Training) -> list[dict[str, A
     print(f"{'variant':<28} {'ms/step':>9} {'ratio':>8}   least - most")
     for name, own in times.items():
         ratios = sorted(a / b for a, b in zip(own, times["without"], strict=True))
-        told = {
+        cell = {
             "variant": name, "ms": round(1e3 * statistics.median(own), 3), "ratio": round(statistics.median(ratios), 5),
             "ratio_least": round(ratios[0], 5), "ratio_most": round(ratios[-1], 5),
         }  # fmt: skip
-        table.append(told)
-        print(f"{name:<28} {told['ms']:>9} {told['ratio']:>8.4f}   {told['ratio_least']:.4f} - {told['ratio_most']:.4f}")
+        table.append(cell)
+        print(f"{name:<28} {cell['ms']:>9} {cell['ratio']:>8.4f}   {cell['ratio_least']:.4f} - {cell['ratio_most']:.4f}")
     return table
 
 
@@ -162,14 +162,14 @@ def floor(training: Training) -> dict[str, float]:
     y = torch.empty_like(x)
     took = gpu_results.medians({"copy": lambda: y.copy_(x)}, training.device, rounds=5, repeats=3)["copy"][0]
     bandwidth = 2 * x.numel() * 2 / took
-    told = {"bytes": nbytes, "copy_gb_s": round(bandwidth / 1e9, 1), "ms": nbytes / bandwidth * 1e3}
-    print(f"params and wgrads: {nbytes / 1e9:.2f} GB; at the copy's {told['copy_gb_s']} GB/s {told['ms']:.3f} ms")
-    return told
+    cell = {"bytes": nbytes, "copy_gb_s": round(bandwidth / 1e9, 1), "ms": nbytes / bandwidth * 1e3}
+    print(f"params and wgrads: {nbytes / 1e9:.2f} GB; at the copy's {cell['copy_gb_s']} GB/s {cell['ms']:.3f} ms")
+    return cell
 
 
 def waits(options: argparse.Namespace, training: Training) -> dict[str, Any]:
     """Count what waits for the device in three steps; and let it be an error, of all four groups and the black box."""
-    told: dict[str, Any] = {}
+    cell: dict[str, Any] = {}
     activities = [torch.profiler.ProfilerActivity.CPU]
     if options.device == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -190,10 +190,10 @@ def waits(options: argparse.Namespace, training: Training) -> dict[str, Any]:
             if attached is not None:
                 attached.detach()
         threads = {event.thread for event in here if event.name.startswith("cudaLaunchKernel")}
-        told[name] = {wait: sum(event.name == wait and event.thread in threads for event in here) for wait in WAITS}
+        cell[name] = {wait: sum(event.name == wait and event.thread in threads for event in here) for wait in WAITS}
         steps_of(training, 3, settings, f"strict-{name}", strict=True)
-        print(f"waits in 3 steps, {name}: {told[name]}; none is an error under set_sync_debug_mode")
-    return told
+        print(f"waits in 3 steps, {name}: {cell[name]}; none is an error under set_sync_debug_mode")
+    return cell
 
 
 def graph(options: argparse.Namespace, training: Training) -> dict[str, float]:
@@ -244,9 +244,9 @@ def graph(options: argparse.Namespace, training: Training) -> dict[str, float]:
     assert rows.finish() == 0, "rows of the replayed graph did not arrive"
     assert (rows.array["count"] > 0).all()
     base = statistics.median(took["plain"])
-    told = {name: statistics.median(own) / base for name, own in took.items()}
-    print(f"CUDA graph of forward and backward, {len(blocks)} launches: {told}")
-    return told
+    cell = {name: statistics.median(own) / base for name, own in took.items()}
+    print(f"CUDA graph of forward and backward, {len(blocks)} launches: {cell}")
+    return cell
 
 
 def main() -> None:
@@ -268,17 +268,17 @@ def main() -> None:
         if not options.batch:
             steps_of(training, 3, None, "warm")
             training.set_batch(max(1, round(4 * options.target_ms / 1e3 / steps_of(training, 3, None, "sized"))))
-        told = gpu_results.about(options, choose_kernel(options.device).name)
-        told["parameters"] = sum(p.numel() for p in training.model.parameters())
-        told["batch"], told["sequence"] = training.batch, training.sequence
-        print(f"{told['date']}; {told['machine']}; torch {told['torch']}; triton {told['triton']}; {told['kernel']}")
-        print(f"{told['parameters'] / 1e9:.2f}e9 parameters, batch {training.batch} x {training.sequence}")
-        told["floor"] = floor(training)
-        told["variants"] = compare(options, training)
-        told["waits"] = waits(options, training)
+        cell = gpu_results.about(options, choose_kernel(options.device).name)
+        cell["parameters"] = sum(p.numel() for p in training.model.parameters())
+        cell["batch"], cell["sequence"] = training.batch, training.sequence
+        print(f"{cell['date']}; {cell['machine']}; torch {cell['torch']}; triton {cell['triton']}; {cell['kernel']}")
+        print(f"{cell['parameters'] / 1e9:.2f}e9 parameters, batch {training.batch} x {training.sequence}")
+        cell["floor"] = floor(training)
+        cell["variants"] = compare(options, training)
+        cell["waits"] = waits(options, training)
         if not options.without_graph:
-            told["graph"] = graph(options, training)
-    gpu_results.write(options, "gpu_step_time", told)
+            cell["graph"] = graph(options, training)
+    gpu_results.write(options, "gpu_step_time", cell)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,11 @@ def make_rows(num_rows: int) -> np.ndarray:
 def measure(directory: Path, template: np.ndarray, num_steps: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Return (seconds of each submit, seconds of each computation beside it, steps that lost rows)."""
     handover = Handover(
-        directory, life=os.urandom(16), run="run", rank=0, position=lambda: Heartbeat(step=0, call_id=0, activity="train")
+        directory,
+        incarnation=os.urandom(16),
+        run="run",
+        rank=0,
+        position=lambda: Heartbeat(step=0, call_id=0, activity="train"),
     )
     free = [template.copy() for _ in range(POOL)]
     x = np.random.default_rng(0).random(1_000_000)

@@ -45,11 +45,11 @@ def recorded_at(keep: Path, recipe: str, num_steps: int, seed: int) -> Path:
     if not truth.exists():
         shutil.rmtree(keep / run, ignore_errors=True)
         began = time.monotonic()
-        told = record(
+        notified = record(
             keep, run, RECIPES[recipe], num_steps, seed, LIBRARY[LAST[recipe]].make,
             tell=lambda text: print(text, file=sys.stderr, flush=True),
         )  # fmt: skip
-        truth.write_text(json.dumps({**told, "fault": LAST[recipe], "seconds": round(time.monotonic() - began)}))
+        truth.write_text(json.dumps({**notified, "fault": LAST[recipe], "seconds": round(time.monotonic() - began)}))
     return truth
 
 

@@ -57,12 +57,12 @@ class Replay:
         """Judge these steps into `said`. AssertionError when a row that was sent was not judged."""
         rows, points = self.judge.num_rows_judged, sum(self.judge.num_points_judged.values())
         for view in views:
-            verdict = self.judge.judge(view.decision, view)
+            judgement = self.judge.judge(view.decision, view)
             said.num_steps += 1
             said.num_expected += view.num_expected
             said.num_tensor_steps += int(view.present.sum())
-            said.onsets.extend(one for one in verdict.anomalies if one.event == "onset")
-            for incident in verdict.incidents:
+            said.onsets.extend(one for one in judgement.anomalies if one.event == "onset")
+            for incident in judgement.incidents:
                 said.incidents[incident.id] = incident
                 if incident.paged and incident.id not in self._paged:
                     self._paged.add(incident.id)

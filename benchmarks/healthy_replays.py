@@ -81,18 +81,18 @@ def main() -> int:
         if options.only and not file.stem.startswith(tuple(options.only)):
             continue
         began = time.monotonic()
-        heard = listen(file)
-        for one in heard:
+        received = listen(file)
+        for one in received:
             for counts in (total, independent)[: 2 if one.name == "whole" else 1]:
                 counts.update(steps=one.said.num_steps, tensors=one.said.num_tensor_steps, points=one.said.num_points)
             pages += len(one.said.paged)
             rules.update(one.said.by_rule())
             for step, title in one.said.paged.values():
                 print(f"PAGE {file.stem} {one.name}: step {step}: {title}", file=sys.stderr)
-        sums = [sum(getattr(one.said, name) for one in heard) for name in ("num_steps", "num_tensor_steps", "num_points")]
-        told = [one.said.num_of(Severity.WARNING) for one in heard]
-        cells = [file.stem, len(heard), *sums, sum(len(one.said.paged) for one in heard), told[0]]
-        others = ", ".join(map(str, told[1:]))
+        sums = [sum(getattr(one.said, name) for one in received) for name in ("num_steps", "num_tensor_steps", "num_points")]
+        notified = [one.said.num_of(Severity.WARNING) for one in received]
+        cells = [file.stem, len(received), *sums, sum(len(one.said.paged) for one in received), notified[0]]
+        others = ", ".join(map(str, notified[1:]))
         print(f"| {' | '.join(map(str, cells))} | {others} |", flush=True)
         print(f"{file.stem}: {time.monotonic() - began:.0f} s", file=sys.stderr)
     print("\nOnsets, all judges: " + (", ".join(f"{r} {s} {n}" for (r, s), n in sorted(rules.items())) or "none"))

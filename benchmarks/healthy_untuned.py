@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from attribution import told
+from attribution import notified
 from healthy_programs import PROGRAMS
 from healthy_programs_later import PROGRAMS as LATER
 
@@ -60,11 +60,11 @@ def judged(run: Path) -> tuple[int, list[Anomaly], list[Incident]]:
     judge, steps = Judge(load_pack()), 0
     onsets, revisions = list[Anomaly](), list[Incident]()
     for view, decision in recorded_views(RunPaths.of(run), None, recompute=True):
-        verdict = judge.judge(decision, view)
+        judgement = judge.judge(decision, view)
         steps += 1
-        onsets += [one for one in verdict.anomalies if one.event == "onset" and one.severity is not Severity.INFO]
-        revisions += [one for one in verdict.incidents if set(one.detectors) != {"SlowRank"}]
-    return steps, [one for one in onsets if one.detector != "SlowRank"], [one for _, one, _ in told(revisions)]
+        onsets += [one for one in judgement.anomalies if one.event == "onset" and one.severity is not Severity.INFO]
+        revisions += [one for one in judgement.incidents if set(one.detectors) != {"SlowRank"}]
+    return steps, [one for one in onsets if one.detector != "SlowRank"], [one for _, one, _ in notified(revisions)]
 
 
 def main() -> int:
@@ -95,7 +95,7 @@ def main() -> int:
                 totals = [total + count for total, count in zip(totals, counts, strict=True)]
                 table.append(f"| {name} | {seed} | {' | '.join(map(str, counts))} |")
                 lines += [f"- {name} {seed}, step {one.step}, {one.severity.value}: {one.message}" for one in onsets]
-                lines += [f"- {name} {seed}, told at {one.last_step}: {one.title}; {one.verdict}" for one in messages]
+                lines += [f"- {name} {seed}, told at {one.last_step}: {one.title}; {one.suspected}" for one in messages]
                 print(table[-1], *lines[len(lines) - len(onsets) - len(messages) :], sep="\n", flush=True)
     table.append(f"| all | | {' | '.join(map(str, totals))} |")
     print(table[-1])

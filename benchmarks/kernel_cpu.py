@@ -93,7 +93,7 @@ def budget(dtype: torch.dtype, size: int) -> float | None:
     return 5.0
 
 
-def verdict(ratio: float, most: float | None) -> str:
+def outcome(ratio: float, most: float | None) -> str:
     return "" if most is None else f"{'met' if ratio <= most else 'MISSED'} ({most:g}x)"
 
 
@@ -117,12 +117,12 @@ def table(libraries: dict[str, Library], largest: float, seconds: float) -> None
             times = {name: best[name] / best["sum"] for name in best}
             line = f"{size:>8.0e} {str(dtype)[6:]:>8} {best['sum'] * 1e6:>8.1f}"
             line += f" {times['native']:>6.2f}x {times['checksum']:>5.2f}x"
-            line += f"  {verdict(times['checksum'], budget(dtype, size)):<12}"
+            line += f"  {outcome(times['checksum'], budget(dtype, size)):<12}"
             line += "".join(f" {times[isa]:>11.2f}x" for isa in libraries)
             line += f" {times['torch']:>6.1f}x {times['torch checksum']:>5.1f}x"
             line += f" {times['naive']:>5.0f}x" if "naive" in times else "      -"
             most = 20.0 if size >= 10**7 and dtype is not torch.float64 else None
-            print(f"{line}  {verdict(times['torch'], most)}", flush=True)
+            print(f"{line}  {outcome(times['torch'], most)}", flush=True)
 
 
 def many(seconds: float) -> None:
@@ -143,7 +143,7 @@ def many(seconds: float) -> None:
         ratio = best["one"] / best["sum"]
         print(
             f"fp32 of {size:>6} each: 500 sum() calls {best['sum'] * 1e6:>6.0f} us; one call, checksum included, "
-            f"{best['one'] * 1e6:>6.0f} us, {ratio:.2f}x, {verdict(ratio, 1.0)}; 500 calls {best['each'] * 1e6:>6.0f} us"
+            f"{best['one'] * 1e6:>6.0f} us, {ratio:.2f}x, {outcome(ratio, 1.0)}; 500 calls {best['each'] * 1e6:>6.0f} us"
         )
 
 

@@ -92,10 +92,10 @@ def bandwidth(options: argparse.Namespace, kernel: Kernel) -> list[dict[str, Any
                     "us_most": round(took["read"][2] / number * 1e6, 2),
                 }
             )  # fmt: skip
-            told = table[-1]
+            cell = table[-1]
             print(
-                f"{size:>9.0e} {told['dtype']:>9} {told['copy_gb_s']:>10} {told['read_gb_s']:>10} {told['share']:>6.2f} "
-                f"{told['share_checksum']:>9.2f} {told['us']:>8}  {told['us_least']} - {told['us_most']}"
+                f"{size:>9.0e} {cell['dtype']:>9} {cell['copy_gb_s']:>10} {cell['read_gb_s']:>10} {cell['share']:>6.2f} "
+                f"{cell['share_checksum']:>9.2f} {cell['us']:>8}  {cell['us_least']} - {cell['us_most']}"
             )
     return table
 
@@ -143,10 +143,10 @@ def many(options: argparse.Namespace, kernel: Kernel) -> list[dict[str, Any]]:
                 "copy_ms": took["copy"][0] * 1e3, "share": round(share, 3), "call_us": float(np.median(called)) * 1e6,
             }
         )  # fmt: skip
-        told = table[-1]
+        cell = table[-1]
         print(
-            f"{told['dtype']:>9} {told['tensors']:>7} {told['ms']:>8.3f} {told['copy_ms']:>8.3f} {share:>6.2f} "
-            f"{told['call_us']:>8.0f}"
+            f"{cell['dtype']:>9} {cell['tensors']:>7} {cell['ms']:>8.3f} {cell['copy_ms']:>8.3f} {share:>6.2f} "
+            f"{cell['call_us']:>8.0f}"
         )
         del tensors, flat, target
     return table
@@ -157,7 +157,7 @@ def host_time(options: argparse.Namespace, kernel: Kernel) -> dict[str, float]:
     x = torch.ones(1000, device=options.device)
     number = 20 if options.tiny else 500
     rows = rows_for(number)
-    told = {}
+    cell = {}
     tasks = {"measure": lambda row: kernel.measure((x,), rows, row), "sum": lambda row: x.sum()}
     for name, task in tasks.items():
         best = float("inf")
@@ -167,9 +167,9 @@ def host_time(options: argparse.Namespace, kernel: Kernel) -> dict[str, float]:
             for row in range(number):
                 task(row)
             best = min(best, (time.perf_counter() - began) / number)
-        told[name] = best * 1e6
-    print(f"\nhost, one tensor of 1000 elements: {told['measure']:.2f} us a launch; its sum() {told['sum']:.2f} us")
-    return told
+        cell[name] = best * 1e6
+    print(f"\nhost, one tensor of 1000 elements: {cell['measure']:.2f} us a launch; its sum() {cell['sum']:.2f} us")
+    return cell
 
 
 def checks(options: argparse.Namespace, kernel: Kernel) -> dict[str, Any]:
@@ -209,14 +209,14 @@ def main() -> None:
     options = parser.parse_args()
     gpu_results.require_device(options)
     kernel = choose_kernel(options.device)
-    told = gpu_results.about(options, kernel.name)
-    print(f"{told['date']}; {told['machine']}; torch {told['torch']}; triton {told['triton']}; {kernel.name}")
-    told["checks"] = checks(options, kernel)
-    told["host_us"] = host_time(options, kernel)
-    told["bandwidth"] = bandwidth(options, kernel)
-    told["many"] = many(options, kernel)
-    told["kernel"] = kernel.name
-    gpu_results.write(options, "kernel_gpu", told)
+    cell = gpu_results.about(options, kernel.name)
+    print(f"{cell['date']}; {cell['machine']}; torch {cell['torch']}; triton {cell['triton']}; {kernel.name}")
+    cell["checks"] = checks(options, kernel)
+    cell["host_us"] = host_time(options, kernel)
+    cell["bandwidth"] = bandwidth(options, kernel)
+    cell["many"] = many(options, kernel)
+    cell["kernel"] = kernel.name
+    gpu_results.write(options, "kernel_gpu", cell)
 
 
 if __name__ == "__main__":

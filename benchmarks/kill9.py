@@ -104,7 +104,7 @@ def finish(run_dir: Path, config: Path, num_steps: int, timeout_s: float = 60.0)
         raise RuntimeError(f"the daemon ended with {process.returncode}: {talk.decode()[-2000:]}")
 
 
-def told(run_dir: Path) -> list[str]:
+def reported(run_dir: Path) -> list[str]:
     """Return the keys of all alerts that were ever put into the outbox, in order."""
     journal = Journal(RunPaths.of(run_dir).journal, read_only=True)
     try:
@@ -180,8 +180,8 @@ def compare(golden: Path, disturbed: Path, where: Path) -> list[str]:
             break
     if len(expected) != len(got):
         found.append(f"expected {len(expected)} lines, got {len(got)}")
-    if told(golden) != told(disturbed):
-        found.append(f"expected the alerts {told(golden)}, got {told(disturbed)}")
+    if reported(golden) != reported(disturbed):
+        found.append(f"expected the alerts {reported(golden)}, got {reported(disturbed)}")
     ids = [msgspec.json.decode(line).get("id", "") + str(msgspec.json.decode(line).get("revision", "")) for line in got]
     if len(ids) != len(set(ids)):
         found.append("an anomaly or a revision is there twice")

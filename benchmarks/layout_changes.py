@@ -238,9 +238,9 @@ def measure(case: str, num_steps: int) -> dict[str, float]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="sentinel-layout-changes-") as scratch:
         folder = Path(scratch)
-        told = {**record(folder, case, num_steps), **count(folder)}
+        reported = {**record(folder, case, num_steps), **count(folder)}
         read(folder)  # Once to warm up: imports, caches of the disk.
-        return {**told, **read(folder)}
+        return {**reported, **read(folder)}
 
 
 Figures = dict[str, dict[str, dict[str, float]]]
@@ -257,9 +257,9 @@ def in_turns(trees: dict[str, Path], cases: list[str], rounds: int, num_steps: i
                     [sys.executable, __file__, "--one", case, "--steps", str(num_steps)], check=True, capture_output=True,
                     text=True, env={**os.environ, "SENTINEL_TREE": str(trees[name])},
                 )  # fmt: skip
-                told = json.loads(done.stdout.splitlines()[-1])
-                known = found[case].setdefault(name, told)
-                found[case][name] = {key: min(known[key], value) for key, value in told.items()}
+                reported = json.loads(done.stdout.splitlines()[-1])
+                known = found[case].setdefault(name, reported)
+                found[case][name] = {key: min(known[key], value) for key, value in reported.items()}
     return found
 
 
@@ -276,8 +276,8 @@ def table(found: Figures) -> str:
     """Return the figures as a table."""
     lines = [f"| case | tree | {' | '.join(title for _, title, _ in COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
     for case, by_tree in found.items():
-        for name, told in by_tree.items():
-            cells = " | ".join(form.format(told[key]) for key, _, form in COLUMNS)
+        for name, reported in by_tree.items():
+            cells = " | ".join(form.format(reported[key]) for key, _, form in COLUMNS)
             lines.append(f"| {case} | {name} | {cells} |")
     return "\n".join(lines)
 

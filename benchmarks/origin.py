@@ -104,8 +104,8 @@ class Plant:
 
     def describe(self) -> dict[str, object]:
         """Return it for the list of those not found."""
-        told = {"layout": self.layout, "monitoring": "on" if self.is_monitored else "off", "late": self.late}
-        return {**told, "absent": self.absent, **dataclasses.asdict(self.fault), "rank": self.rank}
+        notified = {"layout": self.layout, "monitoring": "on" if self.is_monitored else "off", "late": self.late}
+        return {**notified, "absent": self.absent, **dataclasses.asdict(self.fault), "rank": self.rank}
 
 
 class World:
@@ -209,11 +209,11 @@ class World:
         for view in views:
             if isinstance(view, Tick):
                 continue
-            verdict = self._judge.judge(view.decision, view)
+            judgement = self._judge.judge(view.decision, view)
             self.num_steps += 1
             self.num_rows += view.num_rows
-            self._anomalies.append(anomaly_line(one) for one in verdict.anomalies)
-            self._incidents.append(json_line(one) for one in verdict.incidents)
+            self._anomalies.append(anomaly_line(one) for one in judgement.anomalies)
+            self._incidents.append(json_line(one) for one in judgement.incidents)
 
     def finish(self) -> None:
         """End the run and judge what is left."""
@@ -374,7 +374,7 @@ def real(num: int, seed: int) -> dict[str, object]:
             run_dir = sweep.train(layout, planted, Path(scratch), is_monitored=is_monitored, is_sudden=False, extra=[])
             for cell in planted:
                 entries = [entry.anomaly for entry in topk(run_dir, 8, steps={cell.step}).entries]
-                said = sweep.verdict(layout, cell, entries, is_monitored=is_monitored)
+                said = sweep.suspected(layout, cell, entries, is_monitored=is_monitored)
                 if not said and entries[0].id != entries[leading_causes(entries)[0]].id:
                     said = f"the first line is another one: {entries[0].kind} of {entries[0].tag_name}"
                 right += not said
@@ -446,8 +446,8 @@ def real_finite(num: int, seed: int, only: str = "", keep: Path | None = None) -
                 if not 0 < place <= 3:
                     said = [f"{one.kind} of {one.name} ({one.segment or '?'})" for one in born[:3]]
                     on = "on" if is_monitored else "off"
-                    told = {"layout": layout.name, "monitoring": on, **dataclasses.asdict(cell), "factor": factor}
-                    wrong.append({**told, "place": place, "said": said})
+                    notified = {"layout": layout.name, "monitoring": on, **dataclasses.asdict(cell), "factor": factor}
+                    wrong.append({**notified, "place": place, "said": said})
     right = sum(places[place] for place in (1, 2, 3))
     unseen = sum(1 for one in wrong if not one["said"])
     figures = {"num": num, "right": right, "unseen": unseen, "places": dict(sorted(places.items())), "wrong": wrong}
@@ -481,9 +481,9 @@ def show(figures: dict[str, object]) -> None:
 
 def write(figures: dict[str, object], name: str) -> None:
     """Write the figures into benchmarks/results."""
-    told = {"command": "python benchmarks/origin.py " + " ".join(sys.argv[1:]), "cores": os.cpu_count()}
+    notified = {"command": "python benchmarks/origin.py " + " ".join(sys.argv[1:]), "cores": os.cpu_count()}
     path = ROOT / "benchmarks" / "results" / f"{datetime.datetime.now(datetime.UTC).date()}-{name}.json"
-    path.write_text(json.dumps({**told, **figures}, indent=1) + "\n")
+    path.write_text(json.dumps({**notified, **figures}, indent=1) + "\n")
 
 
 def main() -> int:

@@ -184,7 +184,7 @@ def read(run_dir: Path) -> dict[int, list[Anomaly]]:
     return by_step
 
 
-def verdict(layout: Layout, cell: Cell, found: list[Anomaly], *, is_monitored: bool) -> str:
+def outcome(layout: Layout, cell: Cell, found: list[Anomaly], *, is_monitored: bool) -> str:
     """Return an empty string when the first cause names what was planted, else what it named."""
     roots = leading_causes(found)
     if not roots:
@@ -231,7 +231,7 @@ def sweep(
     wrong, by_call_id_wrong, kinds = [], 0, Counter()
     for cell in planted:
         found = by_step.get(cell.step, [])
-        said = verdict(layout, cell, found, is_monitored=is_monitored)
+        said = outcome(layout, cell, found, is_monitored=is_monitored)
         kinds[cell.phase, not said] += 1
         if said:
             wrong.append({**dataclasses.asdict(cell), "said": said})
@@ -295,8 +295,8 @@ def main() -> int:
     if options.write:
         path = ROOT / "benchmarks" / "results" / f"{datetime.datetime.now(datetime.UTC).date()}-origin_sweep.json"
         path.parent.mkdir(exist_ok=True)
-        told = {"command": "python benchmarks/origin_sweep.py " + " ".join(sys.argv[1:]), "torch": torch.__version__}
-        path.write_text(json.dumps({**told, "cores": os.cpu_count(), "results": results}, indent=1) + "\n")
+        notified = {"command": "python benchmarks/origin_sweep.py " + " ".join(sys.argv[1:]), "torch": torch.__version__}
+        path.write_text(json.dumps({**notified, "cores": os.cpu_count(), "results": results}, indent=1) + "\n")
     return 0 if all(one["right"] == one["cells"] for one in results) else 1
 
 

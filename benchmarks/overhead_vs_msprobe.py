@@ -99,8 +99,8 @@ def compare(options: argparse.Namespace) -> None:
         settings = {key: value for key, value in vars(options).items() if key not in ("write", "worker")}
         machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
         step_ms = 1e3 * statistics.median(bare)
-        told = {"settings": settings, "machine": machine, "bare_step_ms": step_ms, "contenders": found, "share": shares}
-        path.write_text(json.dumps(told, indent=1) + "\n")
+        reported = {"settings": settings, "machine": machine, "bare_step_ms": step_ms, "contenders": found, "share": shares}
+        path.write_text(json.dumps(reported, indent=1) + "\n")
         print(f"written: {path.relative_to(ROOT)}")
 
 

@@ -136,8 +136,8 @@ def report(options: argparse.Namespace, ratios: dict[str, list[float]], bare_ms:
         path = ROOT / "benchmarks" / "results" / f"{date}-probes.json"
         settings = {key: value for key, value in vars(options).items() if key != "write"}
         machine = {"cpu": processor(), "cores": os.cpu_count(), "torch": torch.__version__}
-        told = {"settings": settings, "machine": machine, "bare_step_ms": bare_ms, "ratio": rows}
-        path.write_text(json.dumps(told, indent=1) + "\n")
+        reported = {"settings": settings, "machine": machine, "bare_step_ms": bare_ms, "ratio": rows}
+        path.write_text(json.dumps(reported, indent=1) + "\n")
         print(f"written: {path.relative_to(ROOT)}")
 
 

@@ -14,7 +14,7 @@ from sentinel.messages import Bye, ChunkInfo, Descriptor, EndStep, Heartbeat, Te
 from sentinel.place import Place
 from sentinel.record import NONE_ID, ROW_DTYPE, Kind
 from sentinel.wire.frame import FrameType, encode_message, row_fields, run_id_of
-from sentinel.wire.spool import SpoolWriter, life_folder
+from sentinel.wire.spool import SpoolWriter, incarnation_folder
 
 EPOCH_NS = 1_700_000_000 * 10**9
 STEP_NS = 100_000_000
@@ -62,10 +62,10 @@ class Recording:
         self._is_live = is_live
         self.writers: list[SpoolWriter] = []
         for rank in range(num_ranks):
-            life = hashlib.blake2b(f"{attempt}/{rank}".encode(), digest_size=16).digest()
+            incarnation = hashlib.blake2b(f"{attempt}/{rank}".encode(), digest_size=16).digest()
             writer = SpoolWriter(
-                life_folder(run_dir, rank, life),
-                life,
+                incarnation_folder(run_dir, rank, incarnation),
+                incarnation,
                 rank,
                 run_id_of(run_dir.name),
                 attempt,

@@ -40,7 +40,7 @@ from sentinel.rules.watches.scalar_step import ScalarStep
 from sentinel.step_view import RankStep
 from sentinel.version import VERSION
 from sentinel.wire.frame import FRAME_TYPES, FrameType, Header, encode_frame, encode_message, row_fields, run_id_of
-from sentinel.wire.spool import life_folder
+from sentinel.wire.spool import incarnation_folder
 from sentinel.wire.spool_reader import SpoolReader
 
 KINDS = ("param", "wgrad", "activation", "dgrad")
@@ -79,7 +79,7 @@ class MemoryFollower(RunFollower):
     def __init__(self, ranks: list[MadeRank]) -> None:
         super().__init__(Path("/nowhere"))
         for rank in ranks:
-            name = life_folder(self.run_dir, rank.rank, rank.life).name
+            name = incarnation_folder(self.run_dir, rank.rank, rank.incarnation).name
             rank.reader = MemoryReader(self.spool_dir / name)
             self._readers[name] = rank.reader
             self._wall_ns[name] = 0
@@ -94,7 +94,7 @@ class MadeRank:
     reader: MemoryReader
 
     def __init__(self, rank: int, num_ranks: int, num_tensors: int) -> None:
-        self.rank, self.life, self._seq = rank, rank.to_bytes(16, "little"), 0
+        self.rank, self.incarnation, self._seq = rank, rank.to_bytes(16, "little"), 0
         self.descriptor = make_descriptor(rank, num_ranks, num_tensors)
         self.num_tensors = num_tensors
 
@@ -102,9 +102,17 @@ class MadeRank:
         """Return the next frame."""
         self._seq += 1
         header = Header(
-            type=frame_type, life=self.life, run_id=run_id_of("benchmark"), rank=self.rank, seq=self._seq, attempt=0,
-            step=step, wall_ns=(step + 1) * 10**9, mono_ns=(step + 1) * 10**9, row_count=row_count,
-        )  # fmt: skip
+            type=frame_type,
+            incarnation=self.incarnation,
+            run_id=run_id_of("benchmark"),
+            rank=self.rank,
+            seq=self._seq,
+            attempt=0,
+            step=step,
+            wall_ns=(step + 1) * 10**9,
+            mono_ns=(step + 1) * 10**9,
+            row_count=row_count,
+        )
         return b"".join(map(bytes, encode_frame(header, payload)))
 
     def introduce(self) -> bytes:
@@ -221,10 +229,10 @@ class Timed:
         _ = view.stats, view.present, view.is_bad
         t3 = clock()
         self._scalars_s = 0.0
-        verdict = self.judge.judge(None, view)
+        judgement = self.judge.judge(None, view)
         t4 = clock()
         self.num_judged += view.num_rows
-        onsets = [one for one in verdict.anomalies if one.event == "onset"]
+        onsets = [one for one in judgement.anomalies if one.event == "onset"]
         self.num_planted += is_planted
         if is_planted:
             said = {(one.rule, one.tag_name) for one in onsets}

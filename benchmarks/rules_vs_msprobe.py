@@ -81,18 +81,18 @@ def main() -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
-    told: dict[str, Any] = {"machine": machine(), "settings": settings(options)}
+    reported: dict[str, Any] = {"machine": machine(), "settings": settings(options)}
     with tempfile.TemporaryDirectory(prefix="sentinel-rules-vs-msprobe-") as scratch:
         home = Path(scratch)
         one_shot("record", options, home / "recording")
-        told["rules"] = rules(options, home / "recording")
+        reported["rules"] = rules(options, home / "recording")
         small = argparse.Namespace(**vars(options) | {"layers": options.live_layers})
-        told["live"] = one_shot("live", small, home / "live") if options.live_layers else None
-    lines = table(told)
+        reported["live"] = one_shot("live", small, home / "live") if options.live_layers else None
+    lines = table(reported)
     print("\n".join(lines))
     if options.write:
         path = RESULTS / f"{datetime.date.today()}-rules_vs_msprobe"
-        path.with_suffix(".json").write_text(json.dumps(told, indent=1) + "\n")
+        path.with_suffix(".json").write_text(json.dumps(reported, indent=1) + "\n")
         path.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
@@ -410,9 +410,9 @@ def start(worker: str, options: argparse.Namespace, home: Path) -> subprocess.Po
 
 def one_shot(worker: str, options: argparse.Namespace, home: Path) -> Any:
     process = start(worker, options, home)
-    told = hear(process)
+    reported = hear(process)
     process.wait()
-    return told
+    return reported
 
 
 def ask(worker: subprocess.Popen[str], word: str) -> Any:
@@ -460,12 +460,12 @@ HEAD = (
 )  # fmt: skip
 
 
-def table(told: dict[str, Any]) -> list[str]:
-    lines = [f"{datetime.date.today()}  " + ", ".join(f"{key} {value}" for key, value in told["machine"].items())]
-    given = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in told["settings"].items())
-    lines += [f"python benchmarks/rules_vs_msprobe.py {given}; {told['rules']['rows_a_step']:.0f} rows a step"]
+def table(reported: dict[str, Any]) -> list[str]:
+    lines = [f"{datetime.date.today()}  " + ", ".join(f"{key} {value}" for key, value in reported["machine"].items())]
+    given = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in reported["settings"].items())
+    lines += [f"python benchmarks/rules_vs_msprobe.py {given}; {reported['rules']['rows_a_step']:.0f} rows a step"]
     lines += ["", f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
-    for name, one in told["rules"]["contenders"].items():
+    for name, one in reported["rules"]["contenders"].items():
         low, high = one.get("values_a_cpu_second_range", (0.0, 0.0))
         speed = f"{one.get('values_a_cpu_second', 0) / 1e6:.2f} ({low / 1e6:.2f} to {high / 1e6:.2f})"
         records = one.get("alarms_a_healthy_step", one["records_a_healthy_step"])
@@ -477,14 +477,14 @@ def table(told: dict[str, Any]) -> list[str]:
             place(one["origin"]["its_step"]),
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
-    same = told["rules"]["same_records"]
+    same = reported["rules"]["same_records"]
     lines += ["", "msProbe's records and those of the pack msprobe, by step, tensor, micro-step and rule: "
               f"{same['msprobe']} and {same['sentinel']}; {same['only_msprobe']} only msProbe's, "
               f"{same['only_sentinel']} only Sentinel's"]  # fmt: skip
-    if told["live"]:
-        one = told["live"]
+    if reported["live"]:
+        one = reported["live"]
         lines.append(
-            f"msProbe live, the same training of {told['settings']['live_layers']} layers: "
+            f"msProbe live, the same training of {reported['settings']['live_layers']} layers: "
             f"{one['records_a_healthy_step']:.2f} records a healthy step; the origin is "
             f"{place(one['origin']['all_steps'])}, {place(one['origin']['its_step'])} with the step known"
         )

@@ -228,12 +228,12 @@ def main() -> None:
     if options.write:
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
         path = ROOT / "benchmarks" / "results" / f"{date}-small_steps.md"
-        told = (
+        reported = (
             f"# Small steps, {date}\n\n`python benchmarks/small_steps.py --threads {options.threads} --rounds "
             f"{options.rounds}`, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, python "
             f"{platform.python_version()}, torch {torch.__version__}; columns: the head of the script.\n\n"
         )
-        path.write_text(told + "\n".join([*head, *lines]) + "\n")
+        path.write_text(reported + "\n".join([*head, *lines]) + "\n")
         print(f"written to {path.relative_to(ROOT)}")
 
 

@@ -113,7 +113,7 @@ def report(times: dict[str, list[tuple[float, float]]], options: argparse.Namesp
                 "cpu_ratio": round(statistics.median(cpu_ratios), 4),
             }
         )
-    told = {
+    reported = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": f"python benchmarks/step_time.py --width {options.width} --layers {options.layers} "
         f"--sequence {options.sequence} --batch {options.batch} --threads {options.threads} --rounds {options.rounds}",
@@ -123,15 +123,15 @@ def report(times: dict[str, list[tuple[float, float]]], options: argparse.Namesp
         "parameters": num_parameters,
         "rows": rows,
     }
-    print(f"{num_parameters / 1e6:.1f} M parameters, {told['machine']}, torch {told['torch']}, {told['date']}")
+    print(f"{num_parameters / 1e6:.1f} M parameters, {reported['machine']}, torch {reported['torch']}, {reported['date']}")
     print(f"{'variant':<38} {'ms/step':>8} {'ratio':>7}   p10 - p90       cpu")
     for row in rows:
         spread = f"{row['ratio_p10']:.3f} - {row['ratio_p90']:.3f}"
         print(f"{row['variant']:<38} {row['ms']:>8} {row['ratio']:>7.3f}   {spread}   {row['cpu_ratio']:.3f}")
     if options.write:
-        path = ROOT / "benchmarks" / "results" / f"{told['date']}-step_time.json"
+        path = ROOT / "benchmarks" / "results" / f"{reported['date']}-step_time.json"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(told, indent=2) + "\n")
+        path.write_text(json.dumps(reported, indent=2) + "\n")
         print(f"written to {path.relative_to(ROOT)}")
 
 

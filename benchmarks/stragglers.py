@@ -138,20 +138,20 @@ def messages(run: Path) -> list[tuple[str, Incident]]:
         file = Path(out) / "incidents.jsonl"
         lines = file.read_bytes().splitlines() if file.exists() else []
     newest: dict[str, Incident] = {}
-    told = []
+    notified = []
     for line in lines:
         one = msgspec.json.decode(line, type=Incident)
         change = change_of(newest.get(one.id), one, RouteConfig())
         newest[one.id] = one
         if change is not None:
-            told.append((change, one))
-    return told
+            notified.append((change, one))
+    return notified
 
 
-def judge(told: list[tuple[str, Incident]], culprit: int, begin: int) -> tuple[str, list[str]]:
+def judge(notified: list[tuple[str, Incident]], culprit: int, begin: int) -> tuple[str, list[str]]:
     """Return `right` or what is wrong, and what was told."""
-    lines = [f"step {one.last_step}: {change} ({one.severity.value}) {one.title}" for change, one in told]
-    opened = [one for change, one in told if change in ("opened", "raised", "worse")]
+    lines = [f"step {one.last_step}: {change} ({one.severity.value}) {one.title}" for change, one in notified]
+    opened = [one for change, one in notified if change in ("opened", "raised", "worse")]
     blamed = [one for one in opened if culprit in one.ranks and "SlowRank" in one.detectors]
     wrong = [one for one in opened if "SlowRank" in one.detectors and culprit not in one.ranks]
     if wrong:
@@ -172,8 +172,8 @@ def judge_beginnings(layouts: list[str], seeds: int, work_s: float, keep: Path) 
         for name in BEGINNINGS:
             for seed in range(seeds):
                 faults, num_steps = beginning(layout, name, seed % LAYOUTS[layout][0], work_s)
-                told = messages(trained(keep / f"{layout}-{name}-{seed}", layout, faults, num_steps, seed))
-                slow = [(change, one) for change, one in told if "SlowRank" in one.detectors]
+                notified = messages(trained(keep / f"{layout}-{name}-{seed}", layout, faults, num_steps, seed))
+                slow = [(change, one) for change, one in notified if "SlowRank" in one.detectors]
                 lines = [f"step {one.last_step}: {change} {one.title}" for change, one in slow]
                 num, num_right = num + 1, num_right + (not lines)
                 print(f"| {layout} | {name} | rank {seed % LAYOUTS[layout][0]} | {'<br>'.join(lines)} |", flush=True)

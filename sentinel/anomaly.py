@@ -92,7 +92,7 @@ class Anomaly(msgspec.Struct, frozen=True, kw_only=True):
     members_id: str = ""
     """Where they are: a hash of their names, equal for equal members."""
     reference_score: float | None = None
-    """How far sister runs on the same data moved at this step, in units of score: at least 1: they moved too.
+    """How far reference runs on the same data moved at this step, in units of score: at least 1: they moved too.
     Null: there is no reference."""
     dtype: str = ""
     """Type of the tensor's numbers: `float16`, `bfloat16`, `float32`; empty: not known, or none."""

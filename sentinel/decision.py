@@ -9,17 +9,17 @@ from sentinel.run_end import RankEnd, RunEnd
 
 
 class RankPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What of one rank is in a closed step: the frames of one life up to a number."""
+    """What of one rank is in a closed step: the frames of one incarnation up to a number."""
 
     rank: int
-    life: bytes
+    incarnation: bytes = msgspec.field(name="life")
     num_rows: int
     last_seq: int
     """Frames of the step with a number above it came too late."""
     layout_id: int
     """The descriptor that its rows are read with."""
     generation: int = 0
-    """+1 each time the life went back to a step that it had ended."""
+    """+1 each time the incarnation went back to a step that it had ended."""
     is_ended: bool = True
     """Its end_step came; else the rows are what came before the step was late."""
     num_lost: int = 0
@@ -34,7 +34,7 @@ class DescribedRank(msgspec.Struct, frozen=True, kw_only=True):
     """A rank that is not in the step, but whose tensors are known: the names of the others depend on it."""
 
     rank: int
-    life: bytes
+    incarnation: bytes = msgspec.field(name="life")
     layout_id: int
 
 
@@ -67,9 +67,9 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Where one rank stands: all that a judge of liveness may know of it."""
 
     rank: int
-    life: bytes
+    incarnation: bytes = msgspec.field(name="life")
     pp_stage: int = 0
-    heard_at: float
+    received_at: float = msgspec.field(name="heard_at")
     """Seconds on the clock of `Tick.now`: when anything of it was heard last."""
     moved_at: float
     """The same: when its step, call or activity changed last."""

@@ -62,11 +62,11 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     num_members: int = 0
     detectors: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
-    verdict: str = "unknown"
+    suspected: str = msgspec.field(default="unknown", name="verdict")
     evidence: tuple[str, ...] = ()
-    """Facts as they became known, the reasons of the verdict among them: those of an older verdict stay, and say so."""
+    """Facts as they became known, the reasons of the diagnosis among them: those of an older one stay, and say so."""
     skip_steps: tuple[int, ...] = ()
-    """Of a `batch` verdict: the steps whose batches are suspected, oldest first."""
+    """Of a `batch` diagnosis: the steps whose batches are suspected, oldest first."""
     skip_ranks: tuple[int, ...] = ()
     """The ranks whose part of those batches it was; empty: all."""
     skip_samples: tuple[int | str, ...] = ()
@@ -96,12 +96,12 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why what is suspected is suspected, in plain words; without what to do."""
-        return tuple(reason for reason in self._suspicions if not reason.startswith(TO_DO))
+        return tuple(reason for reason in self._reasons if not reason.startswith(TO_DO))
 
     @property
     def to_do(self) -> str:
         """What to do now, in a sentence; empty: nothing is known to do."""
-        return next((reason.removeprefix(TO_DO) for reason in self._suspicions if reason.startswith(TO_DO)), "")
+        return next((reason.removeprefix(TO_DO) for reason in self._reasons if reason.startswith(TO_DO)), "")
 
     @property
     def facts(self) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(line for line in self.evidence if not line.startswith(SUSPECTED))
 
     @property
-    def _suspicions(self) -> list[str]:
+    def _reasons(self) -> list[str]:
         return [line.partition(": ")[2] for line in self.evidence if line.startswith(SUSPECTED)]
 
     def acknowledged(self, now: float) -> IncidentAct | None:

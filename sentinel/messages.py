@@ -97,12 +97,14 @@ class ChunkInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 START = "start"
-"""Entry of a descriptor's `environment`: the life of the rank 0 with which a rank agreed on its attempt through the store of
+"""Entry of a descriptor's `environment`: the incarnation of the rank 0 with which a rank agreed on its attempt through the
+store of
 the process group. It is the same on all ranks of one start, and on no others; missing where there was no store."""
 
 
 class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
-    """The first frame of a life and of each of its files; when tensors, placements or chunks change, a `LayoutChange`."""
+    """The first frame of an incarnation and of each of its files; when tensors, placements or chunks change, a
+    `LayoutChange`."""
 
     version: Word
     place: Place
@@ -130,7 +132,8 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
 class LayoutChange(msgspec.Struct, frozen=True, kw_only=True):
     """What a descriptor says otherwise than one that was sent before; or that one sent before is meant again.
 
-    An id stands for one tensor as long as the life lasts, and none is taken out of the table: what a step does not measure
+    An id stands for one tensor as long as the incarnation lasts, and none is taken out of the table: what a step does not
+    measure
     has no row in it, and needs no layout of its own.
     """
 
@@ -269,7 +272,7 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bye(msgspec.Struct, frozen=True, kw_only=True):
-    """The last frame of a life that ended in order."""
+    """The last frame of an incarnation that ended in order."""
 
     reason: Text
     """`detached`, `exit`, `exception`, `interrupted` (Ctrl-C)."""
@@ -309,4 +312,4 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     site: Name = ""
     """The line of the user's code at which the training thread stands, as `file:line (function)`; empty: it moves."""
     num_waits: Count = 0
-    """Waits for others that are over since this life began; 0: none, or not known."""
+    """Waits for others that are over since this incarnation began; 0: none, or not known."""

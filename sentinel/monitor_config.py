@@ -344,7 +344,7 @@ def refuse_fixed(text: bytes, name: str, in_force: Mapping[str, Any]) -> None:
 
     in_force: plain values of the config in force (`as_told`).
     """
-    wanted, tree = as_told(parse_config(text, name)), parse_named(text, name)
+    wanted, tree = as_reported(parse_config(text, name)), parse_named(text, name)
     changed = [key for key in FIXED if key in in_force and wanted[key] != in_force[key]]
     if changed:
         words = "; ".join(
@@ -355,10 +355,10 @@ def refuse_fixed(text: bytes, name: str, in_force: Mapping[str, Any]) -> None:
         raise ConfigError(f"{words}; put it back, or restart the trainer; may change: {', '.join(MAY_CHANGE)}")
 
 
-def as_told(config: Measurement) -> dict[str, Any]:
+def as_reported(config: Measurement) -> dict[str, Any]:
     """Return every key as a plain value of JSON: what travels, and what is compared with what has travelled."""
-    told: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))
-    return told
+    reported: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))
+    return reported
 
 
 def measurement_of(settings: Mapping[str, Any]) -> Measurement:

@@ -66,14 +66,14 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         return {axis: self.coordinate(axis) for axis in AXES if self.size(axis) > 1}
 
 
-def world_size_of(told: Mapping[int, int]) -> int:
+def world_size_of(reported: Mapping[int, int]) -> int:
     """Return how many ranks a run has, of which each tells a number: what most say that leaves room for all who speak.
 
     Of two numbers that as many say the smaller: then nobody is waited for who may not be.
     told: rank -> its number; not empty.
     """
-    last = max(told)
-    counts = Counter(size for size in told.values() if size > last) or Counter(told.values())
+    last = max(reported)
+    counts = Counter(size for size in reported.values() if size > last) or Counter(reported.values())
     return min(counts, key=lambda size: (-counts[size], size))
 
 

@@ -29,7 +29,7 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
         """Whether there is enough to find it by."""
         return bool(self.pid and self.start and self.space and self.boot)
 
-    def as_told(self) -> dict[str, str]:
+    def as_reported(self) -> dict[str, str]:
         """Return the entries of a descriptor's `environment`."""
         return {
             "host": self.host, "pid": str(self.pid), "pid_start": str(self.start), "pid_space": self.space,
@@ -37,7 +37,7 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
         }  # fmt: skip
 
     @staticmethod
-    def told_by(environment: Mapping[str, str]) -> ProcessId:
+    def reported_by(environment: Mapping[str, str]) -> ProcessId:
         """Return what a descriptor's `environment` says."""
         return ProcessId(
             host=environment.get("host", ""), pid=_number(environment.get("pid")),

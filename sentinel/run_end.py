@@ -94,8 +94,8 @@ class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
 def was_asked(ends: Iterable[RankEnd]) -> bool:
     """Return whether a rank ended in order by its handler of SIGTERM, and those that did not end so only lost it."""
     ends = list(ends)
-    is_told = any(end.how == GOODBYE and end.detail == "SIGTERM" for end in ends)
-    return is_told and all(end.how == GOODBYE or end.cause == FOLLOWS for end in ends)
+    is_reported = any(end.how == GOODBYE and end.detail == "SIGTERM" for end in ends)
+    return is_reported and all(end.how == GOODBYE or end.cause == FOLLOWS for end in ends)
 
 
 def first_to_go(ends: Mapping[int, RankEnd]) -> tuple[int | None, RankEnd | None]:

@@ -47,9 +47,9 @@ class RankStep(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     """Seconds since the epoch, by the rank's clock, of its last frame of the step."""
     health: tuple[Health, ...] = ()
-    life: bytes = b""
+    incarnation: bytes = b""
     ended_mono_s: float = 0.0
-    """Seconds by the rank's monotonic clock at which it ended the step: compares within its life."""
+    """Seconds by the rank's monotonic clock at which it ended the step: compares within its incarnation."""
 
 
 class LogicalTensor(msgspec.Struct, frozen=True, kw_only=True):

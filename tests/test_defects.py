@@ -59,7 +59,7 @@ DEFECTS: dict[int, tuple[str, str, str]] = {
     25: ("counts wrong above 2**24", "native/test_measure.py", "test_counts_exact_above_2_24"),
     26: ("alarm at step 1 of every pipeline run", "collect/parallel/test_pipelining.py", "test_shape_inference_not_counted"),
     27: ("double counts under checkpointing", "collect/test_hooks.py", "test_recompute_counted_once"),
-    28: ("training blocked by who listens", "wire/test_handover.py", "test_a_stalled_disk_stalls_nobody_else"),
+    28: ("training blocked by who listens", "collect/writing/test_handover.py", "test_a_stalled_disk_stalls_nobody_else"),
     30: ("an alert sent twice after kill -9", "daemon/test_served_liveness.py", "test_kill_9_tells_nothing_twice"),
     31: (
         "the anomaly file rewritten each step", "report/test_files.py",
@@ -86,5 +86,5 @@ def test_nothing_that_comes_from_outside_is_evaluated() -> None:
                 name = node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func)
                 if name in ("eval", "exec", "pickle.load", "pickle.loads", "torch.load", "yaml.load"):
                     calls.add(f"{path.name}:{node.lineno}: {ast.unparse(node)[:80]}")
-    from_own_process = "exporting.py"
+    from_own_process = "encoding_processes.py"
     assert all(from_own_process in call or "SafeLoader" in call for call in calls), calls

@@ -13,7 +13,7 @@ from sentinel.monitor_config import (
     ConfigSource,
     Measurement,
     MonitorConfig,
-    as_told,
+    as_reported,
     hash_of,
     load_config,
     measurement_of,
@@ -66,25 +66,25 @@ def test_a_fixed_key_cannot_change_and_is_named(key: str) -> None:
     text = f"# comment\n{key}: {other}\n".encode()
 
     with pytest.raises(ConfigError) as error:
-        refuse_fixed(text, "f.yaml", as_told(MonitorConfig()))
+        refuse_fixed(text, "f.yaml", as_reported(MonitorConfig()))
 
     assert f"f.yaml:2: {key} cannot change while the run trains" in str(error.value)
     assert f"may change: {', '.join(MAY_CHANGE)}" in str(error.value)
-    refuse_fixed(text, "f.yaml", as_told(parse_config(text, "f.yaml")))
+    refuse_fixed(text, "f.yaml", as_reported(parse_config(text, "f.yaml")))
 
 
 def test_what_may_change_is_let_through() -> None:
     text = b"enabled: false\nkinds: activation\ntargets: layers.1\nblack_box: false\nper_micro_step: true\nstart_step: 3\n"
     text += b"step_interval: 2\ncollect_times: 9\nranks: [0]\nat_step: 77\n"
 
-    refuse_fixed(text, "f.yaml", as_told(MonitorConfig()))
+    refuse_fixed(text, "f.yaml", as_reported(MonitorConfig()))
 
     wish = parse_config(text, "f.yaml").measurement
     assert wish == Measurement(
         enabled=False, kinds=("activation",), targets=("layers.1",), black_box=False, per_micro_step=True, start_step=3,
         step_interval=2, collect_times=9, ranks=(0,),
     )  # fmt: skip
-    assert measurement_of(as_told(wish)) == wish
+    assert measurement_of(as_reported(wish)) == wish
 
 
 def test_a_source_says_where_it_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,5 +105,5 @@ def test_a_run_named_by_the_trainer_is_no_change_of_the_file(tmp_path: Path) -> 
     source = read_source(tmp_path / "monitor.yaml").with_run("first").with_run("second")
 
     assert (source.config.run, source.as_read.run) == ("second", None)
-    refuse_fixed(b"kinds: [wgrad]\n", "f.yaml", as_told(source.as_read))
+    refuse_fixed(b"kinds: [wgrad]\n", "f.yaml", as_reported(source.as_read))
     assert ConfigSource().as_read == MonitorConfig()

@@ -21,15 +21,15 @@ pytestmark = [
 ]
 
 
-class Heard:
+class Received:
     """What was told of whom; `any` is set when something is."""
 
     def __init__(self) -> None:
-        self.told: dict[int, int | None] = {}
+        self.reported: dict[int, int | None] = {}
         self.any = threading.Event()
 
     def __call__(self, process: ProcessId, status: int | None, wall_ns: int) -> None:
-        self.told[process.pid] = status
+        self.reported[process.pid] = status
         self.any.set()
 
 
@@ -46,32 +46,32 @@ def process_of(pid: int) -> ProcessId:
 
 
 def test_the_signal_that_ended_a_process_is_told(sleeper: subprocess.Popen[bytes]) -> None:
-    heard = Heard()
-    exits = ProcessExits(heard, "sentinel-test")
+    received = Received()
+    exits = ProcessExits(received, "sentinel-test")
     exits.add(process_of(sleeper.pid))
 
     sleeper.send_signal(signal.SIGKILL)
 
-    assert heard.any.wait(30)
-    assert heard.told == {sleeper.pid: int(signal.SIGKILL)}
+    assert received.any.wait(30)
+    assert received.reported == {sleeper.pid: int(signal.SIGKILL)}
     exits.close()
 
 
 def test_another_process_with_its_number_is_not_waited_for(sleeper: subprocess.Popen[bytes]) -> None:
-    heard = Heard()
-    exits = ProcessExits(heard, "sentinel-test")
+    received = Received()
+    exits = ProcessExits(received, "sentinel-test")
     exits.add(ProcessId(pid=sleeper.pid, start=1, space="s", boot="b"))
 
     sleeper.kill()
     sleeper.wait()
 
-    assert not heard.any.wait(0.2)
+    assert not received.any.wait(0.2)
     exits.close()
 
 
 def test_nothing_is_left_when_it_is_closed(sleeper: subprocess.Popen[bytes]) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
-    exits = ProcessExits(Heard(), "sentinel-test", rescan=lambda: [process_of(sleeper.pid)])
+    exits = ProcessExits(Received(), "sentinel-test", rescan=lambda: [process_of(sleeper.pid)])
     exits.start()
     exits.add(process_of(sleeper.pid))
 

@@ -17,8 +17,8 @@ from sentinel.errors import ConfigError
 from sentinel.file_keys import DAEMON, KEYS, RULE_TESTS, RULES, TRAINER
 from sentinel.judge.config import JudgingConfig
 from sentinel.monitor_config import MonitorConfig, SpoolConfig, load_config, parse_config
+from sentinel.report.sinks.sink_table import NotifyConfig
 from sentinel.report.sinks.slack import SlackConfig
-from sentinel.report.sinks.table import NotifyConfig
 from sentinel.rules.language.loader import read_pack
 from sentinel.rules.language.rule_test_file import read_rule_tests
 from sentinel.typed_document import locate, read_struct

@@ -147,8 +147,8 @@ class Truth:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         weights = [hashlib.sha256(local(p.detach()).numpy().tobytes()).hexdigest() for p in parameters]
-        told = {"names": self._names, "losses": self._losses, "norms": self._norms, "skipped": self._skipped}
-        self._path.with_suffix(".json").write_text(json.dumps({**told, "weights": weights}))
+        reported = {"names": self._names, "losses": self._losses, "norms": self._norms, "skipped": self._skipped}
+        self._path.with_suffix(".json").write_text(json.dumps({**reported, "weights": weights}))
         # [steps, parameters, (norm, sum)]
         np.savez(self._path.with_suffix(".npz"), gradients=np.stack(self._gradients))
 

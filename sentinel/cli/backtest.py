@@ -78,15 +78,15 @@ def backtest(
     from sentinel.cli.backtest_jobs import judged
     from sentinel.daemon.config import load_config
     from sentinel.errors import SentinelError
-    from sentinel.judge.backtest import Settings, read_sister
+    from sentinel.judge.backtest import Settings, read_reference_run
 
     with tempfile.TemporaryDirectory(prefix="sentinel-backtest-") as scratch:
         found = find_subjects(subjects, state_dir, Path(scratch))
         sides = [_pack(packs)] + ([_pack(_named(against))] if against else [])
-        sisters = tuple(dict.fromkeys(str(path) for one in reference for path, _ in _subjects_at(one)))
+        references = tuple(dict.fromkeys(str(path) for one in reference for path, _ in _subjects_at(one)))
         try:
-            for path in sisters:
-                read_sister(path)
+            for path in references:
+                read_reference_run(path)
         except SentinelError as error:
             raise click.UsageError(f"--reference: {error}") from error
         settings = [
@@ -96,7 +96,7 @@ def backtest(
                 columns=_columns(columns),
                 header=tuple(name.strip() for name in header.split(",")) if header else (),
                 recompute=recompute,
-                reference=sisters,
+                reference=references,
                 output=output or "" if at == 0 else "",
             )
             for at, pack in enumerate(sides)
@@ -120,10 +120,10 @@ def _tell(results: Iterator[list[BacktestOutcome | str]], least: int, as_json: b
         outcomes.append(outcome)
         for note in (*outcome.notes, *outcome.failures):
             say(f"{outcome.name}: {note}")
-        told = [alarm for alarm in outcome.alarms if alarm.severity.level >= least]
-        num_alarms += len(told)
+        reported = [alarm for alarm in outcome.alarms if alarm.severity.level >= least]
+        num_alarms += len(reported)
         if as_json:
-            for alarm in told:
+            for alarm in reported:
                 click.echo(msgspec.json.encode(alarm).decode())
     if not as_json:
         show_alarms([(one, alarm) for one in outcomes for alarm in one.alarms if alarm.severity.level >= least])
@@ -134,16 +134,16 @@ def _tell(results: Iterator[list[BacktestOutcome | str]], least: int, as_json: b
 
 def _sum_up(outcomes: Sequence[BacktestOutcome], least: int, num_failed: int) -> None:
     alarms = [(one.name, alarm) for one in outcomes for alarm in one.alarms]
-    told = [(name, alarm) for name, alarm in alarms if alarm.severity.level >= least]
+    reported = [(name, alarm) for name, alarm in alarms if alarm.severity.level >= least]
     num_rows = sum(one.num_rows for one in outcomes)
-    incidents = {(name, alarm.incident) for name, alarm in told}
-    rules = Counter(alarm.rule for _, alarm in told)
+    incidents = {(name, alarm.incident) for name, alarm in reported}
+    rules = Counter(alarm.rule for _, alarm in reported)
     of_rules = ", ".join(f"{rule} {count}" for rule, count in sorted(rules.items(), key=lambda one: (-one[1], one[0])))
-    text = f"{_count(len(outcomes), 'subject')}, {_count(num_rows, 'row')} judged: {_count(len(told), 'alarm')}"
-    if told:
-        text += f" in {_count(len(incidents), 'incident')} of {len({name for name, _ in told})} ({of_rules})"
-    if len(told) < len(alarms):
-        text += f"; {len(alarms) - len(told)} of less than {SEVERITIES[least]} are not shown (--min-severity)"
+    text = f"{_count(len(outcomes), 'subject')}, {_count(num_rows, 'row')} judged: {_count(len(reported), 'alarm')}"
+    if reported:
+        text += f" in {_count(len(incidents), 'incident')} of {len({name for name, _ in reported})} ({of_rules})"
+    if len(reported) < len(alarms):
+        text += f"; {len(alarms) - len(reported)} of less than {SEVERITIES[least]} are not shown (--min-severity)"
     say(text + (f"; {num_failed} could not be judged" if num_failed else ""))
 
 
@@ -198,7 +198,7 @@ def find_subjects(given: Sequence[str], state_dir: str | None, scratch: Path) ->
 def _subjects_at(given: str) -> list[tuple[Path, bool]]:
     from sentinel.cli.places import find_run
     from sentinel.errors import ConfigError
-    from sentinel.logs.reading import find_logs
+    from sentinel.logs.log_file import find_logs
 
     path = Path(given)
     if not path.exists():

@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, say
-from sentinel.cli.table import show_table
+from sentinel.cli.text_table import show_table
 
 if TYPE_CHECKING:
     from sentinel.judge.backtest import Alarm, BacktestOutcome, RuleDifference
@@ -24,19 +24,19 @@ MAX_LISTED = 10
 def show_alarms(alarms: Sequence[tuple[BacktestOutcome, Alarm]]) -> None:
     """Print alarms as a table: aligned text into a pipe, with colours on a terminal.
 
-    Its verdict is the incident's last: at the onset of a spike nobody knows yet how it goes on.
+    Its diagnosis is the incident's last: at the onset of a spike nobody knows yet how it goes on.
     """
     if alarms:
-        rows = [_alarm_cells(alarm, outcome.last_verdict(alarm)) for outcome, alarm in alarms]
+        rows = [_alarm_cells(alarm, outcome.last_suspected(alarm)) for outcome, alarm in alarms]
         show_table(ALARM_COLUMNS, rows, right=(1, 2, 4, 5, 6))
 
 
-def _alarm_cells(alarm: Alarm, verdict: str) -> tuple[str, ...]:
+def _alarm_cells(alarm: Alarm, suspected: str) -> tuple[str, ...]:
     channel = alarm.channel if alarm.kind == "scalar" else f"{alarm.kind} {alarm.channel} {alarm.statistic}"
     where = f"{alarm.step}" if alarm.attempt == 0 else f"{alarm.step}, attempt {alarm.attempt}"
     channel += f" rank {alarm.rank}" if alarm.rank is not None and alarm.kind != "scalar" else ""
     numbers = (alarm.value_text or _number(alarm.value), _number(alarm.baseline), _number(alarm.score))
-    return (alarm.file, str(alarm.i), where, channel, *numbers, alarm.rule, verdict, alarm.severity.value)
+    return (alarm.file, str(alarm.i), where, channel, *numbers, alarm.rule, suspected, alarm.severity.value)
 
 
 def spelt(name: str) -> str:

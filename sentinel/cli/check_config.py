@@ -29,22 +29,22 @@ def check_config(files: tuple[str, ...], reader: str | None, as_json: bool) -> i
     What the daemon's names is looked up as a daemon would that starts here and now: secret files, environment variables,
     the addresses of sinks. Exit 1 when a file is wrong, 3 when something in it is only suspicious.
     """
-    has_problem = has_suspicion = False
+    has_problem = has_warning = False
     for name in files:
         path = Path(name)
         kind = reader or _kind(path)
-        problem, suspicions = _found(path, kind)
-        has_problem, has_suspicion = has_problem or bool(problem), has_suspicion or bool(suspicions)
+        problem, warnings = _found(path, kind)
+        has_problem, has_warning = has_problem or bool(problem), has_warning or bool(warnings)
         if as_json:
-            click.echo(json.dumps({"file": name, "for": kind, "problem": problem or None, "suspicions": suspicions}))
+            click.echo(json.dumps({"file": name, "for": kind, "problem": problem or None, "suspicions": warnings}))
             continue
-        for line in [*problem.splitlines(), *(f"{one} (suspicious)" for one in suspicions)]:
+        for line in [*problem.splitlines(), *(f"{one} (suspicious)" for one in warnings)]:
             click.echo(line)
-        if not problem and not suspicions:
+        if not problem and not warnings:
             click.echo(f"{name}: ok, for the {kind}")
     if has_problem:
         return FOUND if all(Path(name).exists() for name in files) else BAD_USAGE
-    return LINT_ONLY if has_suspicion else CLEAN
+    return LINT_ONLY if has_warning else CLEAN
 
 
 def _kind(path: Path) -> str:
@@ -78,7 +78,7 @@ def _found(path: Path, kind: str) -> tuple[str, list[str]]:
             from sentinel.daemon.config_check import check_daemon_config
 
             found = check_daemon_config(path, os.environ)
-            return "\n".join(map(str, found.problems)), [str(one) for one in found.suspicions]
+            return "\n".join(map(str, found.problems)), [str(one) for one in found.warnings]
     except (ConfigError, RuleError) as error:
         return str(error), []
     return "", []

@@ -10,7 +10,7 @@ import msgspec
 
 from sentinel.cli.main import CLEAN, FOUND, say
 from sentinel.cli.places import find_run
-from sentinel.cli.progress import RunProgress, standing_of
+from sentinel.cli.progress import RunProgress, progress_of
 from sentinel.command import ALARM_KINDS, DescribeStructure, DisableMonitoring, DumpTensors, EnableMonitoring
 from sentinel.control.commands import RunCommands
 from sentinel.control.policy import first_step
@@ -58,9 +58,9 @@ def enable(
     """
     run_dir, now = find_run(run), time.time()
     wanted = parse_kinds(kinds) or ALARM_KINDS
-    standing = standing_of(run_dir, now)
-    command = desk_of(run_dir, standing).enable(
-        at_step=parse_step(run_dir, at_step, standing),
+    progress = progress_of(run_dir, now)
+    command = commands_of(run_dir, progress).enable(
+        at_step=parse_step(run_dir, at_step, progress),
         kinds=wanted,
         targets=split(targets),
         per_micro_step=per_micro_step,
@@ -69,7 +69,7 @@ def enable(
         now=now,
     )
     show(run_dir, command, as_json)
-    return say_deaf(run_dir, standing)
+    return say_deaf(run_dir, progress)
 
 
 @click.command()
@@ -84,16 +84,16 @@ def disable(run: str | None, kinds: str | None, targets: str | None, at_step: st
     Exit 1 when nobody listens.
     """
     run_dir, now = find_run(run), time.time()
-    standing = standing_of(run_dir, now)
-    command = desk_of(run_dir, standing).disable(
-        at_step=parse_step(run_dir, at_step, standing),
+    progress = progress_of(run_dir, now)
+    command = commands_of(run_dir, progress).disable(
+        at_step=parse_step(run_dir, at_step, progress),
         kinds=parse_kinds(kinds),
         targets=split(targets),
         reason="asked for at the command line",
         now=now,
     )
     show(run_dir, command, as_json)
-    return say_deaf(run_dir, standing)
+    return say_deaf(run_dir, progress)
 
 
 @click.command()
@@ -128,9 +128,9 @@ def dump(
     them with `sentinel export RUN --format tensors`. Exit 1 when nobody listens.
     """
     run_dir, now = find_run(run or directory), time.time()
-    standing = standing_of(run_dir, now)
-    command = desk_of(run_dir, standing).dump_tensors(
-        at_step=parse_step(run_dir, at_step, standing),
+    progress = progress_of(run_dir, now)
+    command = commands_of(run_dir, progress).dump_tensors(
+        at_step=parse_step(run_dir, at_step, progress),
         kinds=parse_measured(kinds),
         targets=split(targets),
         for_steps=for_steps,
@@ -141,22 +141,22 @@ def dump(
         now=now,
     )
     show(run_dir, command, as_json)
-    return say_deaf(run_dir, standing)
+    return say_deaf(run_dir, progress)
 
 
-def desk_of(run_dir: Path, standing: RunProgress) -> RunCommands:
-    """Return the desk of a run, for commands to those who train now; to whoever comes where nobody does."""
-    desk = RunCommands(run_dir)
-    if not standing.why_deaf:
-        desk.attempt = standing.attempt
-    return desk
+def commands_of(run_dir: Path, progress: RunProgress) -> RunCommands:
+    """Return the commands of a run, for commands to those who train now; to whoever comes where nobody does."""
+    commands = RunCommands(run_dir)
+    if not progress.why_deaf:
+        commands.attempt = progress.attempt
+    return commands
 
 
-def say_deaf(run_dir: Path, standing: RunProgress) -> int:
+def say_deaf(run_dir: Path, progress: RunProgress) -> int:
     """Say that nobody reads what was ordered, where that is so; return the exit code."""
-    if not standing.why_deaf:
+    if not progress.why_deaf:
         return CLEAN
-    say(f"nobody listens: {standing.why_deaf} in {run_dir}; a trainer that goes on with this run will find the command")
+    say(f"nobody listens: {progress.why_deaf} in {run_dir}; a trainer that goes on with this run will find the command")
     return FOUND
 
 
@@ -205,15 +205,15 @@ def parse_ranks(text: str | None) -> tuple[int, ...]:
     return tuple(sorted({int(word) for word in words}))
 
 
-def parse_step(run_dir: Path, text: str, standing: RunProgress) -> int:
+def parse_step(run_dir: Path, text: str, progress: RunProgress) -> int:
     """Return the step that `--at-step` means in a run."""
-    newest = standing.newest_step
+    newest = progress.newest_step
     if text == "auto":
         if newest is None:
             raise ConfigError(f"{run_dir}: expected ranks that train, found no step in any spool; give --at-step N")
-        return first_step(newest, standing.step_time_s, PERSON_LATENCY_S)
+        return first_step(newest, progress.step_time_s, PERSON_LATENCY_S)
     if not text.isdecimal():
         raise ConfigError(f'--at-step: expected a number of at least 0 or auto, got "{text}"')
-    if newest is not None and int(text) <= newest and not standing.why_deaf:
+    if newest is not None and int(text) <= newest and not progress.why_deaf:
         say(f"step {text} is over or begun (newest known: {newest}); ranks will answer that they missed it")
     return int(text)

@@ -95,9 +95,11 @@ def why_nothing(run_dir: Path, began: float) -> str:
     if any((run_dir / "spool").glob("r*")):
         return ""
     elsewhere = [
-        one for one in runs_in(run_dir.parent)
-        if one.name != run_dir.name and any(life.stat().st_mtime >= began for life in (one / "spool").glob("r*"))
-    ]  # fmt: skip
+        one
+        for one in runs_in(run_dir.parent)
+        if one.name != run_dir.name
+        and any(incarnation.stat().st_mtime >= began for incarnation in (one / "spool").glob("r*"))
+    ]
     if elsewhere:
         names = ", ".join(printable(one.name) for one in elsewhere[:4])
         mend = f"leave the name out of its config, or: sentinel serve {elsewhere[0]}"

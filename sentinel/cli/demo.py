@@ -87,7 +87,7 @@ class Stage:
         private = run_dir / "demo"
         private.mkdir(mode=0o700, parents=True)
         run_dir.chmod(0o700)
-        self.receiver = Receiver(lambda message: self._heard(message))
+        self.receiver = Receiver(lambda message: self._received(message))
         slack_file, config = private / "slack-url", private / "daemon.yaml"
         slack_file.write_text(f"{self.receiver.url}/slack")
         config.write_text(
@@ -145,13 +145,13 @@ class Stage:
         reader.join(2)
         if self._trainer.returncode:
             raise ConfigError(f"the trainer ended with exit code {self._trainer.returncode}; see {log.name}")
-        self._await_verdicts()
+        self._await_diagnoses()
         self._tell(next(news))
         self._show.close()
 
     def scene(self, seconds: float) -> Scene:
         """Return what the files, the receiver and /metrics say at the end."""
-        told = [
+        notified = [
             msgspec.convert(alert["incident"], Incident)
             for message in self.receiver.messages
             if message.to == "webhook"
@@ -159,7 +159,7 @@ class Stage:
         ]
         num_judged, num_dropped = (self._gauge(f"sentinel_{name}_total") for name in ("steps_judged", "rows_dropped"))
         outcome = judge(
-            self.plan, read_anomalies(self.run_dir), read_incidents(self.run_dir), told,
+            self.plan, read_anomalies(self.run_dir), read_incidents(self.run_dir), notified,
             num_judged=int(sum(num_judged)), num_dropped=int(sum(num_dropped)),
             texts=[message.text for message in self.receiver.messages if message.to == "Slack"],
         )  # fmt: skip
@@ -225,7 +225,7 @@ class Stage:
         if self.daemon.problem:
             raise ConfigError(self.daemon.problem)
 
-    def _await_verdicts(self) -> None:
+    def _await_diagnoses(self) -> None:
         wanted = self.plan.num_steps - 1
         deadline = time.monotonic() + DRAIN_LIMIT_S
         while time.monotonic() < deadline:
@@ -253,7 +253,7 @@ class Stage:
             if step:
                 self._show.step(int(step[1]), line.rstrip())
 
-    def _heard(self, message: Message) -> None:
+    def _received(self, message: Message) -> None:
         if message.to != "webhook":
             self.say(f"  -> {message.to} hears: {message.text}")
 

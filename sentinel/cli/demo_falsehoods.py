@@ -47,8 +47,8 @@ def _why_false(plan: DemoPlan, roots: Mapping[str, Anomaly], one: Incident) -> s
     if is_of_time(one):
         return ""
     if one.opened_step == plan.batch_step:
-        if one.verdict not in ("unknown", "batch"):
-            return f"suspects {one.verdict}, and a batch was planted"
+        if one.suspected not in ("unknown", "batch"):
+            return f"suspects {one.suspected}, and a batch was planted"
         if not set(one.skip_steps) <= {plan.batch_step} or one.skip_ranks:
             return f"would skip steps {one.skip_steps} of ranks {one.skip_ranks or 'all'}, and one batch of all was planted"
         return ""
@@ -59,6 +59,6 @@ def _why_false(plan: DemoPlan, roots: Mapping[str, Anomaly], one: Incident) -> s
         return f"names rank {root.rank}, micro-batch {root.micro_step}"
     if one.segment != plan.segment or one.module not in ("", plan.module):
         return f"names {one.module or one.segment}"
-    if one.verdict not in ("unknown", "program") or one.skip_steps:
-        return f"suspects {one.verdict}, and a module's output was overwritten: no batch, no model, no machine"
+    if one.suspected not in ("unknown", "program") or one.skip_steps:
+        return f"suspects {one.suspected}, and a module's output was overwritten: no batch, no model, no machine"
     return ""

@@ -71,7 +71,7 @@ def judge(
     plan: DemoPlan,
     anomalies: Sequence[Anomaly],
     incidents: Iterable[Incident],
-    told: Iterable[Incident],
+    notified: Iterable[Incident],
     *,
     num_judged: int,
     num_dropped: int,
@@ -83,10 +83,10 @@ def judge(
     texts: messages as people read them.
     """
     onsets = [one for one in anomalies if one.event == "onset"]
-    incidents, told = list(incidents), list(told)
+    incidents, notified = list(incidents), list(notified)
     newest = {one.id: one for one in incidents}
-    false = falsehoods(plan, anomalies, [*incidents, *told], texts)
-    early = [one for one in told if one.opened_step < plan.batch_step and not is_of_time(one)]
+    false = falsehoods(plan, anomalies, [*incidents, *notified], texts)
+    early = [one for one in notified if one.opened_step < plan.batch_step and not is_of_time(one)]
     spikes = [one for one in onsets if one.detector == "LossSpike"]
     first_step, escalated_step = _occurrences(plan, onsets)
     black_box = _root(onsets, first_step)
@@ -106,7 +106,7 @@ def judge(
         Claim(
             text=f"the corrupted batch of step {plan.batch_step} is a loss spike, and somebody was told",
             holds=any(one.step == plan.batch_step for one in spikes)
-            and any("LossSpike" in one.detectors and one.opened_step == plan.batch_step for one in told),
+            and any("LossSpike" in one.detectors and one.opened_step == plan.batch_step for one in notified),
             found=", ".join(f"LossSpike at step {one.step}" for one in spikes) or "no loss spike",
         ),
         Claim(
@@ -129,13 +129,15 @@ def judge(
         ),
         Claim(
             text="a critical incident was told to the receiver",
-            holds=incident is not None and any(one.id == incident.id and one.severity is Severity.CRITICAL for one in told),
-            found=f"{len({one.id for one in told})} incidents told",
+            holds=incident is not None
+            and any(one.id == incident.id and one.severity is Severity.CRITICAL for one in notified),
+            found=f"{len({one.id for one in notified})} incidents told",
         ),
         Claim(
             text="nothing else was told, and nothing that is not true",
             holds=not false,
-            found="; ".join(false) or f"{len(told)} messages about {len({one.id for one in told})} incidents, all true",
+            found="; ".join(false)
+            or f"{len(notified)} messages about {len({one.id for one in notified})} incidents, all true",
         ),
     )
     return DemoOutcome(

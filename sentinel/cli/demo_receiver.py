@@ -30,19 +30,19 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
         if self.to == "Slack":
             return " ".join(str(self.body.get("text", "")).split())
         if self.to == "Alertmanager":
-            told = [
+            notified = [
                 f"{one['labels'].get('alertname')} severity={one['labels'].get('severity')} "
                 f"page={one['labels'].get('page')} ({one.get('annotations', {}).get('change', '')})"
                 for one in self.body
             ]
-            return "; ".join(told)
+            return "; ".join(notified)
         return json.dumps(self.body)
 
 
 class Receiver:
     """An HTTP server on a free loopback port. heard: called with each message, from the server's thread."""
 
-    def __init__(self, heard: Callable[[Message], None]) -> None:
+    def __init__(self, received: Callable[[Message], None]) -> None:
         self.messages: list[Message] = []
         receiver = self
 
@@ -61,7 +61,7 @@ class Receiver:
                 if owner:
                     message = Message(to=owner, body=body)
                     receiver.messages.append(message)
-                    heard(message)
+                    received(message)
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass

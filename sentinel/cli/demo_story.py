@@ -66,8 +66,8 @@ def story(scene: Scene) -> Iterator[str]:
             for block in message.body.get("blocks", []):
                 if block["type"] == "section":
                     yield from (f"      {line}" for line in str(block["text"]["text"]).splitlines())
-    told = {name: sum(one.to == name for one in scene.messages) for name in ("Alertmanager", "webhook")}
-    yield "  and " + ", ".join(f"{count} requests to the {name}" for name, count in told.items())
+    notified = {name: sum(one.to == name for one in scene.messages) for name in ("Alertmanager", "webhook")}
+    yield "  and " + ", ".join(f"{count} requests to the {name}" for name, count in notified.items())
     yield ""
     yield "GAUGES (/metrics)"
     yield from (f"  {line}" for line in scene.gauges)

@@ -97,12 +97,12 @@ def alerts_of(run_dir: Path) -> list[tuple[str, SentAlert]]:
             alert = Alert.read(body)
         except MALFORMED:
             continue
-        told = SentAlert(
+        notified = SentAlert(
             sink=alert.sink,
             change=alert.change,
             revision=alert.incident.revision,
             is_page=alert.is_page,
             outcome=outcome,
         )
-        result.append((alert.incident.id, told))
+        result.append((alert.incident.id, notified))
     return result

@@ -58,7 +58,7 @@ def msprobe_config(file: Path, output: Path | None, rules_output: Path | None, d
             path.write_text(words, "utf-8")
             say(f"wrote {path}")
     if as_json:
-        click.echo(json.dumps(_told(mapped)))
+        click.echo(json.dumps(_reported(mapped)))
     elif output is None:
         click.echo(trainer, nl=False)
     if pack and rules_output is None and not as_json:
@@ -66,7 +66,7 @@ def msprobe_config(file: Path, output: Path | None, rules_output: Path | None, d
     return CLEAN
 
 
-def _told(mapped: Mapped) -> dict[str, Any]:
+def _reported(mapped: Mapped) -> dict[str, Any]:
     import yaml
 
     return {

@@ -99,11 +99,11 @@ def msprobe(
         unread.add(one.unread)
     num_rows = sum(one.num_rows for one in results)
     if as_json:
-        told = {
+        reported = {
             "run": str(target) if num_steps else None, "num_rows": num_rows, "num_steps": num_steps,
             "num_ranks": len({one.rank for one in results}), "num_attempts": len(attempts), **msgspec.to_builtins(unread),
         }  # fmt: skip
-        click.echo(json.dumps(told))
+        click.echo(json.dumps(reported))
     elif num_steps:
         click.echo(str(target))
     if num_steps:
@@ -218,11 +218,11 @@ def _moment(year: int, time: str) -> datetime | None:
 
 def _read_rank(run_dir: Path, who: ImportedRank, folder: str, is_resumed: bool) -> Result:
     """Write one rank's attempt, and those that went on in the same folder."""
-    from sentinel.exports.imported import LifeWriter
+    from sentinel.exports.imported import IncarnationWriter
     from sentinel.exports.msprobe_steps import RankSteps
 
     steps = RankSteps(Path(folder), is_resumed=is_resumed)
-    writers: dict[int, tuple[LifeWriter, int]] = {}
+    writers: dict[int, tuple[IncarnationWriter, int]] = {}
     seen: set[int] = set()
     for step in steps:
         if step.repeat >= REPEATS:
@@ -233,7 +233,7 @@ def _read_rank(run_dir: Path, who: ImportedRank, folder: str, is_resumed: bool) 
                 who, attempt=who.attempt + step.repeat, began_ns=who.began_ns + step.repeat * 10**9,
                 origin=who.origin + f"#{step.repeat}" * bool(step.repeat),
             )  # fmt: skip
-            writer = LifeWriter(run_dir, again)
+            writer = IncarnationWriter(run_dir, again)
         writer.write(step)
         writers[step.repeat] = (writer, step.step)
         seen.add(step.step)

@@ -27,7 +27,7 @@ def test(config: str, names: tuple[str, ...], as_json: bool) -> int:
     """Send a test message to the configured sinks. Exit 1 when one of them did not take it."""
     from sentinel.daemon.config import load_config, placed
     from sentinel.report.alert import sample_alert
-    from sentinel.report.sinks.table import build_sink
+    from sentinel.report.sinks.sink_table import build_sink
 
     settings = load_config(Path(config)).notify
     known = [sink.name for sink in settings.sinks]

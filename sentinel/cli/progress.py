@@ -40,7 +40,7 @@ class _Tail(msgspec.Struct):
     has_ended: bool = False
 
 
-def standing_of(run_dir: Path, now: float | None = None) -> RunProgress:
+def progress_of(run_dir: Path, now: float | None = None) -> RunProgress:
     """Return where the ranks of a run stand. now: seconds since the epoch."""
     now = time.time() if now is None else now
     files: list[tuple[float, Path, int, int]] = []
@@ -50,15 +50,15 @@ def standing_of(run_dir: Path, now: float | None = None) -> RunProgress:
             state = (folder / file_name(indices[-1])).stat()
             files.append((state.st_mtime, folder, indices[-1], max(state.st_size - TAIL_BYTES, 0)))
     newest = sorted(files, reverse=True)[:MAX_LIVES]
-    tails = [(heard, _read(folder, index, offset)) for heard, folder, index, offset in newest]
+    tails = [(received, _read(folder, index, offset)) for received, folder, index, offset in newest]
     if not tails:
         return RunProgress()
     # The same step of a former attempt is another moment.
     attempt = max((tail.attempt for _, tail in tails if tail.attempt != NO_ATTEMPT), default=NO_ATTEMPT)
-    mine = [(heard, tail) for heard, tail in tails if tail.attempt in (attempt, NO_ATTEMPT)]
+    mine = [(received, tail) for received, tail in tails if tail.attempt in (attempt, NO_ATTEMPT)]
     steps = [tail.newest_step for _, tail in mine if tail.newest_step is not None]
     times = [tail.step_time_s for _, tail in mine if tail.step_time_s is not None]
-    age = now - max(heard for heard, _ in mine)
+    age = now - max(received for received, _ in mine)
     why_deaf = ""
     if all(tail.has_ended for _, tail in mine):
         why_deaf = "every rank has ended"

@@ -54,16 +54,16 @@ def test(files: tuple[str, ...], packs: tuple[str, ...], only: str | None, as_js
         problems += unusable
         if pack is None:
             continue
-        for trial in file.trials:
-            if only is not None and not fnmatchcase(trial.name, only):
+        for rule_test in file.rule_tests:
+            if only is not None and not fnmatchcase(rule_test.name, only):
                 continue
-            unknown = unknown_rules(trial, pack)
+            unknown = unknown_rules(rule_test, pack)
             problems += [
-                Problem(file.path, line, f'test "{trial.name}": no rule "{rule}" is on{_near(rule, pack)}')
+                Problem(file.path, line, f'test "{rule_test.name}": no rule "{rule}" is on{_near(rule, pack)}')
                 for line, rule in unknown
             ]
             if not unknown:
-                results.append(run_rule_test(file, trial, pack))
+                results.append(run_rule_test(file, rule_test, pack))
                 _tell(results[-1], as_json)
     for problem in problems:
         click.echo(str(problem), err=True)

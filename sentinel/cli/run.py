@@ -109,13 +109,13 @@ def run(
         if not problem:
             say(f"run {name} in {run_dir}; talk of the daemon in {state / 'daemon.log'}")
             companion = Companion(arguments, state / "daemon.log")
-        is_told = False
+        is_reported = False
         while child.poll() is None:
             if companion is not None:
                 companion.watch()
                 problem = companion.problem or companion.setback
-            if problem and not is_told:
-                is_told = True
+            if problem and not is_reported:
+                is_reported = True
                 say(f"the command runs on UNWATCHED: {problem}")
             note = _noted(run_dir, child, began, note, is_used=not problem)
             time.sleep(POLL_S)
@@ -227,9 +227,9 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     for one in ranked[:20]:
         lines.append(f"  {one['severity'].upper():8} {one['title']} [{one['state']}, {one['id']}]")
         first = f"first cause: {one['root_name']}" if one["root_name"] else "first cause: unknown"
-        verdict = f"; suspected: {one['verdict']}" if one["verdict"] != "unknown" else ""
+        suspected = f"; suspected: {one['verdict']}" if one["verdict"] != "unknown" else ""
         newest = max(one["last_step"], one["active_step"])
-        lines.append(f"           steps {one['opened_step']} to {newest}; {first}{verdict}")
+        lines.append(f"           steps {one['opened_step']} to {newest}; {first}{suspected}")
     if len(ranked) > 20:
         lines.append(f"  and {len(ranked) - 20} more: sentinel status {report['directory']}")
     return lines

@@ -11,10 +11,10 @@ from typing import Any
 import click
 import msgspec
 
-from sentinel.cli.control import desk_of, parse_step, say_deaf, show
+from sentinel.cli.control import commands_of, parse_step, say_deaf, show
 from sentinel.cli.main import CLEAN, FOUND, say
 from sentinel.cli.places import find_run
-from sentinel.cli.progress import standing_of
+from sentinel.cli.progress import progress_of
 from sentinel.structure_file import STRUCTURE, ModuleShown, Shown, StructureFile, read_structure
 
 _FILE = re.compile(r"rank(\d+)\.json")
@@ -84,13 +84,13 @@ def struct(
 def _ask(run_dir: Path, rank: int | None, wait_s: float) -> int:
     """Order it, and wait until every rank that was meant has answered."""
     now = time.time()
-    standing = standing_of(run_dir, now)
+    progress = progress_of(run_dir, now)
     before = {path: path.stat().st_mtime_ns for path in _paths(run_dir)}
-    command = desk_of(run_dir, standing).describe(
-        at_step=parse_step(run_dir, "auto", standing), ranks=() if rank is None else (rank,),
+    command = commands_of(run_dir, progress).describe(
+        at_step=parse_step(run_dir, "auto", progress), ranks=() if rank is None else (rank,),
         reason="asked for at the command line", now=now,
     )  # fmt: skip
-    if say_deaf(run_dir, standing) != CLEAN:
+    if say_deaf(run_dir, progress) != CLEAN:
         return FOUND
     if not wait_s:
         show(run_dir, command, False)

@@ -13,11 +13,11 @@ import msgspec
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, say
 from sentinel.cli.places import find_run, runs_directory
-from sentinel.cli.table import show_table
+from sentinel.cli.text_table import show_table
 from sentinel.explain.selection import ORDERS
 from sentinel.explain.topk import RESULT_NAME, TopEntry, TopK
 from sentinel.explain.topk import topk as find_topk
-from sentinel.incidents.wording import born_words
+from sentinel.incidents.titles import born_words
 from sentinel.order.causes import leading_causes
 from sentinel.order.origin import origin
 from sentinel.run_name import FOLDER
@@ -160,8 +160,8 @@ def as_object(found: TopK) -> dict[str, Any]:
 def _origin_of(entry: TopEntry, found: TopK) -> dict[str, Any]:
     """Return where one was born, as far as it and those of its step that are shown can tell."""
     of_step = [one.anomaly for one in found.entries if one.anomaly.step == entry.anomaly.step]
-    told: dict[str, Any] = msgspec.to_builtins(origin(entry.anomaly, of_step))
-    return told
+    reported: dict[str, Any] = msgspec.to_builtins(origin(entry.anomaly, of_step))
+    return reported
 
 
 COLUMNS = ("#", "step", "micro", "rank", "stage", "kind", "name", "statistic", "value", "rule", "severity")

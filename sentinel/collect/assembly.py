@@ -13,10 +13,10 @@ from sentinel.collect.adapters.port import AdapterPort, TrainerSteps, TrainerTen
 from sentinel.collect.attempt import NO_ATTEMPT, RankAttempt
 from sentinel.collect.hooks.chunk import Chunk
 from sentinel.collect.hooks.gradient_watch import GradientWatch
-from sentinel.collect.hooks.gradients import WatchedParameters
 from sentinel.collect.hooks.guard import HookGuard
 from sentinel.collect.hooks.loss_scale import LossScale
 from sentinel.collect.hooks.parameter_watch import ParameterWatch
+from sentinel.collect.hooks.parameters import WatchedParameters
 from sentinel.collect.hooks.recorder import Recorder
 from sentinel.collect.hooks.sites import Sites
 from sentinel.collect.hooks.update_watch import UpdateWatch
@@ -61,7 +61,7 @@ def assemble(
     source: ConfigSource,
     topology: Topology,
     attempt: RankAttempt,
-    life: bytes,
+    incarnation: bytes,
     *,
     grad_acc_steps: int | None,
     first_step: int,
@@ -139,7 +139,7 @@ def assemble(
     try:
         installation.install(models, optimizers, config.blocks, first_step)
         handover = Handover(
-            attempt.directory, life=life, run=attempt.run, attempt=attempt.attempt, rank=place.rank,
+            attempt.directory, incarnation=incarnation, run=attempt.run, attempt=attempt.attempt, rank=place.rank,
             max_bytes=config.spool.max_bytes, file_bytes=config.spool.file_bytes, queue_bytes=config.spool.queue_bytes,
             descriptor=descriptor.make(), position=weakly(runner.position), on_command=weakly(orders.receive),
             on_refused=weakly(recording.refused),

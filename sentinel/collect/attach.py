@@ -72,11 +72,11 @@ def attach(
                 "sentinel: this model is watched already, as run %s: that ends, this takes its place", former.attempt.run
             )
             former.end("detached")
-    life = secrets.token_bytes(16)
+    incarnation = secrets.token_bytes(16)
     try:
-        attempt = agree(source.config, environment, life, is_alive_in)
+        attempt = agree(source.config, environment, incarnation, is_alive_in)
         monitor = assemble(
-            models, optimizers, source, Topology(environment, place, names), attempt, life,
+            models, optimizers, source, Topology(environment, place, names), attempt, incarnation,
             grad_acc_steps=grad_acc_steps, first_step=first_step,
         )  # fmt: skip
     except ConfigError:

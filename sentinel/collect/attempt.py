@@ -28,7 +28,7 @@ _attaches = itertools.count()
 
 
 class RankAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """Where this life belongs."""
+    """Where this incarnation belongs."""
 
     run: str
     attempt: int
@@ -38,11 +38,11 @@ class RankAttempt(msgspec.Struct, frozen=True, kw_only=True):
     is_alone: bool = False
     """There was nothing by which this rank could agree with others on a run."""
     start: str = ""
-    """The life of the rank 0 that decided, in hexadecimal digits; empty: there was no store to agree through."""
+    """The incarnation of the rank 0 that decided, in hexadecimal digits; empty: there was no store to agree through."""
 
 
 def agree(
-    config: MonitorConfig, environment: Environment, life: bytes, is_taken: Callable[[Path, str], bool]
+    config: MonitorConfig, environment: Environment, incarnation: bytes, is_taken: Callable[[Path, str], bool]
 ) -> RankAttempt:
     """Return run and attempt, the same on every rank.
 
@@ -66,7 +66,7 @@ def agree(
         elif is_taken(base, run):
             run = next(one for n in itertools.count(2) if not is_taken(base, one := numbered(run, n)))
         directory = private_directory(base, run)
-        key = f"{launch}#{number}" if launch and number else launch or life.hex()
+        key = f"{launch}#{number}" if launch and number else launch or incarnation.hex()
         return run, _claim(directory, key, given or given_name(run)), directory
 
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
@@ -80,8 +80,8 @@ def agree(
         except (OSError, StoreError) as error:
             store.set(key, msgspec.json.encode(["", str(error)]).decode())
             raise
-        store.set(key, msgspec.json.encode([run, attempt, life.hex()]).decode())
-        return RankAttempt(run=run, attempt=attempt, directory=directory, start=life.hex())
+        store.set(key, msgspec.json.encode([run, attempt, incarnation.hex()]).decode())
+        return RankAttempt(run=run, attempt=attempt, directory=directory, start=incarnation.hex())
     try:
         store.wait([key], datetime.timedelta(seconds=AGREE_TIMEOUT_S))
         run, attempt, *start = msgspec.json.decode(store.get(key))

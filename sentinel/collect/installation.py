@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from sentinel.collect.hooks.chunk import Chunk
-from sentinel.collect.hooks.gradients import WatchedParameters
+from sentinel.collect.hooks.parameters import WatchedParameters
 from sentinel.collect.hooks.recorder import Recorder
 from sentinel.collect.hooks.structure import read_structure, unwrap
 from sentinel.collect.parallel.locator import Locator

@@ -88,7 +88,7 @@ class Monitor:
 
         Called before the next step begins (its first training forward, or `monitor.step()`), they belong to this one.
         `sample_ids`: the samples that this rank trains on, integers or strings (a list, an array, a tensor on the host);
-        each call adds to the step's. A verdict of `batch` names them, and `sentinel.skip_list` hands them back.
+        each call adds to the step's. A diagnosis of `batch` names them, and `sentinel.skip_list` hands them back.
         """
         for name, value in scalars.items():
             try:

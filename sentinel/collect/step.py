@@ -256,8 +256,8 @@ class Boundary:
     def found_inf(self) -> torch.Tensor | None:
         """Not 0: every optimizer that was called left the weights alone; None: no device has to be asked."""
         found = [w.found_inf for w in self.watched if w.has_stepped]
-        told = [one for one in found if isinstance(one, torch.Tensor)]
-        return torch.stack([one.reshape(()) for one in told]).amin() if found and len(told) == len(found) else None
+        reported = [one for one in found if isinstance(one, torch.Tensor)]
+        return torch.stack([one.reshape(()) for one in reported]).amin() if found and len(reported) == len(found) else None
 
     def close(self) -> None:
         """Forget the step that ended."""

@@ -6,9 +6,9 @@ from torch.utils.hooks import RemovableHandle
 
 from sentinel.collect.hooks.chunk import Chunk
 from sentinel.collect.hooks.gradient_watch import GradientWatch
-from sentinel.collect.hooks.gradients import WatchedParameters
 from sentinel.collect.hooks.module_tap import graph_task
 from sentinel.collect.hooks.parameter_watch import ParameterWatch
+from sentinel.collect.hooks.parameters import WatchedParameters
 from sentinel.collect.hooks.recorder import Recorder
 from sentinel.collect.probes.context import Events
 from sentinel.collect.step import Boundary

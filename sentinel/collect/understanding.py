@@ -36,7 +36,7 @@ class Understanding:
         self._logged: set[str] = set()
         self._turns: deque[tuple[int, ...]] = deque(maxlen=NUM_ROUNDS)
         self._skipped: deque[bool] = deque(maxlen=SCALED_WINDOW)
-        self._has_told_turns = self._has_told_skipped = False
+        self._has_reported_turns = self._has_reported_skipped = False
 
     def step_ends(self, *, logged: Collection[str], is_skipped: bool, is_scaled: bool) -> None:
         """A whole step ends, before the boundary forgets it. logged: names of its scalars; is_scaled: its loss was."""
@@ -49,9 +49,9 @@ class Understanding:
                 self._see_loss()
         if self._boundary.is_explicit:
             return
-        if not self._has_told_turns:
+        if not self._has_reported_turns:
             self._see_turns()
-        if not self._has_told_skipped:
+        if not self._has_reported_skipped:
             self._skipped.append(is_skipped)
             self._see_skipped(SCALED_WINDOW if is_scaled else WINDOW)
 
@@ -72,7 +72,7 @@ class Understanding:
             return
         idle = [one.name for one in watched if one.is_idle]
         if idle:
-            self._has_told_turns = True
+            self._has_reported_turns = True
             self._tell(
                 "uneven_optimizers",
                 f"{_listed(idle)} did not step while another optimizer stepped {MAX_TURNS} times: until it does, a step is "
@@ -82,7 +82,7 @@ class Understanding:
         self._turns.append(tuple(one.num_steps for one in watched))
         if len(self._turns) < NUM_ROUNDS:
             return
-        self._has_told_turns = True
+        self._has_reported_turns = True
         turns = self._turns[-1]
         if len(set(turns)) > 1 and list(self._turns).count(turns) > 1:
             said = [f"{one.name} steps {_times(times)}" for one, times in zip(watched, turns, strict=True)]
@@ -98,7 +98,7 @@ class Understanding:
         newest = list(self._skipped)[-window:]
         if len(newest) < window or sum(newest) < SKIPPED_SHARE * window:
             return
-        self._has_told_skipped = True
+        self._has_reported_skipped = True
         self._tell(
             "steps_look_skipped",
             f"{sum(newest)} of the last {window} steps look skipped: no watched optimizer stepped in them. "

@@ -1,5 +1,5 @@
 """Anomalies become commands, commands become files, ranks answer.
 
-In: verdicts, and what people ask for. Out: commands that are dated and expire, and what became of each.
+In: judgements, and what people ask for. Out: commands that are dated and expire, and what became of each.
 Never: waits for a rank, or changes what training computes.
 """

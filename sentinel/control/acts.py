@@ -12,7 +12,7 @@ import msgspec
 
 from sentinel.errors import ConfigError
 from sentinel.incident import IncidentAct
-from sentinel.wire.control import why_foreign
+from sentinel.wire.control_folder import why_foreign
 
 ACTS = ("ack", "resolve", "reopen")
 """What a person can do about an incident."""

@@ -30,7 +30,7 @@ from sentinel.command import (
     EnableMonitoring,
     WithdrawCommand,
 )
-from sentinel.control.status import STATES, CommandStatus
+from sentinel.control.command_status import STATES, CommandStatus
 from sentinel.errors import StoreError
 from sentinel.messages import Ack
 from sentinel.private_files import create_file, make_directory
@@ -306,19 +306,19 @@ class RunCommands:
             and not command.targets
             and (not command.ranks or (bool(ranks) and set(ranks) <= set(command.ranks)))
             and not _is_over(command, newest_step + 1)
-            for command in self._standing(("issued", "armed", "applied", "partial"))
+            for command in self._enabled_in(("issued", "armed", "applied", "partial"))
         )
 
     def is_on(self, newest_step: int) -> bool:
         """Return whether some rank obeys an order to measure more at `newest_step`."""
         return any(
             command.at_step <= newest_step and not _is_over(command, newest_step)
-            for command in self._standing(("applied", "partial"))
+            for command in self._enabled_in(("applied", "partial"))
         )
 
     # Inside.
 
-    def _standing(self, states: Collection[str]) -> list[EnableMonitoring]:
+    def _enabled_in(self, states: Collection[str]) -> list[EnableMonitoring]:
         return [
             status.command
             for status in self._statuses.values()

@@ -15,12 +15,12 @@ import msgspec
 
 from sentinel.command import ChangeConfig
 from sentinel.config_file import ConfigFile, ConfigText
+from sentinel.control.command_status import CommandStatus
 from sentinel.control.commands import RunCommands
 from sentinel.control.policy import MAX_LATENCY_S, ControlConfig, first_step
-from sentinel.control.status import CommandStatus
 from sentinel.errors import ConfigError
 from sentinel.messages import Descriptor
-from sentinel.monitor_config import Measurement, as_told, refuse_fixed
+from sentinel.monitor_config import Measurement, as_reported, refuse_fixed
 
 log = logging.getLogger("sentinel.control")
 
@@ -46,7 +46,7 @@ class ConfigInUse(msgspec.Struct, frozen=True, kw_only=True):
     """Newest step that the rank has spoken for."""
 
     @classmethod
-    def told_by(cls, descriptor: Descriptor | None, ended: int) -> ConfigInUse:
+    def reported_by(cls, descriptor: Descriptor | None, ended: int) -> ConfigInUse:
         """Return what a rank's newest descriptor says; a rank that has sent none measures by no file."""
         if descriptor is None:
             return cls(path="", text_hash="", settings={})
@@ -85,13 +85,17 @@ class ConfigFileEdits:
     """
 
     def __init__(
-        self, config: ControlConfig, desk: RunCommands, audit: Callable[[float, str, str, dict[str, Any]], None], host: str
+        self,
+        config: ControlConfig,
+        commands: RunCommands,
+        audit: Callable[[float, str, str, dict[str, Any]], None],
+        host: str,
     ) -> None:
         self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         """Outcome -> edits since the daemon started."""
         self.state = EditState()
         self._config = config
-        self._desk = desk
+        self._commands = commands
         self._audit = audit
         self._host = host
         self._file: ConfigFile | None = None
@@ -144,7 +148,7 @@ class ConfigFileEdits:
         pending = [change for status, change in self._changes() if status.state in ("issued", "armed")]
         for change in pending:
             if change.text_hash != reading.text_hash:
-                self._desk.withdraw(change.id, now=now, reason="the file was edited again", source="config")
+                self._commands.withdraw(change.id, now=now, reason="the file was edited again", source="config")
         if all(one.text_hash == reading.text_hash for one in in_use.values()):
             self.state.problem, self.state.tries = "", 0
         elif not any(change.text_hash == reading.text_hash for change in pending):
@@ -155,10 +159,10 @@ class ConfigFileEdits:
     def _begin(self, path: str) -> None:
         if self._file is None or self._file.path != path:
             self._file, self._away_since = ConfigFile(path), None
-        if (path, self._desk.attempt) != (self.state.path, self.state.attempt):
+        if (path, self._commands.attempt) != (self.state.path, self.state.attempt):
             # A restarted trainer has read the file itself.
             known = self.state.is_known and path == self.state.path
-            self.state = EditState(path=path, attempt=self._desk.attempt, edit=self.state.edit, is_known=known)
+            self.state = EditState(path=path, attempt=self._commands.attempt, edit=self.state.edit, is_known=known)
             self._said = ""
 
     def _look(self, path: str, now: float, mono: float) -> ConfigText | None:
@@ -244,7 +248,7 @@ class ConfigFileEdits:
             most = self._config.max_edits_per_hour
             self.state.problem = f"{self.state.path}: {most} edits in the last hour; the newest one waits"
             return
-        wanted = as_told(reading.config.measurement)
+        wanted = as_reported(reading.config.measurement)
         settings = next(iter(in_use.values())).settings
         changed = tuple(key for key in Measurement.__struct_fields__ if wanted[key] != settings.get(key))
         at_step = max(first_step(newest_step, step_time_s, self._latency_s), reading.config.at_step or 0)
@@ -252,9 +256,9 @@ class ConfigFileEdits:
         if self._config.dry_run:
             if self._dry_edit != self.state.edit:
                 self._dry_edit = self.state.edit
-                self._desk.note_dry_run({"at_step": at_step, "settings": wanted, "reason": words}, now)
+                self._commands.note_dry_run({"at_step": at_step, "settings": wanted, "reason": words}, now)
             return
-        command = self._desk.change(
+        command = self._commands.change(
             at_step=at_step,
             now=now,
             settings=wanted,
@@ -273,8 +277,8 @@ class ConfigFileEdits:
     def _changes(self) -> list[tuple[CommandStatus, ChangeConfig]]:
         return [
             (one, one.command)
-            for one in self._desk.statuses()
-            if isinstance(one.command, ChangeConfig) and one.command.attempt == self._desk.attempt
+            for one in self._commands.statuses()
+            if isinstance(one.command, ChangeConfig) and one.command.attempt == self._commands.attempt
         ]
 
     def _give_up(self, problem: str, now: float) -> None:

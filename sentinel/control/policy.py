@@ -10,8 +10,8 @@ import msgspec
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.command import ALARM_KINDS, DumpTensors, EnableMonitoring
+from sentinel.control.command_status import CommandStatus
 from sentinel.control.commands import RunCommands
-from sentinel.control.status import CommandStatus
 from sentinel.errors import ConfigError
 from sentinel.known_words import near
 from sentinel.monitor_config import MEASURED_LABELS
@@ -53,7 +53,7 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     again within the hour: the fault comes back more rarely than was looked for."""
 
     latency_s: float = 0.15
-    """Time from a verdict to every rank having read the command. Doubled when a command came too late."""
+    """Time from a judgement to every rank having read the command. Doubled when a command came too late."""
 
     cooldown_s: float = 10.0
     """Least time between the end of one escalation and the next."""
@@ -114,7 +114,7 @@ def _quoted(unknown: Sequence[str], known: Collection[str]) -> str:
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
-    """What an anomaly asks for. Made while judging, from the verdict alone, so that a replay proposes the same."""
+    """What an anomaly asks for. Made while judging, from the judgement alone, so that a replay proposes the same."""
 
     key: str
     """Names it for ever: the same proposal becomes one command, however often a crash repeats it."""
@@ -215,9 +215,9 @@ class Escalator:
     audit: told of every proposal, and why it was not followed.
     """
 
-    def __init__(self, config: ControlConfig, desk: RunCommands, audit: Audit) -> None:
+    def __init__(self, config: ControlConfig, commands: RunCommands, audit: Audit) -> None:
         self.config = config
-        self._desk = desk
+        self._commands = commands
         self._audit = audit
         self._latency_s = config.latency_s
         self._times: dict[str, list[float]] = {ESCALATE: [], DUMP: []}
@@ -257,7 +257,7 @@ class Escalator:
             times.append(now)
             if not is_dump:
                 self._quiet_until = now + self.config.cooldown_s
-            self._desk.note_dry_run(
+            self._commands.note_dry_run(
                 {"key": proposal.key, "at_step": at_step, "ranks": list(proposal.ranks), "reason": proposal.reason}, now
             )
             return None
@@ -293,9 +293,9 @@ class Escalator:
     def _why_not(self, proposal: Proposal, newest_step: int, now: float) -> str:
         if not self.config.escalate:
             return "control.escalate is off"
-        if self._desk.find(proposal.key) is not None:
+        if self._commands.find(proposal.key) is not None:
             return "already issued"
-        if self._desk.covers(self.config.kinds, proposal.ranks, newest_step):
+        if self._commands.covers(self.config.kinds, proposal.ranks, newest_step):
             return "monitoring is on"
         if now < self._quiet_until <= now + self.config.cooldown_s:
             return "cooling down"
@@ -307,7 +307,7 @@ class Escalator:
         times = self._times[DUMP]
         if not self.config.dump:
             return "control.dump is off"
-        if self._desk.find(proposal.key) is not None:
+        if self._commands.find(proposal.key) is not None:
             return "already issued"
         if times and now - times[-1] < self.config.cooldown_s:
             return "cooling down"
@@ -323,14 +323,14 @@ class Escalator:
         times = self._times[proposal.action]
         command: EnableMonitoring | DumpTensors
         if proposal.action == DUMP:
-            command = self._desk.dump_tensors(
+            command = self._commands.dump_tensors(
                 at_step=at_step, kinds=self.config.dump_kinds, targets=proposal.targets,
                 first_n=self.config.dump_first_n, for_steps=self.config.dump_for_steps, ranks=proposal.ranks,
                 reason=proposal.reason, source="policy", key=key, now=now,
             )  # fmt: skip
         else:
             longer = 2 ** min(len(times), MAX_LONGER) if not num_reissues else 1
-            command = self._desk.enable(
+            command = self._commands.enable(
                 at_step=at_step, kinds=self.config.kinds, targets=proposal.targets,
                 per_micro_step=self.config.per_micro_step, for_steps=self.config.for_steps * longer,
                 ranks=proposal.ranks, reason=proposal.reason, source="policy", key=key, now=now,

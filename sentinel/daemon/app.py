@@ -16,10 +16,10 @@ from typing import TextIO
 import msgspec
 
 from sentinel.daemon.config import DaemonConfig
-from sentinel.daemon.console import ServedConsole
 from sentinel.daemon.http.config import HttpConfig
 from sentinel.daemon.http.server import HttpServer
 from sentinel.daemon.http.tokens import load_tokens
+from sentinel.daemon.inquiry import ServedConsole
 from sentinel.daemon.outboxes import Outboxes
 from sentinel.daemon.serving import ServedRun
 from sentinel.daemon.systemd import Systemd
@@ -27,7 +27,7 @@ from sentinel.errors import ConfigError, SentinelError, StoreError
 from sentinel.judge.packs import RulePacks
 from sentinel.private_files import make_directory, refuse_foreign, tighten
 from sentinel.report.pipeline import Notifier, RetryPolicy
-from sentinel.report.sinks.table import build_sinks
+from sentinel.report.sinks.sink_table import build_sinks
 from sentinel.store.run_paths import RunPaths, further_runs, is_run, printable, refuse_unprintable, runs_in, write_whole
 from sentinel.store.trouble import disk_trouble
 
@@ -133,8 +133,10 @@ class Daemon:
         self._discover(time.time())
         if self._is_single and not self._runs:
             raise StoreError(next(iter(self._problems.values())))
-        standing = [alert for run in self._runs.values() for alert in run.standing(self._options.config.notify.routes())]
-        self._notifier.start(standing)
+        open_alerts = [
+            alert for run in self._runs.values() for alert in run.open_alerts(self._options.config.notify.routes())
+        ]
+        self._notifier.start(open_alerts)
         self._http = self._bind()
         if self._http is not None and self._options.http is not None:
             write_whole(
@@ -267,7 +269,7 @@ class Daemon:
             return False
         # The command may have outlived `sentinel run`: it is watched until it says nothing any more.
         now = time.time()
-        return all(now - run.last_heard > ORPHAN_QUIET_S for run in self._runs.values())
+        return all(now - run.last_received > ORPHAN_QUIET_S for run in self._runs.values())
 
     # The end.
 

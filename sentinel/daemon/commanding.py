@@ -1,4 +1,4 @@
-"""The command desk of one run, kept in the journal: proposals in, orders out, answers followed."""
+"""The commands of one run, kept in the journal: proposals in, orders out, answers followed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from sentinel.command import ALARM_KINDS, ANY_ATTEMPT
+from sentinel.control.command_status import CommandStatus
 from sentinel.control.commands import RunCommands
 from sentinel.control.edits import ConfigFileEdits, ConfigInUse
 from sentinel.control.policy import ControlConfig, Escalator, Proposal, first_step
-from sentinel.control.status import CommandStatus
 from sentinel.errors import ConfigError, StoreError
 from sentinel.messages import Ack
 from sentinel.record import KIND_LABELS
@@ -65,12 +65,12 @@ class Commanding:
     def __init__(self, paths: RunPaths, config: ControlConfig, journal: Journal) -> None:
         self._journal = journal
         self._mutex = threading.RLock()
-        self._desk = RunCommands(paths.run_dir, audit=journal.audit, expires_s=config.expires_s)
+        self._commands = RunCommands(paths.run_dir, audit=journal.audit, expires_s=config.expires_s)
         former = journal.recall(_FACT)
         if former:
-            self._desk.load(former.encode())
-        self._escalator = Escalator(config, self._desk, journal.audit)
-        self._edits = ConfigFileEdits(config, self._desk, journal.audit, socket.gethostname())
+            self._commands.load(former.encode())
+        self._escalator = Escalator(config, self._commands, journal.audit)
+        self._edits = ConfigFileEdits(config, self._commands, journal.audit, socket.gethostname())
         self._kept_edits = journal.recall(EDITS_FACT) or ""
         if self._kept_edits:
             self._edits.load(self._kept_edits.encode())
@@ -100,7 +100,7 @@ class Commanding:
             self._newest_step, self._step_time_s = newest_step, step_time_s
             try:
                 self._begin_attempt(attempt, now)
-                changed = self._desk.tick(ended, now)
+                changed = self._commands.tick(ended, now)
                 self._escalator.follow(changed, newest_step=newest_step, step_time_s=step_time_s, now=now)
                 self._edits.turn(in_use, newest_step=newest_step, step_time_s=step_time_s, now=now, mono=time.monotonic())
                 self.keep()
@@ -113,7 +113,7 @@ class Commanding:
                     command = self._escalator.consider(
                         Proposal.read(row.body), newest_step=newest_step, step_time_s=step_time_s, now=now
                     )
-                    # The desk's memory first: a crash in between finds the key there, and issues nothing twice.
+                    # The commands' memory first: a crash in between finds the key there, and issues nothing twice.
                     self.keep()
                     outcome = "not issued" if command is None else f"issued {command.id}"
                     self._journal.finish_delivery([row.position], outcome)
@@ -124,7 +124,7 @@ class Commanding:
     def acknowledge(self, rank: int, ack: Ack, now: float) -> None:
         """Take a rank's answer."""
         with self._mutex:
-            self._desk.acknowledge(rank, ack, now)
+            self._commands.acknowledge(rank, ack, now)
 
     def order(self, action: str, request: Mapping[str, Any], now: float) -> dict[str, Any]:
         """Do what a person asks; StoreError, ConfigError or ValidationError when it cannot be."""
@@ -139,7 +139,7 @@ class Commanding:
             reason = order.reason or "asked for over HTTP"
             command: Any
             if action == "enable":
-                command = self._desk.enable(
+                command = self._commands.enable(
                     at_step=at_step,
                     now=now,
                     targets=order.targets,
@@ -152,15 +152,15 @@ class Commanding:
                     kinds=order.kinds or ALARM_KINDS,
                 )
             elif action == "dump":
-                command = self._desk.dump_tensors(
+                command = self._commands.dump_tensors(
                     at_step=at_step, now=now, kinds=order.kinds or ("wgrad",), targets=order.targets, ranks=order.ranks,
                     for_steps=order.for_steps or 1, step_interval=order.step_interval, first_n=order.first_n,
                     reason=reason, source="http",
                 )  # fmt: skip
             elif action == "describe":
-                command = self._desk.describe(at_step=at_step, now=now, ranks=order.ranks, reason=reason, source="http")
+                command = self._commands.describe(at_step=at_step, now=now, ranks=order.ranks, reason=reason, source="http")
             else:
-                command = self._desk.disable(
+                command = self._commands.disable(
                     at_step=at_step,
                     now=now,
                     kinds=order.kinds,
@@ -183,22 +183,22 @@ class Commanding:
     def statuses(self) -> list[CommandStatus]:
         """Return all commands that are remembered, in order of their numbers."""
         with self._mutex:
-            return self._desk.statuses()
+            return self._commands.statuses()
 
     def counts(self) -> dict[str, int]:
         """Return state -> commands that ever entered it."""
         with self._mutex:
-            return dict(self._desk.counts)
+            return dict(self._commands.counts)
 
     @property
     def monitoring_acked_step(self) -> int | None:
         """at_step of the last command that every rank it means acknowledged."""
-        return self._desk.monitoring_acked_step
+        return self._commands.monitoring_acked_step
 
     def is_monitoring(self) -> bool:
         """Return whether some rank measures more now because it was told to."""
         with self._mutex:
-            return self._desk.is_on(self._newest_step)
+            return self._commands.is_on(self._newest_step)
 
     @property
     def config_problem(self) -> str:
@@ -216,9 +216,9 @@ class Commanding:
             return dict(self._edits.counts)
 
     def _begin_attempt(self, attempt: int, now: float) -> None:
-        if attempt > self._desk.attempt:
-            self._desk.begin_attempt(now, attempt)
-            self._desk.attempt = attempt
+        if attempt > self._commands.attempt:
+            self._commands.begin_attempt(now, attempt)
+            self._commands.attempt = attempt
 
     def keep(self) -> None:
         """Put what is known of commands and edits into the journal, if it changed."""
@@ -226,7 +226,7 @@ class Commanding:
         if edits != self._kept_edits:
             self._journal.remember(EDITS_FACT, edits)
             self._kept_edits = edits
-        body = self._desk.dump().decode()
+        body = self._commands.dump().decode()
         if body != self._kept:
             self._journal.remember(_FACT, body)
             self._kept = body

@@ -14,7 +14,7 @@ from sentinel.daemon.run_files import RunFiles
 from sentinel.daemon.snapshots import Acknowledgement, Snapshot, Snapshots
 from sentinel.daemon.stages import RunStages
 from sentinel.decision import Decision, Tick, encode_decision
-from sentinel.judge.judge import Verdict
+from sentinel.judge.judge import Judgement
 from sentinel.report.alert import Alert
 from sentinel.report.files import anomaly_line, json_line
 from sentinel.store.journal import Commit, FoundAnomaly, FoundIncident, Journal, Outgoing
@@ -58,20 +58,20 @@ class StepCommits:
         self.seq = decision.seq
         return decision.seq > self.judged
 
-    def add(self, verdict: Verdict, stages: RunStages) -> None:
+    def add(self, judgement: Judgement, stages: RunStages) -> None:
         """Take in what the decision that was begun last brought; commits when many have come together."""
         if self._commit is None:
             self._commit, self._num_decisions = Commit(judged=self.seq), 0
         self.judged = self._commit.judged = self.seq
         self._num_decisions += 1
-        self._commit.anomalies += [(self.seq, _found(one)) for one in verdict.anomalies]
-        self.num_onsets += sum(one.event == "onset" for one in verdict.anomalies)
+        self._commit.anomalies += [(self.seq, _found(one)) for one in judgement.anomalies]
+        self.num_onsets += sum(one.event == "onset" for one in judgement.anomalies)
         now = time.time()
-        for incident in verdict.incidents:
+        for incident in judgement.incidents:
             line = json_line(incident)
             self._commit.incidents.append((self.seq, FoundIncident(id=incident.id, revision=incident.revision, body=line)))
             self._commit.outbox += _outgoing(self._alerts.take(incident, now))
-        self._commit.outbox += _outgoing(one for one in (verdict.proposal, verdict.dump) if one is not None)
+        self._commit.outbox += _outgoing(one for one in (judgement.proposal, judgement.dump) if one is not None)
         if self._num_decisions >= STEPS_PER_COMMIT:
             self.flush(stages)
 

@@ -10,7 +10,7 @@ from sentinel.control.policy import ControlConfig
 from sentinel.errors import ConfigError
 from sentinel.file_keys import DAEMON
 from sentinel.judge.config import JudgingConfig
-from sentinel.report.sinks.table import NotifyConfig, outside_sinks
+from sentinel.report.sinks.sink_table import NotifyConfig, outside_sinks
 from sentinel.typed_document import locate, named_document, read_struct
 
 

@@ -17,7 +17,7 @@ from sentinel.errors import ConfigError
 from sentinel.file_keys import DAEMON
 from sentinel.known_words import nearest
 from sentinel.report.sinks.secret import read_secret
-from sentinel.report.sinks.table import NotifyConfig, SinkConfig, build_sink, outside_sinks
+from sentinel.report.sinks.sink_table import NotifyConfig, SinkConfig, build_sink, outside_sinks
 from sentinel.typed_document import locate, named_document, read_struct
 
 
@@ -26,7 +26,7 @@ class Findings(msgspec.Struct, frozen=True):
 
     problems: tuple[Problem, ...]
     """A daemon that starts here and now would refuse these, or could reach nobody."""
-    suspicions: tuple[Problem, ...]
+    warnings: tuple[Problem, ...]
     """A daemon would take these; they are hardly meant."""
 
 
@@ -40,7 +40,7 @@ def check_daemon_config(path: Path, environ: Mapping[str, str]) -> Findings:
     wrong = [message for sink in notify.sinks for message in _unresolved(sink, notify, environ)]
     if notify.ca_file and not Path(notify.ca_file).is_file():
         wrong.append(f"notify.ca_file: {notify.ca_file}: expected a PEM file, found none")
-    odd = [message for sink in notify.sinks for message in _suspicions(sink)]
+    odd = [message for sink in notify.sinks for message in _warnings(sink)]
     if not notify.sinks and document is not None and isinstance(document.value, dict) and "notify" in document.value:
         is_empty = not document.value["notify"].value
         odd += [] if is_empty else ["notify.sinks: there are none, so that nobody is notified of incidents"]
@@ -77,7 +77,7 @@ def _unresolved(sink: SinkConfig, notify: NotifyConfig, environ: Mapping[str, st
             yield str(error)
 
 
-def _suspicions(sink: SinkConfig) -> Iterator[str]:
+def _warnings(sink: SinkConfig) -> Iterator[str]:
     path = f"notify.sinks.{sink.name}"
     for name, file, _ in _secrets(sink):
         try:

@@ -159,11 +159,15 @@ class RunGauges:
         """Take note of what the spool brought: frames, ranks, the newest step."""
         metrics = self.metrics
         metrics.newest_step = assembler.newest_step if assembler.newest_step >= 0 else None
-        newest = max((life.last_wall_ns for life in follower.lives.values()), default=0)
+        newest = max((incarnation.last_wall_ns for incarnation in follower.incarnations.values()), default=0)
         metrics.last_record_time = newest / 1e9 if newest else None
-        places = [life.descriptor.place for life in follower.lives.values() if life.descriptor is not None]
+        places = [
+            incarnation.descriptor.place
+            for incarnation in follower.incarnations.values()
+            if incarnation.descriptor is not None
+        ]
         metrics.ranks = {"expected": places[-1].world_size if places else 0, "live": 0, "late": len(self.late), "stale": 0}
-        metrics.num_frames = sum(life.num_frames for life in follower.lives.values())
+        metrics.num_frames = sum(incarnation.num_frames for incarnation in follower.incarnations.values())
         metrics.num_frames_duplicate = follower.num_duplicates
         metrics.num_frames_missing = follower.num_lost
         metrics.num_rows_late = assembler.num_late_rows_total
@@ -178,7 +182,7 @@ class RunGauges:
         return [(one, list(points)) for one, points in list(self._recent.items()) if name in (None, one)]
 
 
-def standing_of(metrics: RunMetrics) -> dict[str, Any]:
+def progress_of(metrics: RunMetrics) -> dict[str, Any]:
     """Return where a run stands, for the API."""
     return {
         "attempt": metrics.attempt,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from sentinel.incident import Incident
-from sentinel.report.alert import Alert, RouteConfig, alerts_for, standing
+from sentinel.report.alert import Alert, RouteConfig, alerts_for, open_alerts
 from sentinel.store.journal import Journal
 
 MAX_INCIDENTS = 10_000
@@ -36,4 +36,4 @@ class IncidentAlerts:
 
     def open_alerts(self, routes: Sequence[tuple[str, RouteConfig]], now: float) -> list[Alert]:
         """Return the open incidents that each sink has been sent."""
-        return [alert for sink, route in routes for alert in standing(self._open.values(), sink, route, now)]
+        return [alert for sink, route in routes for alert in open_alerts(self._open.values(), sink, route, now)]

@@ -34,7 +34,7 @@ class Speaking(msgspec.Struct, frozen=True):
         """Return rank -> the config that it measures by; of the newest attempt."""
         attempt = self.attempt
         mine = ((rank, one) for rank, one in self.by_rank.items() if one.attempt in (None, attempt))
-        return {rank: ConfigInUse.told_by(one.descriptor, one.last_step) for rank, one in mine}
+        return {rank: ConfigInUse.reported_by(one.descriptor, one.last_step) for rank, one in mine}
 
 
 class LiveRanks:
@@ -47,7 +47,7 @@ class LiveRanks:
     def receive(self, records: Iterable[SpoolRecord], mono: float) -> None:
         """Take note of who wrote. mono: monotonic seconds."""
         for record in records:
-            self._received_at[record.life.id] = mono
+            self._received_at[record.incarnation.id] = mono
 
     def now(self, known: Iterable[Incarnation], mono: float) -> Speaking:
         """Return who of the known processes writes now."""

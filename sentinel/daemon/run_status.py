@@ -8,7 +8,7 @@ import msgspec
 
 from sentinel.daemon.commanding import Commanding
 from sentinel.daemon.commits import StepCommits
-from sentinel.daemon.gauges import RunGauges, standing_of
+from sentinel.daemon.gauges import RunGauges, progress_of
 from sentinel.daemon.run_files import RunFiles
 from sentinel.daemon.run_notices import RunNotices
 from sentinel.daemon.snapshots import Acknowledgement
@@ -42,8 +42,8 @@ class RunStatus:
         self._gauges.hear(stages.follower, stages.assembler)
         metrics, tracker, commanding = self._gauges.metrics, stages.watch.tracker, self._commanding
         metrics.ranks = {**metrics.ranks, "live": num_live, "stale": len(stages.judge.stale_ranks)}
-        heard_at = tracker.heard_at()
-        metrics.quietest_heard_time = None if heard_at is None else now - (tracker.now - heard_at)
+        received_at = tracker.received_at()
+        metrics.quietest_received_time = None if received_at is None else now - (tracker.now - received_at)
         metrics.commands = commanding.counts()
         metrics.config_edits = commanding.edits()
         metrics.is_monitoring = commanding.is_monitoring()
@@ -69,7 +69,7 @@ class RunStatus:
         return {
             "run": self._paths.name,
             "directory": str(self._paths.run_dir),
-            **standing_of(metrics),
+            **progress_of(metrics),
             "num_anomalies": self._commits.num_onsets,
             "num_rows_lost": metrics.num_rows_dropped,
             "num_steps_lost": metrics.num_steps_dropped,

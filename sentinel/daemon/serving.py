@@ -3,8 +3,8 @@
 What survives kill -9 at any instant, and why:
 
 - A decision is durable before it is judged, and says which frames it took. After a crash it is judged again from the
-  spool, with the rules it named, from the state of the last snapshot: the same verdict, byte for byte.
-- The verdict, the judged offset, the incidents and the outbox are one transaction. A verdict is in it or it is not.
+  spool, with the rules it named, from the state of the last snapshot: the same judgement, byte for byte.
+- The judgement, the judged offset, the incidents and the outbox are one transaction. A judgement is in it or it is not.
 - Files are appended after the commit, so they are a prefix of the journal, and `AppendLog.recover` completes them.
 - The spool is acknowledged, and may be deleted, only as far as no snapshot needs it any more.
 """
@@ -61,7 +61,7 @@ class ServedRun:
     def __init__(self, paths: RunPaths, config: DaemonConfig, packs: RulePacks) -> None:
         self.paths = paths
         self.name = paths.name
-        self.last_heard = time.time()
+        self.last_received = time.time()
         """Seconds since the epoch when the spool last brought something."""
         self.recent = RecentSteps()
         """The newest judged steps, for whoever asks for series."""
@@ -106,7 +106,7 @@ class ServedRun:
             self._spool_watch.look(self._gauges.metrics)
             self._take_acts(now)
             self._files.mend()
-            if now - self.last_heard > FORGET_S:
+            if now - self.last_received > FORGET_S:
                 self.recent.clear()
             self._command(now, is_due=has_moved)
         return has_moved
@@ -147,7 +147,7 @@ class ServedRun:
         """Return whether alerts were committed since this was last asked."""
         return self._commits.take_alerts()
 
-    def standing(self, routes: Sequence[tuple[str, RouteConfig]]) -> list[Alert]:
+    def open_alerts(self, routes: Sequence[tuple[str, RouteConfig]]) -> list[Alert]:
         """Return the open incidents that each sink has been told of: what a keep-alive repeats after a restart."""
         return self._alerts.open_alerts(routes, time.time())
 
@@ -210,12 +210,12 @@ class ServedRun:
     def _receive(self, records: Sequence[SpoolRecord], now: float) -> bool:
         if not records:
             return False
-        self.last_heard = now
+        self.last_received = now
         mono = time.monotonic()
         self._live.receive(records, mono)
         for record in records:
             if isinstance(record.message, Ack):
-                self.commanding.acknowledge(record.life.rank, record.message, now)
+                self.commanding.acknowledge(record.incarnation.rank, record.message, now)
         self._stages.assembler.take(records, mono)
         self._stages.watch.tracker.hear(records)
         return True
@@ -252,16 +252,16 @@ class ServedRun:
             decision = one if isinstance(one, Tick) else one.decision
             assert decision is not None
             is_new = self._commits.begin(decision)
-            verdict = self._stages.judged(one, decision.pack_hash)
+            judgement = self._stages.judged(one, decision.pack_hash)
             if isinstance(one, Tick):
-                self._gauges.take_anomalies(verdict.anomalies if is_new else ())
+                self._gauges.take_anomalies(judgement.anomalies if is_new else ())
             else:
                 newest = one
-                self._gauges.take_step(one, verdict.anomalies, is_new=is_new)
+                self._gauges.take_step(one, judgement.anomalies, is_new=is_new)
                 self.recent.add(one)
                 self._notices.take_step(one)
             if is_new:
-                self._commits.add(verdict, self._stages)
+                self._commits.add(judgement, self._stages)
         if has_any:
             self._commits.flush(self._stages)
             self._take_stock(newest)
@@ -282,7 +282,7 @@ class ServedRun:
         if not is_due and mono < self._commands_due:
             return
         self._commands_due = mono + COMMANDS_S
-        known = self._stages.follower.lives.values()
+        known = self._stages.follower.incarnations.values()
         speaking = self._live.now(known, mono)
         ended = speaking.ended
         at_work = [one.heartbeat.step for one in known if one.heartbeat and one.rank in ended]

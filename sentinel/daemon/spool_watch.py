@@ -23,7 +23,7 @@ class SpoolWatch:
         """What to tell people while much waits; empty: little does."""
         self._name, self._run_dir = name, run_dir
         self._due = 0.0
-        self._told_share = 0.0
+        self._notified_share = 0.0
 
     def look(self, metrics: RunMetrics) -> None:
         """Look if it is time to, and note in the metrics what was seen. Logs each further quarter of the cap once."""
@@ -35,10 +35,10 @@ class SpoolWatch:
         metrics.spool_seconds_left = None if room is None else room.seconds_left
         share = 0.0 if room is None else room.share
         self.problem = room.words if room is not None and share >= NOTICED_SHARE else ""
-        if share < self._told_share / 2:
-            self._told_share = 0.0
-        if self.problem and share >= self._told_share + NOTICED_SHARE:
-            self._told_share = share
+        if share < self._notified_share / 2:
+            self._notified_share = 0.0
+        if self.problem and share >= self._notified_share + NOTICED_SHARE:
+            self._notified_share = share
             log.warning("run %s: the judge lags: %s", self._name, self.problem)
         # Thousands of spools must not cost a core.
         self._due = time.monotonic() + max(LOOK_S, 50.0 * (time.monotonic() - begun))

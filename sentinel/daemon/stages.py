@@ -11,7 +11,7 @@ from sentinel.decision import Tick
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.steps import StepAssembler, snapshot_positions
 from sentinel.judge.config import JudgingConfig
-from sentinel.judge.judge import Judge, Verdict
+from sentinel.judge.judge import Judge, Judgement
 from sentinel.step_view import StepView
 from sentinel.store.run_paths import RunPaths
 
@@ -43,10 +43,10 @@ class RunStages:
         """Go on from what the judge's and the assembler's `snapshot` returned."""
         self.judge.restore(judge)
         self.follower.restore(snapshot_positions(ingest))
-        self.assembler.restore(ingest, self.follower.lives)
-        self.watch.tracker.restore(self.follower.lives.values())
+        self.assembler.restore(ingest, self.follower.incarnations)
+        self.watch.tracker.restore(self.follower.incarnations.values())
 
-    def judged(self, decided: StepView | Tick, pack_hash: str) -> Verdict:
+    def judged(self, decided: StepView | Tick, pack_hash: str) -> Judgement:
         """Return what judging a step or a moment brings. pack_hash: of the rules that its decision names."""
         if pack_hash != self.pack_hash:
             self.judge.reload(self._packs.named(pack_hash))

@@ -38,7 +38,9 @@ class RunWatch:
         self.tracker = LivenessTracker()
         self._follower, self._assembler, self._note = follower, assembler, note
         self._processes = processes or ProcessTable()
-        witnesses = Witnesses(lambda: follower.lives, lambda life: read_witness(follower.spool_dir / life.folder))
+        witnesses = Witnesses(
+            lambda: follower.incarnations, lambda incarnation: read_witness(follower.spool_dir / incarnation.folder)
+        )
         self._ends = Ends(self._processes, self._pulse_ns, self.tracker.silence_s, witnesses, MemoryKills())
         self._due = 0.0
         self._looked: float | None = None
@@ -55,15 +57,15 @@ class RunWatch:
         if is_replaying:
             return
         now = self.tracker.now
-        self._ends.look(self._follower.lives.values(), behind, now)
+        self._ends.look(self._follower.incarnations.values(), behind, now)
         if mono < self._due:
             return
         self._looked = mono
         groups = self._groups()
         newest = max(groups, default=0)
         for number, ranks in groups.items():
-            if not any(one.life in behind for one in ranks) and is_settled(ranks, now):
-                ranks = self._ends.silenced(ranks, self._follower.lives, now)
+            if not any(one.incarnation in behind for one in ranks) and is_settled(ranks, now):
+                ranks = self._ends.silenced(ranks, self._follower.incarnations, now)
                 yield from self._ended(number, ranks, now, wall, is_restarted=number < newest)
         ranks = self.facts()
         if has_news(ranks, now):
@@ -72,9 +74,9 @@ class RunWatch:
     def facts(self) -> tuple[RankFacts, ...]:
         """Return what is known of the ranks of the newest attempt."""
         attempts, now = self._assembler.attempts, self.tracker.now
-        ranks = self._told(self.tracker.facts(attempts.newest, attempts.attempt_of), now)
+        ranks = self._reported(self.tracker.facts(attempts.newest, attempts.attempt_of), now)
         if self._is_over(max(attempts.newest, 0), ranks):
-            ranks = self._ends.silenced(ranks, self._follower.lives, now)
+            ranks = self._ends.silenced(ranks, self._follower.incarnations, now)
         return ranks
 
     def rest(self, mono: float) -> None:
@@ -95,11 +97,11 @@ class RunWatch:
 
     def finish(self, wall: float) -> Iterator[Tick]:
         """Yield the ends of what is over, now that the command is."""
-        now, note, lives = self.tracker.now, self._note(), self._follower.lives
-        self._ends.look(lives.values(), (), now, is_forced=True)
+        now, note, incarnations = self.tracker.now, self._note(), self._follower.incarnations
+        self._ends.look(incarnations.values(), (), now, is_forced=True)
         for number, ranks in self._groups().items():
             if note.code is not None and note.covers(max(one.time for one in ranks)):
-                ranks = tuple(self._ends.by_code(one, lives[one.life], note.pid, note.code) for one in ranks)
+                ranks = tuple(self._ends.by_code(one, incarnations[one.incarnation], note.pid, note.code) for one in ranks)
             yield from self._ended(number, ranks, now, wall)
 
     def close(self) -> None:
@@ -117,7 +119,7 @@ class RunWatch:
         """Return the ranks of each attempt that is not known to be over, with what is known of their ends."""
         groups = self.tracker.groups(self._assembler.attempts.group_of)
         return {
-            number: self._told(ranks, self.tracker.now)
+            number: self._reported(ranks, self.tracker.now)
             for number, ranks in groups.items()
             if not self._is_over(number, ranks)
         }
@@ -127,11 +129,11 @@ class RunWatch:
         newest = max((one.time for one in ranks), default=0.0)
         return newest <= self._assembler.attempts.ended_until.get(number, -1.0)
 
-    def _told(self, ranks: tuple[RankFacts, ...], now: float) -> tuple[RankFacts, ...]:
-        return self._ends.told(ranks, self._follower.lives, now, self._note().asked_by)
+    def _reported(self, ranks: tuple[RankFacts, ...], now: float) -> tuple[RankFacts, ...]:
+        return self._ends.reported(ranks, self._follower.incarnations, now, self._note().asked_by)
 
-    def _pulse_ns(self, life: Incarnation) -> int:
-        return read_pulse(self._follower.spool_dir / life.folder)
+    def _pulse_ns(self, incarnation: Incarnation) -> int:
+        return read_pulse(self._follower.spool_dir / incarnation.folder)
 
 
 def _replaced(one: RankFacts, newest: float, number: int) -> RankFacts:

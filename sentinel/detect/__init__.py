@@ -15,7 +15,7 @@ from sentinel.detect.declaration import Declaration, declared
 from sentinel.detect.detector import Explanation, Scores, SeriesDetector, State, grow, state_bytes
 from sentinel.detect.dotted import Detectors, shortcoming
 from sentinel.detect.drift import Drift, Plateau
-from sentinel.detect.duplicate_ranks import TwinRanks
+from sentinel.detect.duplicate_ranks import DuplicateRanks
 from sentinel.detect.ended import RunEnded
 from sentinel.detect.experts import DeadExpert, DominantExpert, ExpertImbalance
 from sentinel.detect.group import GroupDetector
@@ -25,7 +25,7 @@ from sentinel.detect.limits import PrecisionLoss, Threshold
 from sentinel.detect.liveness import LivenessDetector, StaleRank
 from sentinel.detect.lost_rows import LostRows
 from sentinel.detect.nonfinite import AnomalyNan, HiddenNan, NanStorm
-from sentinel.detect.replicas import ReplicaDivergence
+from sentinel.detect.replica_divergence import ReplicaDivergence
 from sentinel.detect.same_batch import SameBatch
 from sentinel.detect.saturation import Saturation
 from sentinel.detect.skew import GainSkew, RankSkew
@@ -65,7 +65,7 @@ DETECTORS: dict[str, type[Any]] = {
         DominantExpert,
         RankSkew,
         GainSkew,
-        TwinRanks,
+        DuplicateRanks,
         Threshold,
         Drift,
         Plateau,
@@ -125,6 +125,7 @@ __all__ = [
     "Declaration",
     "DominantExpert",
     "Drift",
+    "DuplicateRanks",
     "ExpertImbalance",
     "Explanation",
     "ExplodingTensor",
@@ -151,7 +152,6 @@ __all__ = [
     "StaleRank",
     "State",
     "Threshold",
-    "TwinRanks",
     "UpdateRatio",
     "VanishingGradient",
     "declared",

@@ -9,7 +9,7 @@ import msgspec
 
 from sentinel.detect.declaration import Declaration
 from sentinel.detect.formed import FormDetector
-from sentinel.detect.forms import BaselineForm
+from sentinel.detect.vectorised import BaselineForm
 
 
 class AttentionCollapse(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):

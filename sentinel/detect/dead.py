@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from sentinel.detect.declaration import Declaration
 from sentinel.detect.formed import FormDetector
-from sentinel.detect.forms import StillForm
+from sentinel.detect.vectorised import StillForm
 
 
 class DeadTensor(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):

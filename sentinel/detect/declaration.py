@@ -48,7 +48,8 @@ class Declaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Hand it NaN and infinities as they are; false: a series whose value is not finite sits the step out, scores 0.0 and
     keeps its state, so that it never learns what is no number."""
     has_forms: bool = False
-    """Its method `form(statistic)` returns the form of `sentinel.detect.forms` that it is for a statistic: it runs in C."""
+    """Its method `form(statistic)` returns the form of `sentinel.detect.vectorised` that it is for a statistic: it runs in
+    C."""
     is_fitted: bool = False
     """Its method `for_statistic(statistic)` returns a copy of it that is fitted to a statistic."""
     rearms: bool = False

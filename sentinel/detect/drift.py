@@ -27,7 +27,7 @@ CHANGES = 3.0
 """Times the deviation told from neighbours that the one about the level may be: between them lies what neighbours share."""
 WANDER_CLIP = 1.5
 """Times what is normal that a level teaches of its wandering at most."""
-TOLD = 3.0
+REPORTED = 3.0
 """Times the highest rise told that is normal once it is over."""
 GOES_ON = 0.5
 """Share of the highest rise told that is normal while it goes on: a rise is over where half of it is gone."""
@@ -180,7 +180,7 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def _slack(self, state: State) -> np.ndarray:
         """Return the rise above the best level that is normal; while one goes on that was told, what ends it."""
         own = np.maximum(math.log1p(self.slack), self.slack_sigmas * self._noise(state))
-        past = np.maximum(self.slack_wander * state["known"], TOLD * state["told"])
+        past = np.maximum(self.slack_wander * state["known"], REPORTED * state["told"])
         block = BLOCK * self.memory
         walk = self.slack_walk * np.sqrt(state["walk"] * np.maximum(state["since"] / block, 1.0))
         is_seen = state["count"] >= SEEN_BLOCKS * block
@@ -315,7 +315,7 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Plateau(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A level that has not fallen for the longer part of its life: training that leads nowhere, or is done."""
+    """A level that has not fallen for the longer part of its course: training that leads nowhere, or is done."""
 
     declares: ClassVar[Declaration] = Declaration(
         statistics=("value",),

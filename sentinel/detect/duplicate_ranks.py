@@ -1,4 +1,4 @@
-"""TwinRanks: ranks that ought to work on data of their own, and tell the same number to the last bit."""
+"""DuplicateRanks: ranks that ought to work on data of their own, and tell the same number to the last bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ random walk and above for what training moves, a learned position (halfway, chos
 _RATE = 0.03
 
 
-class TwinRanks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DuplicateRanks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Data-parallel ranks whose loss, activation or unreduced gradient is the same to the last bit: they read the same data.
 
     Two batches never give a float64 of thousands of elements twice. After a life in which a rank's number was nobody
@@ -29,7 +29,8 @@ class TwinRanks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     From the first step on: told after `from_start` steps, of what the rank measured itself alone (a logged loss may be the
     mean over all), and only where it moves as data do: the correlation of successive changes is below -1/4, which is -1/2
-    for values drawn anew and 0 and more for what training moves, so that a learned position is no twin. Ranks that differ
+    for values drawn anew and 0 and more for what training moves, so that a learned position is no duplicate. Ranks that
+    differ
     on another axis than the data-parallel one are not compared.
 
     Source: bit-equality of moments over disjoint batches has probability zero; a sampler that is not told its rank is the
@@ -61,7 +62,7 @@ class TwinRanks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def state(self, num_members: int) -> State:
         """Return 56 bytes a rank and quantity."""
         return {
-            "life": np.zeros(num_members, dtype=np.int64),
+            "age": np.zeros(num_members, dtype=np.int64),
             "streak": np.zeros(num_members, dtype=np.int64),
             "longest": np.zeros(num_members, dtype=np.int64),
             "last": np.full(num_members, np.nan),
@@ -71,17 +72,17 @@ class TwinRanks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         }
 
     def score(self, points: Points, group: np.ndarray, state: State) -> Scores:
-        """Score steps in a row as a twin / those needed; 0.0 for what is nobody else's, zero or not finite."""
-        is_twin, first = _twins(points["value"], group)
+        """Score steps in a row as a duplicate / those needed; 0.0 for what is nobody else's, zero or not finite."""
+        is_duplicate, first = _duplicates(points["value"], group)
         if isinstance(points, StepPoints):
-            points.made = is_twin, first
+            points.made = is_duplicate, first
         run, is_own = state["streak"] + 1.0, points["is_own"]
-        is_proven = state["life"] >= self.after
+        is_proven = state["age"] >= self.after
         proven = run / np.maximum(self.lasting, PATIENCE * state["longest"])
         moves_as_data = state["product"] < JITTER * state["square"]
-        unproven = np.where(is_own & (state["life"] == 0) & moves_as_data, run / self.from_start, 0.0)
-        score = np.where(is_twin, np.where(is_proven, proven, unproven), 0.0)
-        is_out = is_twin & is_proven
+        unproven = np.where(is_own & (state["age"] == 0) & moves_as_data, run / self.from_start, 0.0)
+        score = np.where(is_duplicate, np.where(is_proven, proven, unproven), 0.0)
+        is_out = is_duplicate & is_proven
         alone = np.where(is_out & is_own & (state["longest"] == 0), 1.0, 0.0)
         return Scores.of(
             score, points["value"],
@@ -89,16 +90,16 @@ class TwinRanks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )  # fmt: skip
 
     def learn(self, points: Points, group: np.ndarray, state: State, anomalous: np.ndarray) -> None:
-        """Count the steps with and without a twin; follow how a number moves. What is not finite counts for nothing."""
+        """Count the steps with and without a duplicate; follow how a number moves. What is not finite counts for nothing."""
         value = points["value"]
         made = points.made if isinstance(points, StepPoints) else None
-        is_twin, _ = made or _twins(value, group)
+        is_duplicate, _ = made or _duplicates(value, group)
         known = np.isfinite(value) & (value != 0.0) & (np.bincount(group)[group] > 1)
-        ended = known & ~is_twin
-        lived = ended & (state["life"] > 0)
+        ended = known & ~is_duplicate
+        lived = ended & (state["age"] > 0)
         state["longest"] = np.where(lived, np.maximum(state["longest"], state["streak"]), state["longest"])
-        state["streak"] = np.where(ended, 0, state["streak"] + (known & is_twin))
-        state["life"] = np.where(ended, np.minimum(state["life"] + 1, self.after), state["life"])
+        state["streak"] = np.where(ended, 0, state["streak"] + (known & is_duplicate))
+        state["age"] = np.where(ended, np.minimum(state["age"] + 1, self.after), state["age"])
         change = np.clip(value - state["last"], -1e150, 1e150)
         product, square = change * state["change"], change * change
         both = known & np.isfinite(product)
@@ -108,7 +109,7 @@ class TwinRanks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         np.copyto(state["last"], value, where=known)
 
 
-def _twins(value: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _duplicates(value: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return [members] each: whether another of its group has the same value, and the position of the first that has."""
     usable = np.isfinite(value) & (value != 0.0)
     order = np.lexsort((np.arange(len(value)), np.where(usable, value, np.nan), group))
@@ -117,6 +118,6 @@ def _twins(value: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray
     starts[1:] = (ordered[1:] != ordered[:-1]) | (of[1:] != of[:-1]) | ~usable[order][1:]
     number = np.cumsum(starts) - 1
     size, first = np.bincount(number), order[np.flatnonzero(starts)]
-    is_twin, leads = np.zeros(len(value), dtype=bool), np.arange(len(value))
-    is_twin[order], leads[order] = size[number] > 1, first[number]
-    return is_twin, leads
+    is_duplicate, leads = np.zeros(len(value), dtype=bool), np.arange(len(value))
+    is_duplicate[order], leads[order] = size[number] > 1, first[number]
+    return is_duplicate, leads

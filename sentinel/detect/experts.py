@@ -10,7 +10,7 @@ import numpy as np
 from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Explanation, Scores, State
 from sentinel.detect.formed import FormDetector
-from sentinel.detect.forms import MAX_COUNT, PATIENCE, BaselineForm, LimitForm
+from sentinel.detect.vectorised import MAX_COUNT, PATIENCE, BaselineForm, LimitForm
 from sentinel.errors import ConfigError
 
 EARLY, MOST = 8, 0.5
@@ -138,7 +138,7 @@ class DeadExpert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def state(self, num_series: int) -> State:
         """Return the state of new series, 22 bytes each."""
         names = ("usual", "spread", "peak")
-        counts = ("streak", "longest", "life", "count")
+        counts = ("streak", "longest", "age", "count")
         state: State = {name: np.zeros(num_series, dtype=np.float32) for name in names}
         state |= {name: np.zeros(num_series, dtype=np.int16) for name in counts}
         return state | {name: np.zeros(num_series, dtype=bool) for name in ("went", "came_back")}
@@ -146,7 +146,7 @@ class DeadExpert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def score(self, values: np.ndarray, state: State) -> Scores:
         """Score the larger of both: steps in a row / those needed, rise / what is normal."""
         values, usable = np.clip(values, 0.0, 1.0), np.isfinite(values)
-        idle = usable & (values > 0.0) & (state["life"] >= self.after)
+        idle = usable & (values > 0.0) & (state["age"] >= self.after)
         needed = np.maximum(self.lasting, PATIENCE * state["longest"].astype(np.int64))
         one = np.where(idle, (state["streak"] + 1.0) / needed, 0.0)
         usual = state["usual"].astype(np.float64)
@@ -167,11 +167,11 @@ class DeadExpert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         values, usable = np.clip(values, 0.0, 1.0), np.isfinite(values)
         idle, busy = usable & (values > 0.0), usable & (values <= 0.0)
         ended = busy & (state["streak"] > 0)
-        lived = ended & (state["life"] > 0)
+        lived = ended & (state["age"] > 0)
         state["longest"][lived] = np.maximum(state["longest"][lived], state["streak"][lived])
         state["streak"][busy] = 0
         state["streak"][idle] = np.minimum(state["streak"][idle] + 1, MAX_COUNT)
-        state["life"][busy & (state["life"] < self.after)] += 1
+        state["age"][busy & (state["age"] < self.after)] += 1
         take = usable & ~anomalous
         state["came_back"] |= state["went"] & usable & (values < MOST)
         state["went"] |= usable & (values >= MOST) & (state["count"] >= EARLY)

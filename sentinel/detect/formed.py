@@ -9,7 +9,7 @@ import numpy as np
 
 from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Scores, State
-from sentinel.detect.forms import Form
+from sentinel.detect.vectorised import Form
 
 
 class FormDetector(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from sentinel.detect.declaration import Declaration
 from sentinel.detect.formed import FormDetector
-from sentinel.detect.forms import BaselineForm
+from sentinel.detect.vectorised import BaselineForm
 
 MEMORY = 300.0
 """Points that the slow reference remembers (chosen: a healthy tensor moves less than a factor of 10 in as many steps once

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from sentinel.detect.declaration import Declaration
 from sentinel.detect.formed import FormDetector
-from sentinel.detect.forms import LimitForm
+from sentinel.detect.vectorised import LimitForm
 from sentinel.errors import ConfigError
 
 

@@ -128,7 +128,7 @@ class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def score_at(self, facts: Facts, now: float, state: State) -> Scores:
         """Score seconds / limit of the ranks to blame, 0.0 of all others."""
-        silence, idle = now - facts["heard_at"], now - facts["moved_at"]
+        silence, idle = now - facts["received_at"], now - facts["moved_at"]
         has_died = facts.get("has_died", np.zeros(len(idle), dtype=bool))
         has_left = (facts["left"] != "") | has_died
         is_training = facts["activity"] == "train"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from sentinel.detect.detector import Scores, State
-from sentinel.detect.forms import JUST_BELOW_ONE
+from sentinel.detect.vectorised import JUST_BELOW_ONE
 
 DECAY = 0.99
 """Weight of the past in the history mean."""

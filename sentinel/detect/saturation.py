@@ -9,7 +9,7 @@ import numpy as np
 
 from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Explanation, Scores, State
-from sentinel.detect.forms import BaselineForm
+from sentinel.detect.vectorised import BaselineForm
 
 
 class Saturation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

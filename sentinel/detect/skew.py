@@ -11,8 +11,8 @@ import numpy as np
 from sentinel import native
 from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Scores, State
-from sentinel.detect.forms import JUST_BELOW_ONE
 from sentinel.detect.group import Points, StepPoints
+from sentinel.detect.vectorised import JUST_BELOW_ONE
 from sentinel.errors import ConfigError
 
 UNIT = 0.02

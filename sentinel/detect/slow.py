@@ -10,8 +10,8 @@ import numpy as np
 
 from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Scores, State
-from sentinel.detect.forms import JUST_BELOW_ONE
 from sentinel.detect.group import Points, StepPoints, members_of
+from sentinel.detect.vectorised import JUST_BELOW_ONE
 from sentinel.errors import ConfigError
 
 _RATE = 0.05

@@ -10,7 +10,7 @@ import numpy as np
 from sentinel.detect import msprobe
 from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Scores, State
-from sentinel.detect.forms import BaselineForm, domain_of
+from sentinel.detect.vectorised import BaselineForm, domain_of
 from sentinel.errors import ConfigError
 
 

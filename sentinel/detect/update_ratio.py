@@ -9,7 +9,7 @@ import numpy as np
 
 from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Explanation, Scores, State
-from sentinel.detect.forms import BaselineForm, LimitForm
+from sentinel.detect.vectorised import BaselineForm, LimitForm
 from sentinel.errors import ConfigError
 
 LIMIT = "limit."

@@ -30,15 +30,15 @@ def draw(cascade: Cascade, width: int = WIDTH) -> list[str]:
     for at, column in enumerate(cascade.columns):
         by_step.setdefault(column.step, []).append(at)
     panels: list[list[str]] = []
-    told: list[list[int]] = []
+    reported: list[list[int]] = []
     for step, columns in by_step.items():
         panel = _panel(cascade, columns, table)
         if panels and panels[-1] == panel:
-            told[-1].append(step)
+            reported[-1].append(step)
         else:
             panels.append(panel)
-            told.append([step])
-    for panel, steps in zip(panels, told, strict=True):
+            reported.append([step])
+    for panel, steps in zip(panels, reported, strict=True):
         title = f"step {steps[0]}" if len(steps) == 1 else f"steps {spans(steps)}, each"
         wide = max(len(title), len(panel[0]))
         panel[:] = [line.ljust(wide) for line in (title, *panel)]

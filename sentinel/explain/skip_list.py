@@ -46,7 +46,7 @@ class _RevisionRead(msgspec.Struct, frozen=True):
     revision: int
     attempt: int
     state: str
-    verdict: str = "unknown"
+    suspected: str = msgspec.field(default="unknown", name="verdict")
     evidence: tuple[str, ...] = ()
     skip_steps: tuple[int, ...] = ()
     skip_ranks: tuple[int, ...] = ()
@@ -108,16 +108,16 @@ def skip_list(run: str | os.PathLike[str], *, attempt: int | None = None) -> Ski
         path = path / "incidents.jsonl"
     elif not path.is_file():
         raise ConfigError(f"{path}: expected a run's directory, or its incidents.jsonl; there is neither")
-    told, skips, problems = _read(path)
-    if problems and not told and not skips:
+    reported, skips, problems = _read(path)
+    if problems and not reported and not skips:
         raise ConfigError(f"{problems[0]}; no line of it is understood: expected incidents.jsonl, or an exported skip list")
     skips += [
         Skip(
             attempt=one.attempt, step=step, ranks=one.skip_ranks, samples=one.skip_samples, incident=one.id,
             reason=next((line.removeprefix(REASON) for line in one.evidence if line.startswith(REASON)), ""),
         )
-        for one in told.values()
-        if one.verdict == "batch" and one.state != "merged"
+        for one in reported.values()
+        if one.suspected == "batch" and one.state != "merged"
         for step in one.skip_steps
     ]  # fmt: skip
     return SkipList((one for one in skips if attempt in (None, one.attempt)), problems)
@@ -141,7 +141,7 @@ def _read(path: Path) -> tuple[dict[str, _RevisionRead], list[Skip], list[str]]:
         if not line.strip():
             continue
         try:
-            told = incidents.decode(line)
+            reported = incidents.decode(line)
         except MALFORMED as error:
             try:
                 skips.append(exported.decode(line))
@@ -149,6 +149,6 @@ def _read(path: Path) -> tuple[dict[str, _RevisionRead], list[Skip], list[str]]:
                 if number < len(lines):  # The last may be torn.
                     problems.append(f"{path}:{number}: {error}")
             continue
-        if told.id not in newest or newest[told.id].revision <= told.revision:
-            newest[told.id] = told
+        if reported.id not in newest or newest[reported.id].revision <= reported.revision:
+            newest[reported.id] = reported
     return newest, skips, problems

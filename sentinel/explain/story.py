@@ -102,7 +102,7 @@ def story_of(run_dir: Path, wanted: str, alerts: Sequence[tuple[str, SentAlert]]
         num_missing=len(ids) - len(by_id),
         cascade=cascade_of(members, causes or members[:1]),
         reach=tuple(blast_radius(members, [cause]) for cause in causes[:MAX_CAUSES_SHOWN]),
-        alerts=tuple(told for about, told in alerts if about == found),
+        alerts=tuple(notified for about, notified in alerts if about == found),
     )
 
 
@@ -130,12 +130,12 @@ def tell(story: Story, width: int = WIDTH) -> str:
         for section in (
             _head(story),
             _first(story),
-            _suspicion(story),
+            _suspected(story),
             _black_box(story),
             _escalation(story),
             _spread(story, width),
             _followed(story),
-            _told(story),
+            _notified(story),
         )
         for line in section
     )
@@ -148,7 +148,7 @@ def _head(story: Story) -> list[str]:
     state = f"{one.state} into {one.merged_into}" if one.merged_into else one.state
     facts = [f"incident {one.id}", one.severity.value, state, f"run {one.run}, attempt {one.attempt}", steps]
     facts.append(_count(one.num_members, "anomaly", "anomalies"))
-    facts.append(f"verdict: {one.verdict}")
+    facts.append(f"verdict: {one.suspected}")
     return [one.title, "; ".join(facts)]
 
 
@@ -172,11 +172,11 @@ def _first(story: Story) -> list[str]:
     return lines
 
 
-def _suspicion(story: Story) -> list[str]:
+def _suspected(story: Story) -> list[str]:
     one = story.incident
     if not one.reasons and not one.to_do:
         return []
-    lines = ["", f"What is suspected: {one.verdict}", *(f"  {reason}" for reason in one.reasons)]
+    lines = ["", f"What is suspected: {one.suspected}", *(f"  {reason}" for reason in one.reasons)]
     lines += [f"  to do: {one.to_do}"] if one.to_do else []
     if one.skip_steps:
         of = f", the part of {_named('rank', one.skip_ranks)}" if one.skip_ranks else ""
@@ -253,7 +253,7 @@ def _followed(story: Story) -> list[str]:
     return lines
 
 
-def _told(story: Story) -> list[str]:
+def _notified(story: Story) -> list[str]:
     if not story.alerts:
         return []
     lines = ["", "Who was told"]

@@ -302,7 +302,7 @@ class MsprobeCsv:
         return found
 
     def _name(self, points: RankPoints, file: str, step: int) -> str:
-        return f"rank{points.rank}-{points.life}/{msprobe_csv.file_name(file, step, self._steps_per_file)}"
+        return f"rank{points.rank}-{points.incarnation}/{msprobe_csv.file_name(file, step, self._steps_per_file)}"
 
 
 class TensorBoardRanks:

@@ -1,4 +1,5 @@
-"""A run recorded by another tool, written as a run of ours: one life a rank and attempt, so that all else reads it."""
+"""A run recorded by another tool, written as a run of ours: one incarnation a rank and attempt, so that all else reads
+it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from sentinel.place import Place, depth
 from sentinel.record import NONE_ID, ROW_DTYPE, STATS_DTYPE, Flag, Kind
 from sentinel.version import VERSION
 from sentinel.wire.frame import FrameType, encode_message, row_fields, run_id_of
-from sentinel.wire.spool import SpoolWriter, life_folder
+from sentinel.wire.spool import SpoolWriter, incarnation_folder
 
 STEP_NS = 1_000_000
 """Steps stand so far apart in time, since nothing says when they were (chosen): only their order means anything."""
@@ -53,19 +54,23 @@ class _StepClock:
         return (self.step + 1) * STEP_NS
 
 
-class LifeWriter:
+class IncarnationWriter:
     """Writes the spool of one rank's attempt. The same steps make the same bytes."""
 
     def __init__(self, run_dir: Path, who: ImportedRank) -> None:
         self.who = who
         self.num_rows = 0
         text = f"{who.run}/{who.rank}/{who.attempt}/{who.origin}"
-        self._life = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        self._incarnation = hashlib.blake2b(text.encode(), digest_size=16).digest()
         self._clock = _StepClock(who.began_ns)
         self._spool = SpoolWriter(
-            life_folder(run_dir, who.rank, self._life), self._life, who.rank, run_id_of(who.run), who.attempt,
+            incarnation_folder(run_dir, who.rank, self._incarnation),
+            self._incarnation,
+            who.rank,
+            run_id_of(who.run),
+            who.attempt,
             clock=self._clock,
-        )  # fmt: skip
+        )
         self._placements = {"dp": "unknown"} if who.place.world_size > 1 and not who.is_placed else {}
         self._tensors: dict[tuple[int, str, str], TensorInfo] = {}
         self._modules: dict[int, dict[str, int]] = {}

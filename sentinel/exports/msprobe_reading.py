@@ -323,10 +323,10 @@ def stats_of(lines: list[Observation]) -> npt.NDArray[np.void]:
     unknown = np.full(len(lines), np.nan)
     low, high, mean, norm = (column.get(op, unknown) for op in ("min", "max", "mean", "norm"))
     size = np.array([math.prod(line.shape) for line in lines], np.int64)
-    told = np.array([column[op] for op in ("min", "max", "mean", "norm") if op in column]).reshape(-1, len(lines))
+    reported = np.array([column[op] for op in ("min", "max", "mean", "norm") if op in column]).reshape(-1, len(lines))
     stats = np.zeros(len(lines), STATS_DTYPE)
 
-    has_nan = np.isnan(told).any(axis=0) & (size > 0)
+    has_nan = np.isnan(reported).any(axis=0) & (size > 0)
     num_nan = np.where(np.isfinite(column["nans"]), column["nans"], 0) if "nans" in column else has_nan.astype(np.float64)
     stats["num_nan"] = np.minimum(num_nan, size)
     # A mean of NaN without a NaN among the elements is that of two infinities.

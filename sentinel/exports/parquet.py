@@ -60,8 +60,8 @@ def schema_of(columns: Sequence[str], about: Mapping[str, str]) -> pa.Schema:
         "word": pa.dictionary(pa.int32(), pa.string()), "sizes": pa.list_(pa.int64()), "numbers": pa.list_(pa.float64()),
     }  # fmt: skip
     fields = [pa.field(name, types[TYPES[name]] if name in TYPES else pa.float64()) for name in columns]
-    told = {"sentinel": json.dumps({"schema": SCHEMA_VERSION, **about})}
-    return pa.schema(fields, metadata=told)
+    reported = {"sentinel": json.dumps({"schema": SCHEMA_VERSION, **about})}
+    return pa.schema(fields, metadata=reported)
 
 
 class ParquetTable:

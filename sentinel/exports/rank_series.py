@@ -45,13 +45,13 @@ class RankStepRows:
     is_skipped: bool
     layout: Layout
     parts: tuple[tuple[int, str, npt.NDArray[np.void]], ...]
-    """(rank, first 8 hex digits of its life, [rows] ROW_DTYPE)."""
+    """(rank, first 8 hex digits of its incarnation, [rows] ROW_DTYPE)."""
     scalars: dict[str, float]
 
     @classmethod
     def of(cls, view: StepView) -> RankStepRows:
         """Return what is kept of a view."""
-        parts = tuple((part.rank, part.life.hex()[:8], part.rows) for part in view.parts)
+        parts = tuple((part.rank, part.incarnation.hex()[:8], part.rows) for part in view.parts)
         scalars = {name: one.mean for name, one in view.scalars.items()}
         return cls(view.attempt, view.step, view.time, view.is_skipped, view.layout, parts, scalars)
 
@@ -61,7 +61,7 @@ class RankPoints:
     """The rows of one rank and step that a query takes."""
 
     rank: int
-    life: str
+    incarnation: str
     series: list[RankSeries]
     """[rows]"""
     rows: npt.NDArray[np.void]
@@ -86,14 +86,14 @@ class RankPicker:
         if step.layout is not self._layout:
             self._layout, self._series = step.layout, {}
         found = []
-        for rank, life, rows in step.parts:
+        for rank, incarnation, rows in step.parts:
             of_id = self._series.get(rank)
             if of_id is None:
                 of_id = self._series[rank] = self._of_rank(step.layout, rank)
             series = [of_id[tensor] if tensor < len(of_id) else None for tensor in rows["tensor"].tolist()]
             taken = [at for at, one in enumerate(series) if one is not None]
             kept = [one for one in series if one is not None]
-            found.append(RankPoints(rank, life, kept, rows if len(taken) == len(rows) else rows[taken]))
+            found.append(RankPoints(rank, incarnation, kept, rows if len(taken) == len(rows) else rows[taken]))
         return found
 
     def _of_rank(self, layout: Layout, rank: int) -> list[RankSeries | None]:

@@ -66,23 +66,23 @@ class VectorReader:
     def __iter__(self) -> Iterator[RecordedVector]:
         """Yield the vectors."""
         newest: dict[tuple[int, int], int] = {}
-        lives: dict[int, set[bytes]] = {}
+        incarnations: dict[int, set[bytes]] = {}
         for record in self._records():
-            lives.setdefault(record.life.rank, set()).add(record.life.id)
+            incarnations.setdefault(record.incarnation.rank, set()).add(record.incarnation.id)
             if isinstance(record.message, EndStep):
-                key = (record.life.rank, record.message.step)
-                newest[key] = max(newest.get(key, 0), record.life.attempt or 0)
-        has_resumed = any(len(one) > 1 for one in lives.values())
+                key = (record.incarnation.rank, record.message.step)
+                newest[key] = max(newest.get(key, 0), record.incarnation.attempt or 0)
+        has_resumed = any(len(one) > 1 for one in incarnations.values())
         descriptors: dict[int, Descriptor] = {}
         layout: ModelLayout | None = None
         for record in self._records():
-            rank, step = record.life.rank, record.frame.header.step
-            descriptor = record.descriptor or record.life.descriptor
+            rank, step = record.incarnation.rank, record.frame.header.step
+            descriptor = record.descriptor or record.incarnation.descriptor
             if not isinstance(record.message, Vectors) or descriptor is None:
                 continue
             if descriptors.get(rank) is not descriptor:
                 descriptors[rank], layout = descriptor, None
-            attempt, time = record.life.attempt or 0, record.frame.header.wall_ns / 1e9
+            attempt, time = record.incarnation.attempt or 0, record.frame.header.wall_ns / 1e9
             if not self._query.first_step <= step <= self._query.last_step:
                 continue
             if self._times is not None and not self._times[0] <= time <= self._times[1]:
@@ -103,15 +103,15 @@ class VectorReader:
     def _others(self, rank: int) -> dict[int, Descriptor]:
         """Return what the other ranks said last: layers are numbered over all of them."""
         return {
-            life.rank: life.descriptor
-            for life in self._follower.lives.values()
-            if life.rank != rank and life.descriptor is not None
+            incarnation.rank: incarnation.descriptor
+            for incarnation in self._follower.incarnations.values()
+            if incarnation.rank != rank and incarnation.descriptor is not None
         }
 
     def _named(
         self, record: SpoolRecord, message: Vectors, layout: ModelLayout, attempt: int, step: int, time: float
     ) -> Iterator[RecordedVector]:
-        rank = record.life.rank
+        rank = record.incarnation.rank
         logical = layout.logical_of(rank, np.array([one.tensor for one in message.items], np.uint32))
         for vector, at in zip(message.items, logical.tolist(), strict=True):
             values = _values(vector)

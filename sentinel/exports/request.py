@@ -88,10 +88,10 @@ class Written(msgspec.Struct):
 
     def sums(self, is_directory: bool) -> dict[str, Any]:
         """Return what is told of it all, for people's programs; of a directory the number of its files too."""
-        told: dict[str, Any] = {"num_rows": self.num_rows, "num_series": self.num_series, "num_steps": self.num_steps}
+        reported: dict[str, Any] = {"num_rows": self.num_rows, "num_series": self.num_series, "num_steps": self.num_steps}
         if is_directory:
-            told["num_files"] = self.num_files
-        return told | {"num_left_out": sum(self.left_out.values()), "left_out": self.left_out}
+            reported["num_files"] = self.num_files
+        return reported | {"num_left_out": sum(self.left_out.values()), "left_out": self.left_out}
 
 
 class RecordedSteps(Protocol):

@@ -19,5 +19,5 @@ def export_skip_list(request: ExportRequest, setting: ExportSetting) -> Written:
     else:
         with WholeFile(request.output) as file:
             file.file.write(body)
-    incidents, told = {one.incident for one in found}, {one.step for one in found}
-    return Written(num_rows=len(found), num_series=len(incidents), num_steps=len(told))
+    incidents, reported = {one.incident for one in found}, {one.step for one in found}
+    return Written(num_rows=len(found), num_series=len(incidents), num_steps=len(reported))

@@ -29,7 +29,7 @@ def export_tensors(request: ExportRequest, output: Path, setting: ExportSetting)
             f"{run_dir}: no dumped tensors of these steps; `sentinel dump RUN`, or `dump` in the trainer's config, make some"
         )
         return Written(is_clean=False)
-    told: list[dict[str, Any]] = []
+    reported: list[dict[str, Any]] = []
     is_clean = True
     met: set[str] = set()
     for step, tries in dumps.items():
@@ -50,7 +50,7 @@ def export_tensors(request: ExportRequest, output: Path, setting: ExportSetting)
         if result.missing_ranks:
             say(f"step {step}: nothing of ranks {', '.join(map(str, result.missing_ranks[:16]))}")
         is_clean &= not problems and bool(result.num_tensors or result.apart)
-        told.append({
+        reported.append({
             "step": step, "file": str(path), "num_tensors": result.num_tensors, "num_bytes": result.num_bytes,
             "apart": result.apart, "problems": problems, "missing_ranks": result.missing_ranks,
         })  # fmt: skip
@@ -58,7 +58,7 @@ def export_tensors(request: ExportRequest, output: Path, setting: ExportSetting)
         if not any(matches(glob, name) for name in met):
             near = ", ".join(nearest_names([glob], met)) or "none"
             raise ConfigError(f'--name "{glob}": no dumped tensor is called so; nearest: {near}')
-    return Written(num_steps=len(told), num_files=len(told), files=told, is_clean=is_clean)
+    return Written(num_steps=len(reported), num_files=len(reported), files=reported, is_clean=is_clean)
 
 
 class _Naming:

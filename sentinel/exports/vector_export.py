@@ -37,7 +37,7 @@ def export_vectors(request: ExportRequest, query: SeriesQuery, setting: ExportSe
                 directory.append(name, _events(one), tensorboard.head())
             _check(query, reader)
         written.num_files = len(directory.files)
-        return _told(reader, written, series, steps, setting)
+        return _reported(reader, written, series, steps, setting)
     with ExitStack() as stack:
         whole = None if output is None else stack.enter_context(WholeFile(output))
         table: ParquetTable | None = None
@@ -57,7 +57,7 @@ def export_vectors(request: ExportRequest, query: SeriesQuery, setting: ExportSe
         _check(query, reader)
         if whole is not None:
             whole.is_wanted = written.num_rows > 0
-    return _told(reader, written, series, steps, setting)
+    return _reported(reader, written, series, steps, setting)
 
 
 def _check(query: SeriesQuery, reader: VectorReader) -> None:
@@ -68,7 +68,7 @@ def _check(query: SeriesQuery, reader: VectorReader) -> None:
             raise ConfigError(f'"{glob}" matches no name of a vector{hint}')
 
 
-def _told(
+def _reported(
     reader: VectorReader, written: Written, series: set[tuple[str, str, str]], steps: set[int], setting: ExportSetting
 ) -> Written:
     if reader.num_broken:

@@ -127,9 +127,11 @@ def _settle(key: str, parts: list[TensorPiece], result: Joined) -> list[TensorPi
     """Return one part for each place in the whole; none where the whole cannot be told, and then the reason is noted."""
     if all(part.piece.why_apart for part in parts):
         return []
-    told = {(part.stored.dtype, part.piece.shape, part.piece.flat is None, bool(part.piece.why_apart)) for part in parts}
-    if len(told) > 1:
-        result.problems.append(f"{key}: ranks disagree on its type, its shape, or how it is cut: {sorted(map(str, told))}")
+    reported = {(part.stored.dtype, part.piece.shape, part.piece.flat is None, bool(part.piece.why_apart)) for part in parts}
+    if len(reported) > 1:
+        result.problems.append(
+            f"{key}: ranks disagree on its type, its shape, or how it is cut: {sorted(map(str, reported))}"
+        )
         return []
     places: dict[tuple[Any, ...], list[TensorPiece]] = defaultdict(list)
     for part in parts:

@@ -29,8 +29,8 @@ from sentinel.incidents.diagnosis.step_facts import StepFacts
 from sentinel.incidents.open_incident import MAX_FIRST_CAUSES, OpenIncident, age, as_seen, opening_facts, refine
 from sentinel.incidents.peers import IncidentConfig, Peers
 from sentinel.incidents.scope import nature_of, size_of, subject_of
+from sentinel.incidents.titles import root_words, title_words
 from sentinel.incidents.tracker_state import TrackerState
-from sentinel.incidents.wording import root_words, title_words
 from sentinel.order.causes import leading_causes
 from sentinel.order.origin import origin
 
@@ -147,7 +147,7 @@ class Joining:
             for other in others:
                 self._merge(other, one)
             self._join(one, bad)
-        one.case.bear(step, bearing, self._facts)
+        one.evidence.bear(step, bearing, self._facts)
         if one in recurring:
             one.leads = [*one.leads, *causes][-MAX_FIRST_CAUSES:]
             refine(one, causes[0], born)
@@ -176,16 +176,25 @@ class Joining:
         if self._facts is not None and nature == "nonfinite":
             incident = as_seen(incident, root, self._facts.missing)
         one = OpenIncident(
-            incident=incident, nature=nature, root=root, origin=born, causes=[], last_bad_step=-1, episodes={}, series={},
-            case=self._case(nature, root), facts=opening_facts(nature, root, causes, group), told_size=size_of(root),
-            told_step=root.step,
-        )  # fmt: skip
+            incident=incident,
+            nature=nature,
+            root=root,
+            origin=born,
+            causes=[],
+            last_bad_step=-1,
+            episodes={},
+            series={},
+            evidence=self._evidence(nature, root),
+            facts=opening_facts(nature, root, causes, group),
+            notified_size=size_of(root),
+            notified_step=root.step,
+        )
         self._state.open.append(one)
         self._state.num_incidents += 1
         self._join(one, group)
         return one
 
-    def _case(self, nature: str, root: Anomaly) -> Evidence:
+    def _evidence(self, nature: str, root: Anomaly) -> Evidence:
         before = self._state.background
         return Evidence(
             opened=root.step,

@@ -15,7 +15,7 @@ from sentinel.incidents.diagnosis.evidence import Evidence
 from sentinel.incidents.diagnosis.held import HeldDiagnosis
 from sentinel.incidents.diagnosis.step_facts import StepFacts
 from sentinel.incidents.scope import deviating_rank, is_several_times, lineage_of, series_of, size_of
-from sentinel.incidents.wording import born_words, root_words, title_words
+from sentinel.incidents.titles import born_words, root_words, title_words
 from sentinel.kinds import Phase
 from sentinel.order.causes import leading_causes, reached_by
 from sentinel.order.origin import Origin, origin
@@ -59,9 +59,9 @@ class OpenIncident(msgspec.Struct, kw_only=True):
     """Ranks that members say deviate from their peers."""
     carried_step: int = -1
     """Newest step with a member above `info` whose update the optimizer took: the weights carry it on; -1: none."""
-    told_size: float = 0.0
+    notified_size: float = 0.0
     """Size of what the title tells (`scope.size_of`)."""
-    told_step: int = -1
+    notified_step: int = -1
     """Step of what the title tells."""
     worse: Anomaly | None = None
     """The worst member since that is several times as bad; told once growth has had its time."""
@@ -70,8 +70,8 @@ class OpenIncident(msgspec.Struct, kw_only=True):
     has_settled: bool = False
     num_unnamed: int = 0
     """First causes that the cap left out."""
-    case: Evidence = msgspec.field(default_factory=lambda: Evidence(opened=-1))
-    """What it has shown, for the verdict."""
+    evidence: Evidence = msgspec.field(default_factory=lambda: Evidence(opened=-1))
+    """What it has shown, for the diagnosis."""
     diagnosis: HeldDiagnosis = msgspec.field(default_factory=HeldDiagnosis)
     """What it makes one suspect, as people are told."""
     facts: tuple[str, ...] = ()
@@ -80,19 +80,19 @@ class OpenIncident(msgspec.Struct, kw_only=True):
     @property
     def is_by_jump(self) -> bool:
         """Whether what is told is that a learning rate jumped."""
-        jump, told = self.case.jump, self.diagnosis.told
-        return jump is not None and told.verdict == "model" and told.reasons[:1] == by_jump(self.case).reasons
+        jump, notified = self.evidence.jump, self.diagnosis.notified
+        return jump is not None and notified.suspected == "model" and notified.reasons[:1] == by_jump(self.evidence).reasons
 
     def revise(self, *, state: str | None = None, evidence: str | None = None) -> None:
         """Give it another state, or one more fact."""
         if state is not None:
             self.incident = msgspec.structs.replace(self.incident, state=state)
-            if state in CLOSED_STATES and self.case.opened >= 0:
+            if state in CLOSED_STATES and self.evidence.opened >= 0:
                 self.suspect(is_over=True)
         if evidence is not None:
             self.facts = (*self.facts, evidence)
             self.incident = msgspec.structs.replace(self.incident, evidence=(*self.diagnosis.lines, *self.facts))
-        active = max((sign.last_step for sign in self.case.signs.values()), default=-1)
+        active = max((sign.last_step for sign in self.evidence.signs.values()), default=-1)
         self.incident = msgspec.structs.replace(self.incident, active_step=max(active, self.incident.active_step))
 
     def join(self, group: list[Anomaly], facts: StepFacts | None, *, is_skipped: bool) -> None:
@@ -103,7 +103,7 @@ class OpenIncident(msgspec.Struct, kw_only=True):
             if anomaly.severity.level > 0 and not is_skipped:
                 self.carried_step = max(self.carried_step, anomaly.step)
         self._follow_early(group)
-        self.case.join(group, facts)
+        self.evidence.join(group, facts)
         now = self.incident
         ranks = {rank for a in group for rank in (a.ranks if a.rank is None else (a.rank,))}
         severity = max((now.severity, *(a.severity for a in group)), key=lambda s: s.level)
@@ -168,13 +168,13 @@ class OpenIncident(msgspec.Struct, kw_only=True):
             is_same = anomaly.statistic == self.root.statistic and series_of(anomaly) == mine
             size = size_of(anomaly)
             is_worst = self.worse is None or size > size_of(self.worse)
-            if is_same and is_worst and is_several_times(size, self.told_size):
+            if is_same and is_worst and is_several_times(size, self.notified_size):
                 self.worse = anomaly
 
     def tell_worse(self, step: int, stride: int) -> None:
         """Tell a member that is several times worse than what the title says, once growth has had its time."""
         worse = self.worse
-        if worse is None or step - self.told_step < GROWING_STEPS * stride:
+        if worse is None or step - self.notified_step < GROWING_STEPS * stride:
             return
         self.incident = msgspec.structs.replace(self.incident, num_worse=self.incident.num_worse + 1)
         self.retell(worse, origin(worse, [worse]), "several times worse than what was told")
@@ -200,7 +200,7 @@ class OpenIncident(msgspec.Struct, kw_only=True):
             ranks=tuple(sorted({*a.ranks, *b.ranks})),
             paged=a.paged or b.paged,
         )
-        self.case.absorb(other.case)
+        self.evidence.absorb(other.evidence)
         self.revise(evidence=f"incident {b.id} turned out to be the same")
         other.episodes = {}
         other.incident = msgspec.structs.replace(b, state="merged", merged_into=a.id)
@@ -219,7 +219,7 @@ class OpenIncident(msgspec.Struct, kw_only=True):
         """Tell it by another root from now on; what was told before stays among the facts."""
         before = self.incident.title
         self.root, self.origin = root, born
-        self.told_size, self.told_step, self.worse = size_of(root), root.step, None
+        self.notified_size, self.notified_step, self.worse = size_of(root), root.step, None
         self.incident = msgspec.structs.replace(
             self.incident,
             root=root.id,
@@ -232,15 +232,15 @@ class OpenIncident(msgspec.Struct, kw_only=True):
 
     def suspect(self, *, is_over: bool = False) -> None:
         """Say what it makes one suspect now, once that has held (`diagnosis/held.py`), and why. is_over: it ends here."""
-        case, held = self.case, self.diagnosis
-        found = diagnose(case)
-        step = max(case.seen, self.incident.last_step)
-        held.see(found, advice(case, found), index=case.num_seen, step=step, is_over=is_over)
-        told = held.told
+        evidence, held = self.evidence, self.diagnosis
+        found = diagnose(evidence)
+        step = max(evidence.seen, self.incident.last_step)
+        held.see(found, advice(evidence, found), index=evidence.num_seen, step=step, is_over=is_over)
+        notified = held.notified
         self.incident = msgspec.structs.replace(
-            self.incident, verdict=told.verdict, evidence=(*held.lines, *self.facts), skip_steps=told.skip_steps,
-            skip_ranks=case.ranks_of(told.skip_lanes),
-            skip_samples=case.samples_of(told.skip_steps, told.skip_lanes) if told.skip_steps else (),
+            self.incident, suspected=notified.suspected, evidence=(*held.lines, *self.facts), skip_steps=notified.skip_steps,
+            skip_ranks=evidence.ranks_of(notified.skip_lanes),
+            skip_samples=evidence.samples_of(notified.skip_steps, notified.skip_lanes) if notified.skip_steps else (),
         )  # fmt: skip
 
 

@@ -140,8 +140,8 @@ class Peers:
             one
             for one in self.of("nonfinite", "finite")
             if one.is_by_jump
-            and one.case.jump is not None
-            and self._rates.get(one.case.jump.name, 0.0) >= STILL_RAISED * one.case.jump.after
+            and one.evidence.jump is not None
+            and self._rates.get(one.evidence.jump.name, 0.0) >= STILL_RAISED * one.evidence.jump.after
             and _is_of_same_ranks(one, group)
         ]
 

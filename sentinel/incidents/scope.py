@@ -1,6 +1,6 @@
 """Scope: what an incident can explain, by subject, lineage, harm and size.
 
-Pure functions of anomalies. The tracker asks them; they decide nothing about a life.
+Pure functions of anomalies. The tracker asks them; they decide nothing about how an incident goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SEVERAL = 3.0
 _OF_ONE_RANK = frozenset({"StaleRank", "SlowRank"})
 """Detectors whose anomalies are about ranks themselves: a late or silent rank is a subject of its own."""
 
-_DEVIATIONS = frozenset({"RankSkew", "GainSkew", "TwinRanks", "ReplicaDivergence"})
+_DEVIATIONS = frozenset({"RankSkew", "GainSkew", "DuplicateRanks", "ReplicaDivergence"})
 """Detectors that hold ranks against one another: what one rank does differently is another subject than another rank's."""
 
 _OF_PARAMETERS = frozenset({Phase.PARAM, Phase.WGRAD, Phase.WGRAD_UNREDUCED, Phase.OPTIMIZER})

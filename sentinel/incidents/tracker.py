@@ -41,12 +41,12 @@ class IncidentTracker:
         return msgspec.msgpack.encode(self._state)
 
     def restore(self, snapshot: bytes) -> None:
-        """Go on where `snapshot` was taken, by an older version too: its incidents keep the verdict that they have."""
+        """Go on where `snapshot` was taken, by an older version too: its incidents keep the diagnosis that they have."""
         self._state = msgspec.msgpack.decode(snapshot, type=TrackerState)
         for one in self._state.open:
-            if one.case.opened < 0:
+            if one.evidence.opened < 0:
                 one.facts = one.facts or one.incident.evidence
-            if one.diagnosis.told.verdict != one.incident.verdict:
+            if one.diagnosis.notified.suspected != one.incident.suspected:
                 one.diagnosis = HeldDiagnosis.of(one.incident)
 
     def update(
@@ -70,7 +70,7 @@ class IncidentTracker:
         time: the step's own clock, by default the newest of its anomalies.
         is_skipped: the optimizer skipped this step, so a NaN in it is in no weight.
         settled: ids of onsets whose series went on at a new level, which closes their incident as `settled`.
-        facts: what verdicts ask of the step beside its anomalies; None: nothing is known of it, as on a tick.
+        facts: what diagnoses ask of the step beside its anomalies; None: nothing is known of it, as on a tick.
         stride: steps from one that is told of to the next; quiet and nearness are counted in it.
         ended: the attempt is over: what is open ends with it, these anomalies among it.
         """
@@ -177,12 +177,12 @@ class IncidentTracker:
     def _look(self, one: OpenIncident, step: int, stride: int, facts: StepFacts | None) -> None:
         """Hold an open incident against a closed step, and say what it makes one suspect now."""
         if facts is not None:
-            one.case.see(step, facts)
+            one.evidence.see(step, facts)
             jump = self._state.background.jump
-            if jump is not None and one.case.jump is None and jump.index >= one.case.num_before - JUMP_STEPS:
-                one.case.jump = jump
+            if jump is not None and one.evidence.jump is None and jump.index >= one.evidence.num_before - JUMP_STEPS:
+                one.evidence.jump = jump
         one.tell_worse(step, stride)
-        if one.case.opened >= 0:
+        if one.evidence.opened >= 0:
             one.suspect()
 
     def _quiet_of(self, one: OpenIncident, stride: int) -> int:

@@ -60,7 +60,7 @@ class Closing:
         oldest = attempts[0]
         if oldest is found.attempt:
             return found
-        if any(stint.life.id in behind for stint in oldest.stints.values()):
+        if any(session.incarnation.id in behind for session in oldest.sessions.values()):
             return None
         return DueStep(oldest, oldest.oldest_open, "superseded")
 
@@ -71,12 +71,14 @@ class Closing:
         waiting = attempt.waited_for(step, self._attempts.returning())
         if not waiting:
             return "complete"
-        if behind and any(life.rank in waiting and life.id in behind for life in self._received.lives.values()):
+        if behind and any(
+            incarnation.rank in waiting and incarnation.id in behind for incarnation in self._received.incarnations.values()
+        ):
             return ""
         newest_step = attempt.newest_step if settled_step is None else min(attempt.newest_step, settled_step)
         if self._late_after_steps and newest_step - step >= self._late_after_steps:
             return "late_steps"
-        if self._late_after_s and now - attempt.open[step].first_heard >= self._late_after_s:
+        if self._late_after_s and now - attempt.open[step].first_received >= self._late_after_s:
             return "late_time"
         return "crowded" if len(attempt.open) > self._max_open_steps else ""
 
@@ -90,7 +92,7 @@ def decide(due: DueStep, attempts: Attempts, *, seq: int, run: str, pack_hash: s
         missing=_missing(attempts, attempt, chosen), described=_described(attempts, attempt, chosen),
         time=max([part.last_wall_ns for part in chosen.values()], default=0) / 1e9, pack_hash=pack_hash,
         blindness=blindness,
-        is_catching_up=any(one.num_lost for one in ranks) and attempt.is_heard_after(due.step, attempts.returning()),
+        is_catching_up=any(one.num_lost for one in ranks) and attempt.is_received_after(due.step, attempts.returning()),
     )  # fmt: skip
 
 
@@ -99,8 +101,8 @@ def _missing(attempts: Attempts, attempt: Attempt, chosen: Mapping[int, RankPart
     missing = {rank: "unfinished" for rank, part in chosen.items() if not part.is_whole}
     returning = attempts.returning()
     for rank in attempt.expected().difference(chosen):
-        if rank in attempt.stints:
-            missing[rank] = "ended" if attempt.stints[rank].life.has_left else "late"
+        if rank in attempt.sessions:
+            missing[rank] = "ended" if attempt.sessions[rank].incarnation.has_left else "late"
         else:
             missing[rank] = "late" if rank in returning else "never started"
     return dict(sorted(missing.items()))
@@ -108,12 +110,12 @@ def _missing(attempts: Attempts, attempt: Attempt, chosen: Mapping[int, RankPart
 
 def _described(attempts: Attempts, attempt: Attempt, chosen: Mapping[int, RankPartOfStep]) -> tuple[DescribedRank, ...]:
     """Return what the table does not say yet of ranks that are not in a step, ranks rising."""
-    if not attempts.newcomers and len(chosen) == len(attempt.stints):
+    if not attempts.newcomers and len(chosen) == len(attempt.sessions):
         return ()
-    absent = {life.rank: life for life in attempts.newcomers.values() if life.rank not in chosen}
-    absent |= {rank: stint.life for rank, stint in attempt.stints.items() if rank not in chosen}
+    absent = {incarnation.rank: incarnation for incarnation in attempts.newcomers.values() if incarnation.rank not in chosen}
+    absent |= {rank: session.incarnation for rank, session in attempt.sessions.items() if rank not in chosen}
     return tuple(
-        DescribedRank(rank=rank, life=life.id, layout_id=life.layout_id)
-        for rank, life in sorted(absent.items())
-        if life.descriptor is not None and attempt.state.table.get(rank) != (life.id, life.layout_id)
+        DescribedRank(rank=rank, incarnation=incarnation.id, layout_id=incarnation.layout_id)
+        for rank, incarnation in sorted(absent.items())
+        if incarnation.descriptor is not None and attempt.state.table.get(rank) != (incarnation.id, incarnation.layout_id)
     )

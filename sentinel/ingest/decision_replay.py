@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from sentinel.decision import Decision, Tick
-from sentinel.ingest.attempts import Attempts, Stint
+from sentinel.ingest.attempts import Attempts, Session
 from sentinel.ingest.received import Received
 
 
@@ -28,18 +28,20 @@ class DecisionReplay:
         for decision in decisions:
             self._waiting.append(decision)
             for one in decision.ranks if isinstance(decision, Decision) else ():
-                self._attempts.place_as_decided(one.life, one.generation, decision.attempt)
+                self._attempts.place_as_decided(one.incarnation, one.generation, decision.attempt)
 
     def next(self) -> Decision | Tick:
         """Return the next one to make again; IndexError: there is none."""
         return self._waiting.popleft()
 
-    def wants(self, attempt: int, step: int, stint: Stint) -> bool:
-        """Whether a decision took this stint's frames of a closed step."""
+    def wants(self, attempt: int, step: int, session: Session) -> bool:
+        """Whether a decision took this session's frames of a closed step."""
         return any(
             isinstance(one, Decision)
             and (one.attempt, one.step) == (attempt, step)
-            and any(part.life == stint.life.id and part.generation == stint.generation for part in one.ranks)
+            and any(
+                part.incarnation == session.incarnation.id and part.generation == session.generation for part in one.ranks
+            )
             for one in self._waiting
         )
 
@@ -53,9 +55,9 @@ class DecisionReplay:
         if opened is None:
             return not decision.ranks
         for one in decision.ranks:
-            part = opened.parts.get((one.life, one.generation))
+            part = opened.parts.get((one.incarnation, one.generation))
             if part is None or (one.is_ended and part.end is None):
                 return False
             if sum(count for seq, count, _ in part.rows if seq <= one.last_seq) < one.num_rows:
                 return False
-        return all(one.life in self._received.lives for one in decision.described)
+        return all(one.incarnation in self._received.incarnations for one in decision.described)

@@ -16,9 +16,10 @@ WINDOW_BYTES = 128 * 2**10
 
 
 def look_back(
-    folder: Path, life: bytes, place: tuple[int, int], known: Mapping[int, Descriptor]
+    folder: Path, incarnation: bytes, place: tuple[int, int], known: Mapping[int, Descriptor]
 ) -> tuple[int, Descriptor] | None:
-    """Return (layout id, descriptor) of the description at a place of a life's spool; None where there is none to be had.
+    """Return (layout id, descriptor) of the description at a place of an incarnation's spool; None where there is none to
+    be had.
 
     place: (file index, byte offset). known: layout id -> descriptor; at one of these it need not look back any further.
     """
@@ -29,7 +30,7 @@ def look_back(
         frames = SpoolReader(folder, file_index=file_index, offset=offset).poll(final=True, max_bytes=WINDOW_BYTES)
         # What was thinned may begin with what it lost.
         frames = [frame for frame in frames if offset or frame.header.type in DESCRIPTIONS]
-        if not frames or frames[0].file_index != file_index or frames[0].header.life != life:
+        if not frames or frames[0].file_index != file_index or frames[0].header.incarnation != incarnation:
             return None
         number = frames[0].header.layout_id
         found = number if found is None else found

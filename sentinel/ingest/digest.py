@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sentinel import native
-from sentinel.ingest.tables import holds_any
+from sentinel.ingest.row_tables import holds_any
 from sentinel.record import ROW_DTYPE, STATS_DTYPE
 
 if TYPE_CHECKING:

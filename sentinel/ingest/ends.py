@@ -17,7 +17,7 @@ from sentinel.decision import RankFacts
 from sentinel.ingest.incarnation import Incarnation
 from sentinel.ingest.memory_kills import MemoryKills
 from sentinel.ingest.processes import GONE, LIVES, STOPPED, UNSEEN, ProcessTable, Seen, status_words
-from sentinel.ingest.witnesses import UNHEARD_S, Witnesses
+from sentinel.ingest.witnesses import LONG_SILENT_S, Witnesses
 from sentinel.messages import Bye
 from sentinel.process import ProcessId
 from sentinel.run_end import (
@@ -42,7 +42,7 @@ LOOK_S = 0.05
 """Least seconds between two looks at the processes: a launcher asks for its dead ten times a second, and then nobody else
 can know how they died."""
 MANY_LIVES = 256
-"""More lives than these are looked at as much less often (chosen): thousands of ranks must not cost a core."""
+"""More incarnations than these are looked at as much less often (chosen): thousands of ranks must not cost a core."""
 READ_S = 0.2
 """Seconds after a rank was found gone in which what it wrote at its end is read."""
 SETTLE_S = 2.0
@@ -55,7 +55,7 @@ SILENT_S, QUIET_S = 30.0, 120.0
 TOGETHER_S = 2.5
 """Ranks that fall silent within so many seconds fell silent together: heartbeats are a second apart."""
 REPLACED_S = 5.0
-"""A life is over when a newer attempt trains and it was silent for so long before."""
+"""An incarnation is over when a newer attempt trains and it was silent for so long before."""
 
 ASKED_S = 300.0
 """Seconds after it was asked to end in which whatever ends a rank follows from that (chosen): launchers and schedulers kill
@@ -68,7 +68,7 @@ _ASKED_ERRORS = ("SIGTERMException", "SignalException")
 
 @dataclasses.dataclass(slots=True)
 class _ProcessState:
-    """What the table of processes told of one life."""
+    """What the table of processes told of one incarnation."""
 
     at: float
     """Seconds watched when it was found gone, or when it left."""
@@ -84,7 +84,7 @@ class _ProcessState:
 
 
 class Ends:
-    """What is known of how lives ended. Journalled as RankFacts and RunEnd: a replay needs none of this."""
+    """What is known of how incarnations ended. Journalled as RankFacts and RunEnd: a replay needs none of this."""
 
     def __init__(
         self,
@@ -94,55 +94,60 @@ class Ends:
         witnesses: Witnesses,
         memory_kills: MemoryKills,
     ) -> None:
-        """pulse_ns: when a life said last that it lives; 0: not known. silence_s: seconds since a life was heard last."""
+        """pulse_ns: when an incarnation said last that it lives; 0: not known. silence_s: seconds since an incarnation was
+        heard last."""
         self._processes = processes
         self._pulse_ns, self._silence_s = pulse_ns, silence_s
         self._witnesses = witnesses
         self._memory_kills = memory_kills
         self._found: dict[bytes, _ProcessState] = {}
         self._seen: dict[bytes, Seen] = {}
-        """The last look at each life that is there."""
+        """The last look at each incarnation that is there."""
         self._due = -1.0
         self._process: dict[bytes, ProcessId] = {}
 
     def look(
-        self, lives: Collection[Incarnation], behind: Collection[bytes], now: float, *, is_forced: bool = False
+        self, incarnations: Collection[Incarnation], behind: Collection[bytes], now: float, *, is_forced: bool = False
     ) -> None:
-        """Look at the processes of lives that are not over, and note who has left. now: seconds watched.
+        """Look at the processes of incarnations that are not over, and note who has left. now: seconds watched.
 
-        behind: lives with more on disk than was read. is_forced: however short a time ago the last look was.
+        behind: incarnations with more on disk than was read. is_forced: however short a time ago the last look was.
         """
         if now < self._due and not is_forced:
             return
-        self._due = now + LOOK_S * max(1.0, len(lives) / MANY_LIVES)
+        self._due = now + LOOK_S * max(1.0, len(incarnations) / MANY_LIVES)
         self._memory_kills.look(now)
-        for life in lives:
-            found = self._found.get(life.id)
-            if found is not None and found.is_gone and not life.has_left and life.id not in behind:
+        for incarnation in incarnations:
+            found = self._found.get(incarnation.id)
+            if found is not None and found.is_gone and not incarnation.has_left and incarnation.id not in behind:
                 # All that it wrote is read: no step waits for it any more.
-                life.has_left = now - found.at >= READ_S
+                incarnation.has_left = now - found.at >= READ_S
             if found is not None and ((found.is_gone and found.status is not None) or now - found.at > LEAVE_S):
                 continue
-            process = self._process_of(life)
+            process = self._process_of(incarnation)
             seen = self._processes.look(process)
             if seen.state in (LIVES, STOPPED):
-                self._seen[life.id] = seen
+                self._seen[incarnation.id] = seen
                 self._memory_kills.know(process)
-            elif seen.state == UNSEEN and life.id not in behind and UNHEARD_S[0] <= self._silence_s(life.id) <= UNHEARD_S[1]:
+            elif (
+                seen.state == UNSEEN
+                and incarnation.id not in behind
+                and LONG_SILENT_S[0] <= self._silence_s(incarnation.id) <= LONG_SILENT_S[1]
+            ):
                 seen = self._witnessed(process, now)
-            if found is None and (life.has_left or seen.state == GONE):
-                found = self._found[life.id] = _ProcessState(now)
+            if found is None and (incarnation.has_left or seen.state == GONE):
+                found = self._found[incarnation.id] = _ProcessState(now)
             if found is not None and seen.state == GONE:
-                self._note_gone(life, process, found, seen, now)
+                self._note_gone(incarnation, process, found, seen, now)
 
-    def _note_gone(self, life: Incarnation, process: ProcessId, found: _ProcessState, seen: Seen, now: float) -> None:
+    def _note_gone(self, incarnation: Incarnation, process: ProcessId, found: _ProcessState, seen: Seen, now: float) -> None:
         if seen.status is None:
             seen = self._witnessed(process, now)
         if not found.is_gone:
             found.is_memory = self._processes.sees(process) and self._memory_kills.near(process, now)
             found.has_memory = not found.is_memory and self._memory_kills.denies(process, now)
-            found.time = max(self._pulse_ns(life), life.last_wall_ns) / 1e9
-        found.is_gone, found.is_after = True, found.is_after or self._witnesses.has_seen(life.id)
+            found.time = max(self._pulse_ns(incarnation), incarnation.last_wall_ns) / 1e9
+        found.is_gone, found.is_after = True, found.is_after or self._witnesses.has_seen(incarnation.id)
         found.status = seen.status if seen.status is not None else found.status
 
     def _witnessed(self, process: ProcessId, now: float) -> Seen:
@@ -150,106 +155,115 @@ class Ends:
         status = self._witnesses.status(process, now)
         return Seen(UNSEEN) if status is None else Seen(GONE, status)
 
-    def told(
-        self, ranks: Sequence[RankFacts], lives: Mapping[bytes, Incarnation], now: float, asked_by: Callable[[float], str]
+    def reported(
+        self,
+        ranks: Sequence[RankFacts],
+        incarnations: Mapping[bytes, Incarnation],
+        now: float,
+        asked_by: Callable[[float], str],
     ) -> tuple[RankFacts, ...]:
         """Return the facts with what is known of each rank's end.
 
         asked_by: name of the signal that was sent to the whole command on purpose before a time, seconds since the epoch;
         empty: none was.
         """
-        told = []
+        reported = []
         for one in ranks:
-            life, found = lives.get(one.life), self._found.get(one.life)
-            end = None if life is None else self._end_of(life, one, found, now, asked_by)
+            incarnation, found = incarnations.get(one.incarnation), self._found.get(one.incarnation)
+            end = None if incarnation is None else self._end_of(incarnation, one, found, now, asked_by)
             at = found.at if found is not None else now if end is not None else 0.0
             if found is None and end is not None and end.is_at_prompt:
                 at = one.moved_at
-            seen = None if found is not None and found.is_gone else self._seen.get(one.life)
+            seen = None if found is not None and found.is_gone else self._seen.get(one.incarnation)
             if end is not None or seen is not None:
-                process = self._process.get(one.life)
+                process = self._process.get(one.incarnation)
                 one = msgspec.structs.replace(
                     one, end=end, ended_at=at, is_stopped=seen is not None and seen.state == STOPPED,
                     process_state=seen.letter if seen is not None else "",
                     pid=process.pid if process is not None else 0, host=process.host if process is not None else "",
                 )  # fmt: skip
-            told.append(one)
-        return tuple(told)
+            reported.append(one)
+        return tuple(reported)
 
-    def by_code(self, one: RankFacts, life: Incarnation, pid: int, code: int) -> RankFacts:
+    def by_code(self, one: RankFacts, incarnation: Incarnation, pid: int, code: int) -> RankFacts:
         """Return what the exit code of a command that is over tells of one of its ranks, which may be the command itself."""
         end = one.end
         is_open = end is None or (end.how == SIGNAL and end.cause == UNEXPLAINED and not end.detail.startswith("SIG"))
-        process = self._process_of(life)
+        process = self._process_of(incarnation)
         if process.pid == pid and self._processes.sees(process) and (is_open or (end is not None and end.detail == "exit")):
-            time = end.time if end is not None else max(self._pulse_ns(life), life.last_wall_ns) / 1e9
+            time = end.time if end is not None else max(self._pulse_ns(incarnation), incarnation.last_wall_ns) / 1e9
             reason = end.detail if end is not None and end.how == GOODBYE else ""
             end = _end_by_code(code, reason, time, one.step if end is None else end.step)
-        elif end is None and not self.is_here(life):
+        elif end is None and not self.is_here(incarnation):
             how, words = (GOODBYE, "") if code == 0 else (SIGNAL, "without a word, and ")
             end = RankEnd(how=how, detail=f"{words}the command ended with exit code {code}", time=one.time, step=one.step)
         return msgspec.structs.replace(one, end=end)
 
-    def is_here(self, life: Incarnation) -> bool:
-        """Return whether the table would tell of a life's process: then its silence says nothing."""
-        return self._processes.look(self._process_of(life)).state in (LIVES, STOPPED)
+    def is_here(self, incarnation: Incarnation) -> bool:
+        """Return whether the table would tell of an incarnation's process: then its silence says nothing."""
+        return self._processes.look(self._process_of(incarnation)).state in (LIVES, STOPPED)
 
-    def _process_of(self, life: Incarnation) -> ProcessId:
-        found = self._process.get(life.id)
+    def _process_of(self, incarnation: Incarnation) -> ProcessId:
+        found = self._process.get(incarnation.id)
         if found is None:
-            if life.descriptor is None:
+            if incarnation.descriptor is None:
                 return ProcessId()
-            found = self._process[life.id] = ProcessId.told_by(life.descriptor.environment)
+            found = self._process[incarnation.id] = ProcessId.reported_by(incarnation.descriptor.environment)
         return found
 
     def _end_of(
-        self, life: Incarnation, one: RankFacts, found: _ProcessState | None, now: float, asked_by: Callable[[float], str]
+        self,
+        incarnation: Incarnation,
+        one: RankFacts,
+        found: _ProcessState | None,
+        now: float,
+        asked_by: Callable[[float], str],
     ) -> RankEnd | None:
-        if life.has_left and life.bye is not None:
-            time = life.last_wall_ns / 1e9
-            end = _end_by_words(life.bye, time, found.status if found is not None else None)
-            end = msgspec.structs.replace(end, is_between=life.bye.is_between)
+        if incarnation.has_left and incarnation.bye is not None:
+            time = incarnation.last_wall_ns / 1e9
+            end = _end_by_words(incarnation.bye, time, found.status if found is not None else None)
+            end = msgspec.structs.replace(end, is_between=incarnation.bye.is_between)
             return end if end.how == GOODBYE else _after_asking(end, asked_by(time))
         if found is not None and found.is_gone:
-            return self._end_by_table(life, one, found, asked_by(found.time))
-        raised = life.heartbeat.raised if life.heartbeat is not None else None
+            return self._end_by_table(incarnation, one, found, asked_by(found.time))
+        raised = incarnation.heartbeat.raised if incarnation.heartbeat is not None else None
         if raised is not None:
-            end = _end_by_words(raised, life.last_wall_ns / 1e9, None)
+            end = _end_by_words(raised, incarnation.last_wall_ns / 1e9, None)
             return msgspec.structs.replace(end, step=one.step, is_at_prompt=True)
         return None
 
     def silenced(
-        self, ranks: tuple[RankFacts, ...], lives: Mapping[bytes, Incarnation], now: float
+        self, ranks: tuple[RankFacts, ...], incarnations: Mapping[bytes, Incarnation], now: float
     ) -> tuple[RankFacts, ...]:
         """Return the facts with the end by silence of those that nothing else tells of, where that leaves nobody; else as
         they are: while others live, a rank that is silent may be stopped.
         """
         silent = []
         for one in ranks:
-            life = lives.get(one.life)
-            if one.end is None and life is not None and not self.is_here(life):
+            incarnation = incarnations.get(one.incarnation)
+            if one.end is None and incarnation is not None and not self.is_here(incarnation):
                 limit = SILENT_S if one.activity == "train" else QUIET_S
-                silent.append((now - one.heard_at, limit))
+                silent.append((now - one.received_at, limit))
         num_open = sum(one.end is None for one in ranks)
         is_over = len(silent) == num_open and all(silence >= limit - TOGETHER_S for silence, limit in silent)
         if not is_over or not any(silence >= limit for silence, limit in silent):
             return ranks
-        told = []
+        reported = []
         for one in ranks:
             if one.end is None:
-                time = max(self._pulse_ns(lives[one.life]) / 1e9, one.time)
-                words = f"nothing was heard for {now - one.heard_at:.0f} s"
+                time = max(self._pulse_ns(incarnations[one.incarnation]) / 1e9, one.time)
+                words = f"nothing was heard for {now - one.received_at:.0f} s"
                 end = RankEnd(how=SILENCE, detail=words, time=time, step=one.step)
                 one = msgspec.structs.replace(one, end=end, ended_at=now)
-            told.append(one)
-        return tuple(told)
+            reported.append(one)
+        return tuple(reported)
 
-    def _end_by_table(self, life: Incarnation, one: RankFacts, found: _ProcessState, asked: str) -> RankEnd:
-        process = self._process_of(life)
+    def _end_by_table(self, incarnation: Incarnation, one: RankFacts, found: _ProcessState, asked: str) -> RankEnd:
+        process = self._process_of(incarnation)
         where = f"process {process.pid} on {process.host}"
         name, code = status_words(found.status) if found.status is not None else (asked, 0)
         if found.is_memory and name in ("", "SIGKILL") and not code and not asked:
-            detail = self._memory_words(life, process, where)
+            detail = self._memory_words(incarnation, process, where)
             return RankEnd(how=OUT_OF_MEMORY, detail=detail, time=found.time, step=one.step, cause=OWN)
         if found.status is None and not asked:
             detail = f"without a word ({where}): killed by a signal, or crashed"
@@ -257,14 +271,14 @@ class Ends:
             return RankEnd(how=SIGNAL, detail=detail, time=found.time, step=one.step, cause=cause)
         end = _end_by_signal(name, found.time, one.step) if name else _end_by_code(code, "", found.time, one.step)
         if end.detail == "SIGKILL":
-            seen = self._seen.get(life.id)
+            seen = self._seen.get(incarnation.id)
             end = msgspec.structs.replace(
                 end, has_memory=found.has_memory, ignored_sigterm=seen is not None and seen.ignores_sigterm
             )
         return end if end.how == GOODBYE else _after_asking(end, asked)
 
-    def _memory_words(self, life: Incarnation, process: ProcessId, where: str) -> str:
-        seen, limit = self._seen.get(life.id), self._memory_kills.limit(process)
+    def _memory_words(self, incarnation: Incarnation, process: ProcessId, where: str) -> str:
+        seen, limit = self._seen.get(incarnation.id), self._memory_kills.limit(process)
         held = f", which held {size(seen.resident_bytes)}" if seen is not None and seen.resident_bytes else ""
         group = f"; its memory group (cgroup) may hold {size(limit)}" if limit is not None else ""
         return f"the kernel killed for want of memory when {where}{held}, went{group}"
@@ -372,8 +386,8 @@ def run_end(ranks: Sequence[RankFacts], wall: float, *, is_restarted: bool = Fal
     # Who lost others says nothing of how those went; and who saw them go, and followed without a word, was sent what they
     # were sent.
     killed = [] if is_asked else [end for end in bad if end.cause != FOLLOWS]
-    told = [end for end in bad if end.detail == "SIGTERM" or end.cause != FOLLOWS or end.how != SIGNAL]
-    bad = killed or told or bad
+    reported = [end for end in bad if end.detail == "SIGTERM" or end.cause != FOLLOWS or end.how != SIGNAL]
+    bad = killed or reported or bad
     hows = {(end.how, end.detail) for end in bad if end.is_asked or not is_asked}
     how, detail = earliest.how, earliest.detail
     if len(hows) == 1:

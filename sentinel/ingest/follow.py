@@ -14,7 +14,7 @@ from sentinel.ingest.time_order import TimeOrder
 from sentinel.messages import Bye
 from sentinel.version import VERSION
 from sentinel.wire.frame import HEADER_BYTES, PROTOCOL
-from sentinel.wire.spool import parse_life_folder
+from sentinel.wire.spool import parse_incarnation_folder
 from sentinel.wire.spool_files import file_name
 from sentinel.wire.spool_reader import SpoolReader
 
@@ -37,35 +37,35 @@ class RunFollower:
         self.num_bytes = 0
         """Bytes of frames read so far."""
         self.behind: set[bytes] = set()
-        """Lives of which more is on disk than was read: nobody may call them late."""
+        """Incarnations of which more is on disk than was read: nobody may call them late."""
         self._problems = Problems(on_problem)
         self._screening = Screening(self.spool_dir, self._problems)
         self._order = TimeOrder()
         self._readers: dict[str, SpoolReader] = {}
         self._handed: dict[str, tuple[Incarnation, int, int, int]] = {}
-        """Folder -> (life, file index, offset behind, seq) of the last record handed out."""
+        """Folder -> (incarnation, file index, offset behind, seq) of the last record handed out."""
         self._mtime_ns = -1
         self._polls = 0
 
     @property
-    def lives(self) -> dict[bytes, Incarnation]:
+    def incarnations(self) -> dict[bytes, Incarnation]:
         """The processes of all ranks whose frames were read, by id."""
-        return self._screening.lives
+        return self._screening.incarnations
 
     @property
     def num_duplicates(self) -> int:
-        """Frames dropped because their (life, seq) was heard before."""
-        return sum(life.num_duplicates for life in self.lives.values())
+        """Frames dropped because their (incarnation, seq) was heard before."""
+        return sum(incarnation.num_duplicates for incarnation in self.incarnations.values())
 
     @property
     def num_lost(self) -> int:
         """Frames whose number never came."""
-        return sum(life.num_lost for life in self.lives.values())
+        return sum(incarnation.num_lost for incarnation in self.incarnations.values())
 
     @property
     def num_undecodable(self) -> int:
         """Whole frames whose payload is not what they promise."""
-        return sum(life.num_undecodable for life in self.lives.values())
+        return sum(incarnation.num_undecodable for incarnation in self.incarnations.values())
 
     @property
     def num_corrupt(self) -> int:
@@ -88,11 +88,12 @@ class RunFollower:
         return sum(sum(reader.foreign.values()) for reader in self._readers.values())
 
     def poll(self, *, final: bool = False) -> list[SpoolRecord]:
-        """Return what is new, in the order of its wall clocks, each life's own order kept; empty when there is nothing.
+        """Return what is new, in the order of its wall clocks, each incarnation's own order kept; empty when there is
+        nothing.
 
         `final`: all writers are gone; torn tails are cut instead of waited for. Reads a bounded amount: ask again until
         it is empty. While catching up, whoever is furthest behind in time is read first, and what is ahead of it waits:
-        memory holds few steps, and a life that took another's place is heard after it.
+        memory holds few steps, and an incarnation that took another's place is heard after it.
         """
         self._discover()
         num_bytes = 0
@@ -112,11 +113,16 @@ class RunFollower:
                 break  # unreadable just now
             order.put_back(records)
         newest = [self._screening.newest_of(folder) for folder in order.behind | ahead]
-        self.behind = {life.id for life in newest if life is not None}
-        self.behind |= {record.life.id for record in order.waiting}
+        self.behind = {incarnation.id for incarnation in newest if incarnation is not None}
+        self.behind |= {record.incarnation.id for record in order.waiting}
         for record in records:
-            life, frame = record.life, record.frame
-            self._handed[life.folder] = (life, frame.file_index, frame.offset_after, min(frame.header.seq, life.max_seq))
+            incarnation, frame = record.incarnation, record.frame
+            self._handed[incarnation.folder] = (
+                incarnation,
+                frame.file_index,
+                frame.offset_after,
+                min(frame.header.seq, incarnation.max_seq),
+            )
         return records
 
     def _read(self, folder: str, *, final: bool) -> int:
@@ -147,31 +153,37 @@ class RunFollower:
     def positions(self) -> dict[str, SpoolPosition]:
         """Return, per spool folder, the place behind the last frame handed out."""
         found = {}
-        for folder, (life, file_index, offset, seq) in self._handed.items():
+        for folder, (incarnation, file_index, offset, seq) in self._handed.items():
             found[folder] = SpoolPosition(
-                life.id, life.rank, life.attempt, file_index, offset, seq, life.described_before((file_index, offset)),
-                life.last_step,
-            )  # fmt: skip
+                incarnation.id,
+                incarnation.rank,
+                incarnation.attempt,
+                file_index,
+                offset,
+                seq,
+                incarnation.described_before((file_index, offset)),
+                incarnation.last_step,
+            )
         return found
 
     def restore(self, positions: dict[str, SpoolPosition]) -> None:
         """Go on reading at `positions`; descriptors are read again from the spool."""
         for folder, at in positions.items():
-            if parse_life_folder(folder) is None:
+            if parse_incarnation_folder(folder) is None:
                 continue
-            life = Incarnation(at.life, at.rank, folder, at.attempt, max_seq=at.seq, last_step=at.last_step)
+            incarnation = Incarnation(at.incarnation, at.rank, folder, at.attempt, max_seq=at.seq, last_step=at.last_step)
             if at.left is not None:
-                life.bye, life.has_left = Bye(reason=at.left, step=at.last_step), True
-            self._screening.know(life)
+                incarnation.bye, incarnation.has_left = Bye(reason=at.left, step=at.last_step), True
+            self._screening.know(incarnation)
             self._order.begin(folder)
             self._readers[folder] = SpoolReader(
                 self.spool_dir / folder, file_index=at.file_index, offset=at.offset, seq=at.seq
             )
             # The head of the file has one too, should the other file be gone.
             for place in dict.fromkeys((at.described_at, (at.file_index, 0))):
-                described = look_back(self.spool_dir / folder, at.life, place, life.layouts)
+                described = look_back(self.spool_dir / folder, at.incarnation, place, incarnation.layouts)
                 if described is not None:
-                    life.describe(*described, place)
+                    incarnation.describe(*described, place)
                     break
 
     def _discover(self) -> None:
@@ -188,12 +200,12 @@ class RunFollower:
         except OSError:
             return
         for name in sorted(names):
-            if name not in self._readers and parse_life_folder(name) is not None:
+            if name not in self._readers and parse_incarnation_folder(name) is not None:
                 self._readers[name] = SpoolReader(self.spool_dir / name)
                 self._order.begin(name)
 
     def _say_problems(self, folder: str, reader: SpoolReader) -> None:
-        rank = (parse_life_folder(folder) or (0, ""))[0]
+        rank = (parse_incarnation_folder(folder) or (0, ""))[0]
         for protocol in reader.foreign:
             self._problems.say(
                 f"{rank}/protocol/{protocol}",

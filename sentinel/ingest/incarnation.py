@@ -12,7 +12,7 @@ from sentinel.messages import Bye, Descriptor, Heartbeat
 from sentinel.wire.frame import Frame, Message
 
 MAX_LAYOUTS = 64
-"""Descriptors of a life that are remembered."""
+"""Descriptors of an incarnation that are remembered."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -88,9 +88,9 @@ class Incarnation:
 
 
 class SpoolRecord(msgspec.Struct, frozen=True):
-    """One frame of a life, heard for the first time."""
+    """One frame of an incarnation, heard for the first time."""
 
-    life: Incarnation
+    incarnation: Incarnation
     frame: Frame
     begin: tuple[int, int]
     """(file index, byte offset) at which it begins."""
@@ -99,13 +99,13 @@ class SpoolRecord(msgspec.Struct, frozen=True):
     descriptor: Descriptor | None
     """The one its rows point into; None when that was lost."""
     time_ns: int
-    """The newest wall clock of the life so far, nanoseconds since the epoch: never falls within a life."""
+    """The newest wall clock of the incarnation so far, nanoseconds since the epoch: never falls within an incarnation."""
 
 
 class SpoolPosition(msgspec.Struct, frozen=True):
-    """Where reading a life's spool goes on after a restart."""
+    """Where reading an incarnation's spool goes on after a restart."""
 
-    life: bytes
+    incarnation: bytes
     rank: int
     attempt: int | None
     file_index: int

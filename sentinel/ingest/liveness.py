@@ -19,12 +19,12 @@ BACK_S = 5.0
 
 @dataclasses.dataclass(slots=True)
 class _IncarnationProgress:
-    """Where one life stands."""
+    """Where one incarnation stands."""
 
-    life: Incarnation
+    incarnation: Incarnation
     order: int
     first_at: float
-    heard_at: float
+    received_at: float
     moved_at: float
     is_live: bool = False
     step: int = 0
@@ -45,7 +45,8 @@ class _IncarnationProgress:
 
 
 class LivenessTracker:
-    """What is known of each life beside its steps. No clock: monotonic seconds are handed in; wall clocks are not looked at.
+    """What is known of each incarnation beside its steps. No clock: monotonic seconds are handed in; wall clocks are not
+    looked at.
 
     `now` counts the seconds that were watched: it stands still while nobody looks.
     """
@@ -54,35 +55,36 @@ class LivenessTracker:
         self.now = 0.0
         self._mono: float | None = None
         self._is_watching = False
-        self._standings: dict[bytes, _IncarnationProgress] = {}
+        self._progress: dict[bytes, _IncarnationProgress] = {}
 
     def look(self, mono: float, behind: Collection[bytes], *, is_caught_up: bool) -> None:
-        """Let time pass; call it at each look at the spool, after `hear`. behind: lives with more on disk than was read.
+        """Let time pass; call it at each look at the spool, after `hear`. behind: incarnations with more on disk than was
+        read.
 
         is_caught_up: all that was there has been read: what is heard from now on is live.
         """
         if self._mono is not None:
             self.now += min(max(mono - self._mono, 0.0), MAX_LOOK_S)
         self._mono = mono
-        for life in behind:
-            one = self._standings.get(life)
+        for incarnation in behind:
+            one = self._progress.get(incarnation)
             if one is not None:
-                one.heard_at = one.moved_at = self.now
+                one.received_at = one.moved_at = self.now
         self._is_watching = self._is_watching or is_caught_up
 
-    def restore(self, lives: Iterable[Incarnation]) -> None:
-        """Know lives from before a restart: heard just now, for nobody watched in between."""
-        for life in lives:
-            self._standing(life)
+    def restore(self, incarnations: Iterable[Incarnation]) -> None:
+        """Know incarnations from before a restart: heard just now, for nobody watched in between."""
+        for incarnation in incarnations:
+            self._progress_of(incarnation)
 
     def hear(self, records: Iterable[SpoolRecord]) -> None:
         """Take in what was heard."""
         for record in records:
-            one = self._standing(record.life)
-            if self.now - one.heard_at > BACK_S:
+            one = self._progress_of(record.incarnation)
+            if self.now - one.received_at > BACK_S:
                 # It was stopped, and goes on from where it stood: that is no standing still.
                 one.moved_at = self.now
-            one.heard_at = self.now
+            one.received_at = self.now
             one.is_live = one.is_live or self._is_watching
             message = record.message
             if isinstance(message, Heartbeat):
@@ -98,54 +100,59 @@ class LivenessTracker:
     def facts(self, attempt: int, attempt_of: Callable[[bytes], int | None]) -> tuple[RankFacts, ...]:
         """Return what is known of the ranks of the newest attempt, ranks rising.
 
-        attempt_of: the attempt that a life's steps belong to; None: it has no step yet. Left out: ranks that a newer life
-        replaced, those of older attempts, and while new lives start, those that fell silent before them.
+        attempt_of: the attempt that an incarnation's steps belong to; None: it has no step yet. Left out: ranks that a
+        newer incarnation
+        replaced, those of older attempts, and while new incarnations start, those that fell silent before them.
         """
         newest: dict[int, _IncarnationProgress] = {}
-        for one in sorted(self._standings.values(), key=lambda one: one.order):
-            number = attempt_of(one.life.id)
+        for one in sorted(self._progress.values(), key=lambda one: one.order):
+            number = attempt_of(one.incarnation.id)
             if number is None or number >= attempt:
-                newest[one.life.rank] = one
-        starting = [one.first_at for one in newest.values() if attempt_of(one.life.id) is None and one.life.bye is None]
+                newest[one.incarnation.rank] = one
+        starting = [
+            one.first_at for one in newest.values() if attempt_of(one.incarnation.id) is None and one.incarnation.bye is None
+        ]
         last = max(newest.values(), key=lambda one: one.order, default=None)
-        described = last.life.descriptor if last is not None else None
+        described = last.incarnation.descriptor if last is not None else None
         world_size = described.place.world_size if described is not None else 2**31
         # A rank has its place among those of an attempt whatever the last of them to come says of how many they are.
-        is_open = last is not None and attempt_of(last.life.id) is None
+        is_open = last is not None and attempt_of(last.incarnation.id) is None
         return tuple(
             _facts(one)
             for rank, one in sorted(newest.items())
-            if (rank < world_size or not (is_open or attempt_of(one.life.id) is None))
-            and (not starting or one.heard_at >= min(starting))
+            if (rank < world_size or not (is_open or attempt_of(one.incarnation.id) is None))
+            and (not starting or one.received_at >= min(starting))
         )
 
     def groups(self, group_of: Callable[[Incarnation], int]) -> dict[int, tuple[RankFacts, ...]]:
-        """Return what is known of the newest life of each rank, by attempt, attempts and ranks rising.
+        """Return what is known of the newest incarnation of each rank, by attempt, attempts and ranks rising.
 
-        group_of: the attempt that a life's end counts for.
+        group_of: the attempt that an incarnation's end counts for.
         """
         found: dict[int, dict[int, _IncarnationProgress]] = {}
-        for one in sorted(self._standings.values(), key=lambda one: one.order):
-            found.setdefault(group_of(one.life), {})[one.life.rank] = one
+        for one in sorted(self._progress.values(), key=lambda one: one.order):
+            found.setdefault(group_of(one.incarnation), {})[one.incarnation.rank] = one
         return {number: tuple(_facts(one) for _, one in sorted(ranks.items())) for number, ranks in sorted(found.items())}
 
-    def silence_s(self, life: bytes) -> float:
-        """Return the seconds since a life was heard last; 0.0 of one that is not known."""
-        one = self._standings.get(life)
-        return 0.0 if one is None else self.now - one.heard_at
+    def silence_s(self, incarnation: bytes) -> float:
+        """Return the seconds since an incarnation was heard last; 0.0 of one that is not known."""
+        one = self._progress.get(incarnation)
+        return 0.0 if one is None else self.now - one.received_at
 
-    def heard_at(self) -> float | None:
+    def received_at(self) -> float | None:
         """Return when the rank that was heard least recently was heard, on the clock of `now`; None: nobody lives."""
-        return min((one.heard_at for one in self._standings.values() if one.is_live and one.life.bye is None), default=None)
+        return min(
+            (one.received_at for one in self._progress.values() if one.is_live and one.incarnation.bye is None), default=None
+        )
 
-    def _standing(self, life: Incarnation) -> _IncarnationProgress:
-        one = self._standings.get(life.id)
+    def _progress_of(self, incarnation: Incarnation) -> _IncarnationProgress:
+        one = self._progress.get(incarnation.id)
         if one is None:
-            one = _IncarnationProgress(life, len(self._standings), self.now, self.now, self.now)
-            one.step, one.has_stepped = life.last_step + 1, life.last_step >= 0
+            one = _IncarnationProgress(incarnation, len(self._progress), self.now, self.now, self.now)
+            one.step, one.has_stepped = incarnation.last_step + 1, incarnation.last_step >= 0
             if one.has_stepped:
                 one.activity = "train"
-            self._standings[life.id] = one
+            self._progress[incarnation.id] = one
         return one
 
     def _take_heartbeat(self, one: _IncarnationProgress, beat: Heartbeat) -> None:
@@ -172,16 +179,16 @@ class LivenessTracker:
 
     @staticmethod
     def _borders(one: _IncarnationProgress) -> frozenset[tuple[str, str]]:
-        life = one.life
-        if life.descriptor is None or life.descriptor.place.pp_size == 1:
+        incarnation = one.incarnation
+        if incarnation.descriptor is None or incarnation.descriptor.place.pp_size == 1:
             return frozenset()
-        if one.borders[0] != life.layout_id:
-            last = {chunk.vpp_stage: len(chunk.segments) for chunk in life.descriptor.chunks}
+        if one.borders[0] != incarnation.layout_id:
+            last = {chunk.vpp_stage: len(chunk.segments) for chunk in incarnation.descriptor.chunks}
             one.borders = (
-                life.layout_id,
+                incarnation.layout_id,
                 frozenset(
                     ("forward" if tensor.border_index else "backward", tensor.name)
-                    for tensor in life.descriptor.tensors
+                    for tensor in incarnation.descriptor.tensors
                     if tensor.border and tensor.border_index in (0, last.get(tensor.chunk))
                 ),
             )
@@ -189,13 +196,28 @@ class LivenessTracker:
 
 
 def _facts(one: _IncarnationProgress) -> RankFacts:
-    life = one.life
-    place = life.descriptor.place if life.descriptor is not None else None
-    left = (life.bye.reason or "exit") if life.bye is not None else ""
+    incarnation = one.incarnation
+    place = incarnation.descriptor.place if incarnation.descriptor is not None else None
+    left = (incarnation.bye.reason or "exit") if incarnation.bye is not None else ""
     return RankFacts(
-        rank=life.rank, life=life.id, pp_stage=place.pp_rank if place is not None else 0, heard_at=one.heard_at,
-        moved_at=one.moved_at, time=life.last_wall_ns / 1e9, is_live=one.is_live, step=one.step, call_id=one.call_id,
-        num_calls=one.num_calls, micro_step=one.micro_step, activity=one.activity, module=one.module, phase=one.phase,
-        is_waiting=one.is_waiting, has_stepped=one.has_stepped, left=left, waiting_at=one.waiting_at,
-        world_size=place.world_size if place is not None else 0, site=one.site,
-    )  # fmt: skip
+        rank=incarnation.rank,
+        incarnation=incarnation.id,
+        pp_stage=place.pp_rank if place is not None else 0,
+        received_at=one.received_at,
+        moved_at=one.moved_at,
+        time=incarnation.last_wall_ns / 1e9,
+        is_live=one.is_live,
+        step=one.step,
+        call_id=one.call_id,
+        num_calls=one.num_calls,
+        micro_step=one.micro_step,
+        activity=one.activity,
+        module=one.module,
+        phase=one.phase,
+        is_waiting=one.is_waiting,
+        has_stepped=one.has_stepped,
+        left=left,
+        waiting_at=one.waiting_at,
+        world_size=place.world_size if place is not None else 0,
+        site=one.site,
+    )

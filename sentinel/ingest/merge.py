@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sentinel.decision import Decision
+from sentinel.ingest.copies import differing
 from sentinel.ingest.digest import Digest, digest
 from sentinel.ingest.model_layout import ModelLayout
-from sentinel.ingest.replicas import differing
-from sentinel.ingest.tables import joined
+from sentinel.ingest.row_tables import joined
 from sentinel.messages import Health
 from sentinel.moments import Moments
 from sentinel.place import Place

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from sentinel import native
+from sentinel.ingest.copies import added_copies, is_empty
 from sentinel.ingest.naming import CanonicalNames, make_names
 from sentinel.ingest.own_rows import OwnRowIndex
 from sentinel.ingest.placing import WEIGHT_KINDS, Placed, Placing, is_named_alike
-from sentinel.ingest.replicas import added_copies, is_empty
-from sentinel.ingest.tables import look_up, table_of
+from sentinel.ingest.row_tables import look_up, table_of
 from sentinel.ingest.whole_tensor_values import WholeTensorValues
 from sentinel.messages import Descriptor
 from sentinel.native.library import DigestRows

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sentinel import native
-from sentinel.ingest.tables import holds_any, look_up
+from sentinel.ingest.row_tables import holds_any, look_up
 from sentinel.moments import EMPTY, Moments
 from sentinel.record import ROW_DTYPE, STATS_DTYPE
 

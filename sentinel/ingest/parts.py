@@ -1,4 +1,4 @@
-"""What each life has said of a step that is still open: frames, put in order when the step closes."""
+"""What each incarnation has said of a step that is still open: frames, put in order when the step closes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from sentinel.wire.frame import row_dtype
 
 @dataclasses.dataclass(slots=True)
 class RankPartOfStep:
-    """What one life said of one step."""
+    """What one incarnation said of one step."""
 
-    life: Incarnation
+    incarnation: Incarnation
     generation: int
     first: tuple[int, tuple[int, int]]
     """Lowest seq and lowest place of its frames; they need not be of the same one."""
@@ -63,7 +63,7 @@ class RankPartOfStep:
         num_lost = 0 if end is None else max(end.num_rows + end.num_dropped_rows - self.num_rows, 0)
         return RankPart(
             rank=rank,
-            life=self.life.id,
+            incarnation=self.incarnation.id,
             num_rows=self.num_rows,
             last_seq=self.last_seq,
             layout_id=self.layout_id,
@@ -99,18 +99,18 @@ class RankPartOfStep:
 class OpenStep:
     """A step that waits for somebody."""
 
-    first_heard: float
+    first_received: float
     """Monotonic seconds."""
     parts: dict[tuple[bytes, int], RankPartOfStep] = dataclasses.field(default_factory=dict)
-    """By life and generation."""
+    """By incarnation and generation."""
 
     def add(self, record: SpoolRecord, generation: int) -> None:
-        """Take in a frame of rows, or an end of the step, of a life's generation."""
-        key = (record.life.id, generation)
+        """Take in a frame of rows, or an end of the step, of an incarnation's generation."""
+        key = (record.incarnation.id, generation)
         part = self.parts.get(key)
         if part is None:
             first = (record.frame.header.seq, record.begin)
-            part = self.parts[key] = RankPartOfStep(record.life, generation, first)
+            part = self.parts[key] = RankPartOfStep(record.incarnation, generation, first)
         part.add(record)
 
 

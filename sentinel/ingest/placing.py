@@ -9,7 +9,7 @@ from typing import TypeAlias
 import msgspec
 
 from sentinel.ingest.naming import CanonicalNames, segment_of
-from sentinel.ingest.tables import coupled_modules
+from sentinel.ingest.row_tables import coupled_modules
 from sentinel.kinds import COPIED_KINDS, labels
 from sentinel.messages import ChunkInfo, Descriptor, TensorInfo
 from sentinel.place import Place

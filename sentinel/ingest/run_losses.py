@@ -29,10 +29,10 @@ class RunLosses(msgspec.Struct):
         for one in decision.ranks:
             if one.num_lost:
                 self._add(one.num_lost, 0, decision.step, decision.step)
-        for told in health:
-            if told.code == "steps_dropped":
-                first = told.first_step if told.first_step >= 0 else decision.step
-                self._add(told.num_rows, told.count, first, max(told.step, first))
+        for reported in health:
+            if reported.code == "steps_dropped":
+                first = reported.first_step if reported.first_step >= 0 else decision.step
+                self._add(reported.num_rows, reported.count, first, max(reported.step, first))
 
     def _add(self, num_rows: int, num_steps_gone: int, first_step: int, last_step: int) -> None:
         self.num_rows += num_rows
@@ -51,22 +51,24 @@ class RunLosses(msgspec.Struct):
         return f"{self.num_rows:,} rows of {steps}{gone} were lost before they were judged"
 
 
-def unheard(told: Health, heard_until: int, heard: Mapping[int, int | None]) -> Health | None:
+def silent(reported: Health, received_until: int, received: Mapping[int, int | None]) -> Health | None:
     """Return a `steps_dropped` record without the steps that were heard before they were dropped; None: all were.
 
     heard_until: the newest step that was judged with this rank. heard: steps above it that are known: rows of them that
     came, None for those that came whole.
     """
     first_step, num_steps, num_rows = -1, 0, 0
-    for first, last, steps, rows in told.runs or ((told.first_step, told.step, told.count, told.num_rows),):
-        if last <= heard_until:
+    for first, last, steps, rows in reported.runs or (
+        (reported.first_step, reported.step, reported.count, reported.num_rows),
+    ):
+        if last <= received_until:
             continue
-        begin, left = max(first, heard_until + 1), steps
+        begin, left = max(first, received_until + 1), steps
         if begin > first:
             left = max(steps - (begin - first), 1)
         each = rows / max(steps, 1)
         left_rows = rows if left == steps else round(each * left)
-        for step, came in heard.items():
+        for step, came in received.items():
             if begin <= step <= last:
                 left -= came is None
                 left_rows -= round(each) if came is None else came
@@ -76,4 +78,4 @@ def unheard(told: Health, heard_until: int, heard: Mapping[int, int | None]) -> 
             num_rows += max(left_rows, 0)
     if not num_steps:
         return None
-    return msgspec.structs.replace(told, first_step=first_step, count=num_steps, num_rows=num_rows, runs=())
+    return msgspec.structs.replace(reported, first_step=first_step, count=num_steps, num_rows=num_rows, runs=())

@@ -9,7 +9,7 @@ import msgspec
 from sentinel.errors import WireError
 from sentinel.messages import Descriptor
 from sentinel.wire.frame import FrameType, decode_message
-from sentinel.wire.spool import parse_life_folder, read_ack
+from sentinel.wire.spool import parse_incarnation_folder, read_ack
 from sentinel.wire.spool_files import list_files, list_kept
 from sentinel.wire.spool_reader import SpoolReader
 
@@ -61,14 +61,14 @@ class SpoolRoom(msgspec.Struct, frozen=True, kw_only=True):
 
 def fullest(run_dir: Path) -> SpoolRoom | None:
     """Return the spool of a run that is nearest to its cap; None: nothing waits, or nothing says how much it may hold."""
-    folders = [path for path in (run_dir / "spool").glob("r*") if parse_life_folder(path.name) is not None]
+    folders = [path for path in (run_dir / "spool").glob("r*") if parse_incarnation_folder(path.name) is not None]
     newest = sorted(folders, key=lambda path: -_mtime(path))[:MAX_SPOOLS]
     found = [room for room in map(room_of, newest) if room is not None]
     return max(found, key=lambda room: room.share, default=None)
 
 
 def room_of(folder: Path) -> SpoolRoom | None:
-    """Return how full one life's spool is; None: nothing waits, or nothing says how much it may hold."""
+    """Return how full one incarnation's spool is; None: nothing waits, or nothing says how much it may hold."""
     index, offset = read_ack(folder)
     names = [one.name for one in list_kept(folder) if one.last >= index]
     whole = [one for one in list_files(folder) if one >= index]
@@ -77,7 +77,7 @@ def room_of(folder: Path) -> SpoolRoom | None:
     whole_names = [f"{one:06d}.spool" for one in whole]
     waiting = sum(sizes.get(name, 0) for name in {*names, *whole_names})
     waiting -= offset if first == index and whole else 0
-    parsed = parse_life_folder(folder.name)
+    parsed = parse_incarnation_folder(folder.name)
     if waiting <= 0 or not whole or parsed is None:
         return None
     frames = SpoolReader(folder, file_index=first).poll(max_bytes=HEAD_BYTES)

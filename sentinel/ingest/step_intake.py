@@ -10,7 +10,7 @@ from sentinel.ingest.decision_replay import DecisionReplay
 from sentinel.ingest.incarnation import SpoolRecord
 from sentinel.ingest.parts import OpenStep
 from sentinel.ingest.received import Received
-from sentinel.ingest.run_losses import unheard
+from sentinel.ingest.run_losses import silent
 from sentinel.messages import Bye, Descriptor, EndStep, Health
 from sentinel.wire.frame import FrameType
 
@@ -28,17 +28,17 @@ class StepIntake:
 
     def take(self, record: SpoolRecord, now: float) -> None:
         """Take in one frame. now: monotonic seconds."""
-        life, header = record.life, record.frame.header
+        incarnation, header = record.incarnation, record.frame.header
         self._received.add(record)
         if header.type == _ROWS or isinstance(record.message, EndStep):
             self._take_step(record, now)
         elif isinstance(record.message, Descriptor):
-            self._attempts.arrive(life)
+            self._attempts.arrive(incarnation)
         elif isinstance(record.message, Health):
             self._take_health(record, record.message)
         elif isinstance(record.message, Bye):
-            life.has_left = True
-            self._attempts.newcomers.pop(life.id, None)
+            incarnation.has_left = True
+            self._attempts.newcomers.pop(incarnation.id, None)
 
     def restore(self, attempts: Iterable[AttemptState], newest_seqs: dict[bytes, int]) -> None:
         """Go on from a snapshot: what was closed, and which frames were taken, is counted already."""
@@ -46,32 +46,32 @@ class StepIntake:
         self._counted_seq = newest_seqs
 
     def _take_health(self, record: SpoolRecord, health: Health) -> None:
-        life = record.life
-        if record.frame.header.seq <= self._received.ended_of(life).health_seq:
+        incarnation = record.incarnation
+        if record.frame.header.seq <= self._received.ended_of(incarnation).health_seq:
             return
         message: Health | None = health
         if health.code == "steps_dropped":
-            message = unheard(health, *self._attempts.heard_of(life, self._replay))
+            message = silent(health, *self._attempts.received_of(incarnation, self._replay))
         if message is not None and not self._received.add_health(record, message):
             self._blindness.add("lost_health", 1)
 
     def _take_step(self, record: SpoolRecord, now: float) -> None:
-        life, header = record.life, record.frame.header
+        incarnation, header = record.incarnation, record.frame.header
         step, seq = header.step, header.seq
-        if record.descriptor is None and life.descriptor is None:
-            if seq > self._counted_seq.get(life.id, 0):
+        if record.descriptor is None and incarnation.descriptor is None:
+            if seq > self._counted_seq.get(incarnation.id, 0):
                 self._blindness.add("unplaced_rows", header.row_count)
             return
-        generation = self._received.ended_of(life).hear(step, seq, is_end=isinstance(record.message, EndStep))
-        stint = self._attempts.place(life, generation, step)
-        attempt = self._attempts.by_number[stint.attempt]
-        descriptor = record.descriptor or life.descriptor
-        if descriptor is not None and attempt.stints.get(stint.life.rank) is stint:
-            attempt.take_world_size(life.rank, descriptor.place.world_size)
-        if step <= attempt.state.closed_step and not self._replay.wants(attempt.number, step, stint):
-            closed_before, received_before = self._counted.get(attempt.number, -1), self._counted_seq.get(life.id, 0)
+        generation = self._received.ended_of(incarnation).hear(step, seq, is_end=isinstance(record.message, EndStep))
+        session = self._attempts.place(incarnation, generation, step)
+        attempt = self._attempts.by_number[session.attempt]
+        descriptor = record.descriptor or incarnation.descriptor
+        if descriptor is not None and attempt.sessions.get(session.incarnation.rank) is session:
+            attempt.take_world_size(incarnation.rank, descriptor.place.world_size)
+        if step <= attempt.state.closed_step and not self._replay.wants(attempt.number, step, session):
+            closed_before, received_before = self._counted.get(attempt.number, -1), self._counted_seq.get(incarnation.id, 0)
             if step > closed_before or seq > received_before:
-                self._blindness.add_late(life.rank, header.row_count, 0 if header.row_count else 1)
+                self._blindness.add_late(incarnation.rank, header.row_count, 0 if header.row_count else 1)
             return
         attempt.newest_step = max(attempt.newest_step, step)
         opened = attempt.open.get(step)

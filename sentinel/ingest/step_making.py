@@ -34,13 +34,13 @@ class StepMaker:
         attempt.newest_step = max(attempt.newest_step, decision.step)
         table = attempt.state.table
         for known in decision.described:
-            table[known.rank] = (known.life, known.layout_id)
+            table[known.rank] = (known.incarnation, known.layout_id)
         parts = []
         is_incomplete = False
         for one in decision.ranks:
             attempt.state.spoken[one.rank] = max(decision.step, attempt.state.spoken.get(one.rank, -1))
-            table[one.rank] = (one.life, one.layout_id)
-            part = opened.parts.get((one.life, one.generation)) if opened is not None else None
+            table[one.rank] = (one.incarnation, one.layout_id)
+            part = opened.parts.get((one.incarnation, one.generation)) if opened is not None else None
             made = self._rank_step(one, part)
             if made is None:
                 is_incomplete = True
@@ -57,9 +57,9 @@ class StepMaker:
         )  # fmt: skip
 
     def _rank_step(self, one: RankPart, part: RankPartOfStep | None) -> RankStep | None:
-        life = self._received.lives.get(one.life)
-        descriptor = life.layouts.get(one.layout_id, life.descriptor) if life is not None else None
-        if life is None or part is None or descriptor is None:
+        incarnation = self._received.incarnations.get(one.incarnation)
+        descriptor = incarnation.layouts.get(one.layout_id, incarnation.descriptor) if incarnation is not None else None
+        if incarnation is None or part is None or descriptor is None:
             return None
         end_step = part.end_step if one.is_ended else None
         return RankStep(
@@ -68,14 +68,14 @@ class StepMaker:
             rows=part.rows_until(one.last_seq, descriptor),
             end_step=end_step,
             time=part.wall_ns(one.last_seq) / 1e9,
-            health=self._received.take_health(life, one.last_seq),
-            life=one.life,
+            health=self._received.take_health(incarnation, one.last_seq),
+            incarnation=one.incarnation,
             ended_mono_s=part.end.frame.header.mono_ns / 1e9 if part.end is not None and end_step is not None else 0.0,
         )
 
     def _count_left_over(self, decision: Decision, opened: OpenStep) -> None:
         """Count what lies in a closed step without being part of it: replaced processes, and on replay what came late."""
-        taken = {(one.life, one.generation): one for one in decision.ranks}
+        taken = {(one.incarnation, one.generation): one for one in decision.ranks}
         for key, part in opened.parts.items():
             one = taken.get(key)
             if one is not None and part.last_seq <= one.last_seq and (one.is_ended or part.end is None):
@@ -83,13 +83,19 @@ class StepMaker:
             num_rows = sum(count for seq, count, _ in part.rows if one is None or seq > one.last_seq)
             num_frames = part.end is not None and (one is None or not one.is_ended)
             if num_rows or num_frames:
-                self._blindness.add_late(part.life.rank, num_rows, int(num_frames))
+                self._blindness.add_late(part.incarnation.rank, num_rows, int(num_frames))
 
     def _layout(self, table: Mapping[int, tuple[bytes, int]]) -> ModelLayout:
-        key = tuple([(rank, life, layout_id) for rank, (life, layout_id) in sorted(table.items())])
+        key = tuple([(rank, incarnation, layout_id) for rank, (incarnation, layout_id) in sorted(table.items())])
         return self._layouts.of(key, lambda: self._descriptors(key))
 
     def _descriptors(self, key: Iterable[tuple[int, bytes, int]]) -> dict[int, Descriptor]:
-        lives = ((rank, self._received.lives.get(life), layout_id) for rank, life, layout_id in key)
-        found = ((rank, life.layouts.get(at, life.descriptor)) for rank, life, at in lives if life is not None)
+        incarnations = (
+            (rank, self._received.incarnations.get(incarnation), layout_id) for rank, incarnation, layout_id in key
+        )
+        found = (
+            (rank, incarnation.layouts.get(at, incarnation.descriptor))
+            for rank, incarnation, at in incarnations
+            if incarnation is not None
+        )
         return {rank: descriptor for rank, descriptor in found if descriptor is not None}

@@ -29,11 +29,11 @@ class _AssemblerState(msgspec.Struct):
     seq: int
     attempts: list[AttemptState]
     declared: dict[int, int]
-    stints: list[tuple[bytes, int, int, int]]
-    """(life, generation, attempt, order)"""
+    sessions: list[tuple[bytes, int, int, int]]
+    """(incarnation, generation, attempt, order)"""
     ended: dict[bytes, EndedSteps]
     positions: dict[str, SpoolPosition]
-    heard: dict[bytes, int] = {}
+    received: dict[bytes, int] = {}
     blindness: dict[str, int] = {}
     num_late_rows: dict[int, int] = {}
     losses: RunLosses = msgspec.field(default_factory=RunLosses)
@@ -59,7 +59,7 @@ class StepAssembler:
         self.losses = RunLosses()
         """What ranks measured and nobody judged, since the run began."""
         self.attempts = Attempts()
-        """Which attempt each life belongs to, and which attempts are over."""
+        """Which attempt each incarnation belongs to, and which attempts are over."""
         self._seq = 0
         self._received = Received()
         self._blindness = Blindness()
@@ -124,7 +124,7 @@ class StepAssembler:
 
         First come the replayed ones, ticks among them, in the order in which they were decided.
 
-        `behind`: lives of which more is on disk than was taken in (`RunFollower.behind`); they are not called late.
+        `behind`: incarnations of which more is on disk than was taken in (`RunFollower.behind`); they are not called late.
         `settled_step`: `newest_step` before the last poll. Ranks are read one after the other, so what one rank wrote
         while another had just been read makes nobody late; None: all were read at one instant.
         `before_attempt`: asked for what is to be decided before the first step of an attempt that follows another.
@@ -192,10 +192,10 @@ class StepAssembler:
             seq=self._seq,
             attempts=self.attempts.states(),
             declared=self.attempts.declared,
-            stints=self.attempts.stints(),
+            sessions=self.attempts.sessions(),
             ended=self._received.ended,
             positions=self.positions(),
-            heard=self._received.newest_seqs(),
+            received=self._received.newest_seqs(),
             blindness=self._blindness.unsaid,
             num_late_rows=self._blindness.num_late_rows,
             losses=self.losses,
@@ -203,15 +203,15 @@ class StepAssembler:
         )
         return msgspec.msgpack.encode(state)
 
-    def restore(self, snapshot: bytes, lives: Mapping[bytes, Incarnation]) -> None:
-        """Go on from a snapshot. `lives`: those of a follower restored to `snapshot_positions(snapshot)`."""
+    def restore(self, snapshot: bytes, incarnations: Mapping[bytes, Incarnation]) -> None:
+        """Go on from a snapshot. `incarnations`: those of a follower restored to `snapshot_positions(snapshot)`."""
         state = msgspec.msgpack.decode(snapshot, type=_AssemblerState)
         self._seq = state.seq
         self.losses = state.losses
         self._blindness.unsaid, self._blindness.num_late_rows = state.blindness, state.num_late_rows
-        self._received.restore(lives, state.ended, state.positions.values())
-        self._intake.restore(state.attempts, state.heard)
-        self.attempts.restore(state.attempts, state.stints, state.declared, lives)
+        self._received.restore(incarnations, state.ended, state.positions.values())
+        self._intake.restore(state.attempts, state.received)
+        self.attempts.restore(state.attempts, state.sessions, state.declared, incarnations)
         self.attempts.ended_until = state.ended_until
 
     def _closed(self, due: DueStep) -> ClosedStep:

@@ -81,11 +81,11 @@ def synthetic_views(
         step = first_step + at
         parts = []
         for rank, descriptor in descriptors.items():
-            told = [(one, values) for one, values in every[rank] if not one.ranks or rank in one.ranks]
-            rows = _rows(told, at, ids, step in skipped)
+            reported = [(one, values) for one, values in every[rank] if not one.ranks or rank in one.ranks]
+            rows = _rows(reported, at, ids, step in skipped)
             scalars = {
                 one.name: value
-                for one, values in told
+                for one, values in reported
                 if one.kind == "scalar" and (value := _at(values["value"], at)) is not None
             }
             end = EndStep(step=step, num_rows=len(rows), num_calls=len(rows), scalars=scalars, is_skipped=step in skipped)
@@ -111,13 +111,13 @@ def _at(values: Sequence[float | None], at: int) -> float | None:
 
 
 def _rows(
-    told: Sequence[tuple[SyntheticSeries, Mapping[str, Sequence[float | None]]]],
+    reported: Sequence[tuple[SyntheticSeries, Mapping[str, Sequence[float | None]]]],
     at: int,
     ids: Mapping[tuple[str, str], int],
     is_skipped: bool,
 ) -> npt.NDArray[np.void]:
     of_tensor: dict[int, tuple[SyntheticSeries, dict[str, float]]] = {}
-    for one, values in told:
+    for one, values in reported:
         if one.kind != "scalar":
             here = {name: value for name, own in values.items() if (value := _at(own, at)) is not None}
             if here:

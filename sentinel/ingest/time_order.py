@@ -43,7 +43,7 @@ class TimeOrder:
 
     def due(self) -> list[SpoolRecord]:
         """Take out what is not ahead of anybody who is still behind, in the order of time."""
-        # Sorting is stable, and the key of a life never falls: its own order is kept.
+        # Sorting is stable, and the key of an incarnation never falls: its own order is kept.
         self._waiting.sort(key=_time)
         if not self.behind:
             due, self._waiting = self._waiting, []

@@ -8,7 +8,7 @@ from sentinel.ingest.incarnation import Incarnation
 from sentinel.process import ProcessId
 from sentinel.wire.witness import Witnessed
 
-UNHEARD_S = (2.5, 60.0)
+LONG_SILENT_S = (2.5, 60.0)
 """Seconds of a rank's silence between which others are asked about it: heartbeats are one apart, and what others saw is on
 disk long before a minute is over."""
 READ_EVERY_S = 0.5
@@ -19,16 +19,16 @@ _Machine = tuple[str, str]
 
 
 class Witnesses:
-    """Reads the files of those lives alone that were on the same machine as one that is asked about."""
+    """Reads the files of those incarnations alone that were on the same machine as one that is asked about."""
 
     def __init__(
-        self, lives: Callable[[], Mapping[bytes, Incarnation]], read: Callable[[Incarnation], list[Witnessed]]
+        self, incarnations: Callable[[], Mapping[bytes, Incarnation]], read: Callable[[Incarnation], list[Witnessed]]
     ) -> None:
-        self._lives, self._read = lives, read
+        self._incarnations, self._read = incarnations, read
         self._read_at: dict[_Machine, float] = {}
         self._statuses: dict[tuple[_Machine, int, int], int] = {}
         self._has_seen: set[bytes] = set()
-        """Lives that saw another rank's end."""
+        """Incarnations that saw another rank's end."""
 
     def status(self, process: ProcessId, now: float) -> int | None:
         """Return what `wait` said of a rank's process, as others saw it; None: nobody did. now: seconds watched."""
@@ -38,24 +38,28 @@ class Witnesses:
         self._look(machine, now)
         return self._statuses.get((machine, process.pid, process.start))
 
-    def has_seen(self, life: bytes) -> bool:
-        """Return whether a life saw another rank end otherwise than in order."""
-        return life in self._has_seen
+    def has_seen(self, incarnation: bytes) -> bool:
+        """Return whether an incarnation saw another rank end otherwise than in order."""
+        return incarnation in self._has_seen
 
     def _look(self, machine: _Machine, now: float) -> None:
         if now - self._read_at.get(machine, float("-inf")) < READ_EVERY_S:
             return
         self._read_at[machine] = now
         ranks: set[tuple[int, int]] = set()
-        told: dict[bytes, list[Witnessed]] = {}
-        for life in self._lives().values():
-            process = ProcessId.told_by(life.descriptor.environment) if life.descriptor is not None else ProcessId()
+        reported: dict[bytes, list[Witnessed]] = {}
+        for incarnation in self._incarnations().values():
+            process = (
+                ProcessId.reported_by(incarnation.descriptor.environment)
+                if incarnation.descriptor is not None
+                else ProcessId()
+            )
             if (process.boot, process.space) == machine:
                 ranks.add((process.pid, process.start))
-                told[life.id] = self._read(life)
-        for life_id, lines in told.items():
+                reported[incarnation.id] = self._read(incarnation)
+        for incarnation_id, lines in reported.items():
             for one in lines:
                 # A launcher has other children too: their ends say nothing of the ranks.
                 if (one.pid, one.start) in ranks:
                     self._statuses[machine, one.pid, one.start] = one.status
-                    self._has_seen.add(life_id)
+                    self._has_seen.add(incarnation_id)

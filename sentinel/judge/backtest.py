@@ -13,10 +13,10 @@ from sentinel.errors import StoreError
 from sentinel.incident import Incident
 from sentinel.ingest.follow import RunFollower
 from sentinel.judge.config import JudgingConfig
-from sentinel.judge.judge import Judge, Verdict
-from sentinel.judge.references import Scalars, sisters_at, with_reference
+from sentinel.judge.judge import Judge, Judgement
+from sentinel.judge.references import Scalars, references_at, with_reference
 from sentinel.judge.replay import check_written, is_incomplete, judged_again
-from sentinel.logs.reading import read_log
+from sentinel.logs.log_file import read_log
 from sentinel.logs.views import log_views
 from sentinel.reference import combine
 from sentinel.report.files import AppendLog, anomaly_line, json_line
@@ -52,7 +52,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     recompute: bool = False
     """Decide anew which rows make a step of a recorded run."""
     reference: tuple[str, ...] = ()
-    """Logs and runs on the same data, each by itself; a subject is never its own sister."""
+    """Logs and runs on the same data, each by itself; a subject is never its own reference run."""
     output: str = ""
     """Directory for each subject's `anomalies/` and `incidents.jsonl`; empty: nowhere."""
 
@@ -68,7 +68,7 @@ class Alarm(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     rule: str
     severity: Severity
-    verdict: str
+    suspected: str = msgspec.field(name="verdict")
     """Its incident's, as known at that row."""
     incident: str
     """Id of the incident."""
@@ -85,7 +85,7 @@ class Alarm(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     id: str
     evidence: tuple[str, ...] = ()
-    """Why the verdict is what it is, as known at that row."""
+    """Why the diagnosis is what it is, as known at that row."""
 
 
 class BacktestOutcome(msgspec.Struct, kw_only=True):
@@ -107,14 +107,14 @@ class BacktestOutcome(msgspec.Struct, kw_only=True):
     failures: list[str] = []
     """Rules that are off, because the code of others failed: they said nothing from there on."""
 
-    def last_verdict(self, alarm: Alarm) -> str:
-        """Return the verdict on an alarm's incident when all rows had been judged; of a merged one its heir's."""
+    def last_suspected(self, alarm: Alarm) -> str:
+        """Return the diagnosis of an alarm's incident when all rows had been judged; of a merged one its heir's."""
         incident = self.incidents.get(alarm.incident)
         for _ in range(len(self.incidents)):
             if incident is None or incident.merged_into is None:
                 break
             incident = self.incidents.get(incident.merged_into, incident)
-        return incident.verdict if incident is not None else alarm.verdict
+        return incident.suspected if incident is not None else alarm.suspected
 
 
 def judge_subject(subject: Subject, settings: Settings, tell: Callable[[float], None] | None = None) -> BacktestOutcome:
@@ -133,19 +133,19 @@ def judge_subject(subject: Subject, settings: Settings, tell: Callable[[float], 
         writers = [AppendLog(out / "anomalies"), AppendLog(out / "incidents.jsonl")]
     owner: dict[str, Incident] = {}
     try:
-        for row, verdict in steps:
-            if not verdict.anomalies and not verdict.incidents:
+        for row, judgement in steps:
+            if not judgement.anomalies and not judgement.incidents:
                 continue
             owner.clear()
-            for incident in verdict.incidents:
+            for incident in judgement.incidents:
                 outcome.incidents[incident.id] = msgspec.structs.replace(incident, members=())
                 owner.update(dict.fromkeys(incident.members, incident))
-            for anomaly in verdict.anomalies:
+            for anomaly in judgement.anomalies:
                 if anomaly.event == "onset":
                     outcome.alarms.append(_alarm(subject.name, row, anomaly, owner.get(anomaly.id)))
             if writers:
-                writers[0].append(anomaly_line(anomaly) for anomaly in verdict.anomalies)
-                writers[1].append(json_line(incident) for incident in verdict.incidents)
+                writers[0].append(anomaly_line(anomaly) for anomaly in judgement.anomalies)
+                writers[1].append(json_line(incident) for incident in judgement.incidents)
     finally:
         for writer in writers:
             writer.close()
@@ -155,13 +155,13 @@ def judge_subject(subject: Subject, settings: Settings, tell: Callable[[float], 
 
 def _of_log(
     subject: Subject, settings: Settings, outcome: BacktestOutcome, tell: Callable[[float], None]
-) -> Iterator[tuple[int, Verdict]]:
+) -> Iterator[tuple[int, Judgement]]:
     log = read_log(subject.path, columns=settings.columns, header=settings.header)
     outcome.form, outcome.num_rows, outcome.channels = log.form, log.num_rows, dict(log.sources)
     outcome.notes.extend(log.notes)
     if (blind := _blindness(log.columns, settings.pack)) is not None:
         outcome.notes.append(blind)
-    judge = Judge(_beside_sisters(subject, settings, outcome), max_anomalies=settings.judging.max_anomalies_per_step)
+    judge = Judge(_beside_references(subject, settings, outcome), max_anomalies=settings.judging.max_anomalies_per_step)
     for row, view in enumerate(log_views(log, subject.run or subject.name)):
         yield row, judge.judge(None, view)
         if row % PROGRESS_STEPS == 0:
@@ -180,7 +180,7 @@ def _blindness(names: Collection[str], pack: Pack) -> str | None:
 
 def _of_run(
     subject: Subject, settings: Settings, outcome: BacktestOutcome, tell: Callable[[float], None]
-) -> Iterator[tuple[int, Verdict]]:
+) -> Iterator[tuple[int, Judgement]]:
     outcome.form = "run"
     paths = RunPaths.of(Path(subject.path), Path(subject.state_dir) if subject.state_dir else None)
     journal = Journal(paths.journal, read_only=True) if paths.journal.exists() else None
@@ -190,7 +190,7 @@ def _of_run(
     try:
         if journal is None:
             outcome.notes.append("no daemon judged this run: which ranks were late or stale is not known")
-        pack = _beside_sisters(subject, settings, outcome)
+        pack = _beside_references(subject, settings, outcome)
         judged = judged_again(
             paths,
             journal,
@@ -200,14 +200,14 @@ def _of_run(
             follower=follower,
             failures=outcome.failures,
         )
-        for one, verdict in judged:
+        for one, judgement in judged:
             if not isinstance(one, Tick):
                 outcome.num_rows += 1
                 num_incomplete += is_incomplete(one)
                 num_empty += not one.parts
                 if outcome.num_rows % PROGRESS_STEPS == 0:
                     tell(min(1.0, follower.num_bytes / num_bytes))
-            yield max(outcome.num_rows - 1, 0), verdict
+            yield max(outcome.num_rows - 1, 0), judgement
         if outcome.num_rows and num_empty == outcome.num_rows:
             raise StoreError(f"{paths.run_dir}: expected the rows of {num_empty} steps, found none; is the spool gone?")
         if num_incomplete:
@@ -219,17 +219,17 @@ def _of_run(
             journal.close()
 
 
-def read_sister(path: str) -> tuple[Scalars, ...]:
+def read_reference_run(path: str) -> tuple[Scalars, ...]:
     """Return what a log or run logged, read once: processes that are forked later have it too."""
-    if path not in _sisters:
-        _sisters[path] = tuple(sisters_at([path]))
-    return _sisters[path]
+    if path not in _references:
+        _references[path] = tuple(references_at([path]))
+    return _references[path]
 
 
-_sisters: dict[str, tuple[Scalars, ...]] = {}
+_references: dict[str, tuple[Scalars, ...]] = {}
 
 
-def _beside_sisters(subject: Subject, settings: Settings, outcome: BacktestOutcome) -> Pack:
+def _beside_references(subject: Subject, settings: Settings, outcome: BacktestOutcome) -> Pack:
     own = Path(subject.path).resolve()
     others = [path for path in settings.reference if Path(path).resolve() != own]
     if not settings.reference:
@@ -237,7 +237,7 @@ def _beside_sisters(subject: Subject, settings: Settings, outcome: BacktestOutco
     if not others:
         outcome.notes.append("no sister but itself: judged by its own past alone")
         return settings.pack
-    return with_reference(settings.pack, combine((run for path in others for run in read_sister(path)), others))
+    return with_reference(settings.pack, combine((run for path in others for run in read_reference_run(path)), others))
 
 
 def _alarm(file: str, row: int, anomaly: Anomaly, incident: Incident | None) -> Alarm:
@@ -248,7 +248,7 @@ def _alarm(file: str, row: int, anomaly: Anomaly, incident: Incident | None) -> 
         step=anomaly.step,
         rule=anomaly.rule,
         severity=anomaly.severity,
-        verdict=incident.verdict if incident is not None else "unknown",
+        suspected=incident.suspected if incident is not None else "unknown",
         incident=incident.id if incident is not None else "",
         detector=anomaly.detector,
         kind=anomaly.kind,

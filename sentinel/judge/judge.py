@@ -1,4 +1,4 @@
-"""Judge: one closed step in, one verdict out. Pure and deterministic: no clock, no I/O, no thread.
+"""Judge: one closed step in, one judgement out. Pure and deterministic: no clock, no I/O, no thread.
 
 The daemon, a restart and `sentinel replay` all judge through this one class, which is why they agree byte for byte.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_ANOMALIES_PER_STEP = 1000
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     """What judging one step brought."""
 
     anomalies: tuple[Anomaly, ...] = ()
@@ -89,8 +89,8 @@ class Judge:
         self._tracker.config = _incident_config(pack)
         self._actions = {rule.name: rule.actions for rule in pack.rules}
 
-    def judge(self, decision: Decision | None, view: StepView) -> Verdict:
-        """Return the verdict on one closed step. Anomaly.time is the record's."""
+    def judge(self, decision: Decision | None, view: StepView) -> Judgement:
+        """Return the judgement on one closed step. Anomaly.time is the record's."""
         found = sorted(self._engine.judge(view), key=sort_key)
         kept = truncate(found, self._max_anomalies)
         # An end that is not written still ends its episode: its incident would stay open for ever.
@@ -107,7 +107,7 @@ class Judge:
             stride=view.stride,
         )
         causes = {cause for incident in incidents for cause in incident.first_causes}
-        return Verdict(
+        return Judgement(
             anomalies=tuple(kept),
             incidents=tuple(incidents),
             proposal=propose(kept, self._actions, view.places, causes),
@@ -123,13 +123,13 @@ class Judge:
         """Ranks that are silent, hung or gone, by the rules."""
         return self._engine.stale_ranks
 
-    def judge_tick(self, tick: Tick) -> Verdict:
-        """Return the verdict on one moment: who is stale or gone, that the run is over, what people did."""
+    def judge_tick(self, tick: Tick) -> Judgement:
+        """Return the judgement on one moment: who is stale or gone, that the run is over, what people did."""
         found = sorted(self._engine.judge_tick(tick), key=sort_key)
         incidents = self._tracker.update(max(tick.step, 0), found, attempt=tick.attempt, time=tick.time, ended=tick.ended)
         for act in tick.acts:
             incidents += self._tracker.act(act)
-        return Verdict(anomalies=tuple(found), incidents=tuple(incidents))
+        return Judgement(anomalies=tuple(found), incidents=tuple(incidents))
 
     def why_not(self, act: IncidentAct) -> str:
         """Return why what a person did cannot be taken now; empty: it can."""

@@ -14,7 +14,7 @@ from sentinel.step_view import StepView
 from sentinel.store.journal import Journal
 from sentinel.store.lock import holder
 from sentinel.store.run_paths import RunPaths
-from sentinel.wire.spool import parse_life_folder
+from sentinel.wire.spool import parse_incarnation_folder
 
 STEP = "step"
 """The kind of the journal's decisions that close a step."""
@@ -55,7 +55,7 @@ class RecordedRun:
     @property
     def has_resumed(self) -> bool:
         """Whether a rank lived more than once: then a step may be there twice."""
-        ranks = [parsed[0] for folder in self._folders() if (parsed := parse_life_folder(folder.name)) is not None]
+        ranks = [parsed[0] for folder in self._folders() if (parsed := parse_incarnation_folder(folder.name)) is not None]
         return len(set(ranks)) < len(ranks)
 
     @property

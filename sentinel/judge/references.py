@@ -1,4 +1,4 @@
-"""Sister runs for rules: plain logs and recorded runs, read into a Reference."""
+"""Reference runs for rules: plain logs and recorded runs, read into a Reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sentinel.detect import known_detectors
 from sentinel.detect.windowed import RollingMedian
 from sentinel.errors import LogError
 from sentinel.ingest.follow import RunFollower
-from sentinel.logs.reading import find_logs, read_log
+from sentinel.logs.log_file import find_logs, read_log
 from sentinel.messages import EndStep
 from sentinel.reference import Reference, combine
 from sentinel.rules.language.schema import Pack, Rule
@@ -27,7 +27,7 @@ def read_references(paths: Sequence[str | Path]) -> Reference:
 
     LogError where one cannot be read, or none has a number.
     """
-    found = combine(sisters_at(paths), [str(path) for path in paths])
+    found = combine(references_at(paths), [str(path) for path in paths])
     if not found.series:
         raise LogError(f"{', '.join(map(str, paths))}: expected logs with numbers of sister runs, found none")
     return found
@@ -47,7 +47,7 @@ def with_reference(pack: Pack, reference: Reference) -> Pack:
     return Pack(rules=tuple(map(beside, pack.rules)))
 
 
-def sisters_at(paths: Iterable[str | Path]) -> Iterator[Scalars]:
+def references_at(paths: Iterable[str | Path]) -> Iterator[Scalars]:
     """Return what each log and recorded run at `paths` logged, by itself."""
     for path in map(Path, paths):
         if path.is_dir() and (runs := runs_in(path)):
@@ -67,7 +67,7 @@ def _run_scalars(run_dir: Path) -> Scalars:
         for record in records:
             if not isinstance(record.message, EndStep):
                 continue
-            step, attempt = record.message.step, record.life.attempt or 0
+            step, attempt = record.message.step, record.incarnation.attempt or 0
             if attempt > newest.setdefault(step, attempt):
                 newest[step] = attempt
                 for values in sums.values():

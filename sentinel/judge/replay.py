@@ -1,4 +1,4 @@
-"""Judge a recorded run again: from its journal and spool the same verdicts, byte for byte; or decide anew."""
+"""Judge a recorded run again: from its journal and spool the same judgements, byte for byte; or decide anew."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sentinel.decision import Tick
 from sentinel.errors import StoreError
 from sentinel.ingest.follow import RunFollower
 from sentinel.judge.config import JudgingConfig
-from sentinel.judge.judge import Judge, Verdict
+from sentinel.judge.judge import Judge, Judgement
 from sentinel.judge.packs import decode_pack
 from sentinel.judge.recorded import recorded
 from sentinel.report.files import AppendLog, anomaly_line, json_line
@@ -29,7 +29,7 @@ class Replayed(msgspec.Struct, kw_only=True):
     num_revisions: int = 0
     """Revisions of incidents."""
     num_incomplete: int = 0
-    """Steps whose frames are no longer all in the spool: their verdicts may differ."""
+    """Steps whose frames are no longer all in the spool: their judgements may differ."""
     first_difference: str | None = None
     """The first line that is not what the daemon wrote; None: identical, as far as the journal goes."""
 
@@ -54,11 +54,11 @@ def replay(
     result = Replayed()
     anomalies, incidents = AppendLog(out / "anomalies"), AppendLog(out / "incidents.jsonl")
     try:
-        for one, verdict in judged_again(paths, journal, pack=pack, recompute=recompute, judging=judging):
-            anomalies.append(anomaly_line(anomaly) for anomaly in verdict.anomalies)
-            incidents.append(json_line(incident) for incident in verdict.incidents)
-            result.num_anomalies += len(verdict.anomalies)
-            result.num_revisions += len(verdict.incidents)
+        for one, judgement in judged_again(paths, journal, pack=pack, recompute=recompute, judging=judging):
+            anomalies.append(anomaly_line(anomaly) for anomaly in judgement.anomalies)
+            incidents.append(json_line(incident) for incident in judgement.incidents)
+            result.num_anomalies += len(judgement.anomalies)
+            result.num_revisions += len(judgement.incidents)
             if not isinstance(one, Tick):
                 result.num_steps += 1
                 result.num_incomplete += is_incomplete(one)
@@ -84,8 +84,8 @@ def judged_again(
     judging: JudgingConfig | None = None,
     follower: RunFollower | None = None,
     failures: list[str] | None = None,
-) -> Iterator[tuple[StepView | Tick, Verdict]]:
-    """Yield each step and each moment of a recorded run that was decided, with the verdict on it.
+) -> Iterator[tuple[StepView | Tick, Judgement]]:
+    """Yield each step and each moment of a recorded run that was decided, with the judgement on it.
 
     pack, recompute, judging: as of `replay`; follower: as of `recorded`. Without a journal all steps count as decided.
     failures: holds, after each step, which rules are off because the code of others failed.
@@ -107,10 +107,10 @@ def judged_again(
             else:
                 judge.reload(rules)
             judged_by = wanted
-        verdict = judge.judge_tick(one) if isinstance(one, Tick) else judge.judge(one.decision, one)
+        judgement = judge.judge_tick(one) if isinstance(one, Tick) else judge.judge(one.decision, one)
         if failures is not None:
             failures[:] = judge.failures
-        yield one, verdict
+        yield one, judgement
 
 
 def check_written(logs: Iterable[AppendLog]) -> None:

@@ -44,61 +44,67 @@ class RuleTestResult(msgspec.Struct, frozen=True, kw_only=True):
     failures: tuple[Failure, ...] = ()
 
 
-def run_rule_test(file: RuleTestFile, trial: RuleTest, pack: Pack) -> RuleTestResult:
+def run_rule_test(file: RuleTestFile, rule_test: RuleTest, pack: Pack) -> RuleTestResult:
     """Judge the test's inputs by `pack` and compare."""
     judge = Judge(pack)
     series = [
         SyntheticSeries(name=one.name, kind=one.kind, values=one.values, ranks=one.ranks, noise=one.noise)
-        for one in trial.series
+        for one in rule_test.series
     ]
     onsets: list[Anomaly] = []
     incidents: dict[str, Incident] = {}
     num_steps = 0
     try:
         for view in synthetic_views(
-            trial.name, series, num_ranks=trial.num_ranks, first_step=trial.first_step, skipped=trial.skipped
+            rule_test.name, series, num_ranks=rule_test.num_ranks, first_step=rule_test.first_step, skipped=rule_test.skipped
         ):
-            verdict = judge.judge(None, view)
-            onsets += [one for one in verdict.anomalies if one.event == "onset"]
-            incidents.update((one.id, one) for one in verdict.incidents)
+            judgement = judge.judge(None, view)
+            onsets += [one for one in judgement.anomalies if one.event == "onset"]
+            incidents.update((one.id, one) for one in judgement.incidents)
             num_steps += 1
     except ConfigError as error:
         failure = Failure(
-            file=file.path, line=trial.line, test=trial.name, expected="statistics that a tensor can have", got=str(error)
+            file=file.path,
+            line=rule_test.line,
+            test=rule_test.name,
+            expected="statistics that a tensor can have",
+            got=str(error),
         )
         return RuleTestResult(
-            file=file.path, line=trial.line, test=trial.name, num_steps=num_steps, num_points=0, failures=(failure,)
+            file=file.path, line=rule_test.line, test=rule_test.name, num_steps=num_steps, num_points=0, failures=(failure,)
         )
     failures: list[Failure] = []
-    if trial.expect is not None:
-        seen = [one for one in onsets if _counts(one, trial)]
-        failures += _compare(file, trial, trial.expect, seen, _of_onset, _say_onset, "an alarm")
-    if trial.incidents is not None:
-        known = [one for one in incidents.values() if one.severity.level >= trial.min_severity.level]
-        failures += _compare(file, trial, trial.incidents, known, _of_incident, _say_incident, "an incident")
+    if rule_test.expect is not None:
+        seen = [one for one in onsets if _counts(one, rule_test)]
+        failures += _compare(file, rule_test, rule_test.expect, seen, _of_onset, _say_onset, "an alarm")
+    if rule_test.incidents is not None:
+        known = [one for one in incidents.values() if one.severity.level >= rule_test.min_severity.level]
+        failures += _compare(file, rule_test, rule_test.incidents, known, _of_incident, _say_incident, "an incident")
     return RuleTestResult(
         file=file.path,
-        line=trial.line,
-        test=trial.name,
+        line=rule_test.line,
+        test=rule_test.name,
         num_steps=num_steps,
         num_points=sum(judge.num_points_judged.values()),
         failures=tuple(sorted(failures, key=lambda one: one.line)),
     )
 
 
-def unknown_rules(trial: RuleTest, pack: Pack) -> list[tuple[int, str]]:
+def unknown_rules(rule_test: RuleTest, pack: Pack) -> list[tuple[int, str]]:
     """Return (line, rule) of what a test names and the pack does not have: such an expectation could never come true."""
     known = {rule.name for rule in pack.rules}
-    named = [(one.line, str(one.fields.get("rule"))) for one in trial.expect or ()]
-    return [(line, rule) for line, rule in [*named, *((trial.line, rule) for rule in trial.only)] if rule not in known]
+    named = [(one.line, str(one.fields.get("rule"))) for one in rule_test.expect or ()]
+    return [
+        (line, rule) for line, rule in [*named, *((rule_test.line, rule) for rule in rule_test.only)] if rule not in known
+    ]
 
 
-def _counts(anomaly: Anomaly, trial: RuleTest) -> bool:
-    return anomaly.severity.level >= trial.min_severity.level and (not trial.only or anomaly.rule in trial.only)
+def _counts(anomaly: Anomaly, rule_test: RuleTest) -> bool:
+    return anomaly.severity.level >= rule_test.min_severity.level and (not rule_test.only or anomaly.rule in rule_test.only)
 
 
 def _compare(
-    file: RuleTestFile, trial: RuleTest, wanted: Sequence[Expected], seen: Sequence[Any], read: Any, say: Any, what: str
+    file: RuleTestFile, rule_test: RuleTest, wanted: Sequence[Expected], seen: Sequence[Any], read: Any, say: Any, what: str
 ) -> list[Failure]:
     """Return what is missing and what is too much: each expectation takes the first that fits and is not taken."""
     failures = []
@@ -117,12 +123,14 @@ def _compare(
         more = f"; and {len(near) - MAX_SHOWN} more" if len(near) > MAX_SHOWN else ""
         expected = ", ".join(f"{key} {value}" for key, value in one.fields.items())
         failures.append(
-            Failure(file=file.path, line=one.line, test=trial.name, expected=f"{what}: {expected}", got=f"{shown}{more}")
+            Failure(file=file.path, line=one.line, test=rule_test.name, expected=f"{what}: {expected}", got=f"{shown}{more}")
         )
     if not missing:
         # With something missing what is left was shown beside it.
         none = f"no more {what.partition(' ')[2]}s"
-        failures += [Failure(file=file.path, line=trial.line, test=trial.name, expected=none, got=say(one)) for one in left]
+        failures += [
+            Failure(file=file.path, line=rule_test.line, test=rule_test.name, expected=none, got=say(one)) for one in left
+        ]
     return failures
 
 
@@ -150,10 +158,10 @@ def _say_onset(one: Anomaly) -> str:
 
 def _of_incident(one: Incident) -> dict[str, Any]:
     return {
-        "opened": one.opened_step, "verdict": one.verdict, "state": one.state, "severity": one.severity.value,
+        "opened": one.opened_step, "verdict": one.suspected, "state": one.state, "severity": one.severity.value,
         "skip_steps": one.skip_steps,
     }  # fmt: skip
 
 
 def _say_incident(one: Incident) -> str:
-    return f"opened {one.opened_step}, verdict {one.verdict}, state {one.state}, {one.severity.value} ({one.title})"
+    return f"opened {one.opened_step}, verdict {one.suspected}, state {one.state}, {one.severity.value} ({one.title})"

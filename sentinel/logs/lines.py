@@ -63,7 +63,7 @@ class _NumberName(NamedTuple):
     """What of an evaluation stands in the text outside of the name: `Test set: average loss`; empty: nothing."""
 
 
-class _ToldNumber(NamedTuple):
+class _GivenNumber(NamedTuple):
     """One number of a line that matters."""
 
     role: str
@@ -89,20 +89,20 @@ def read_lines(rows: Rows, lines: Iterable[tuple[int, str]]) -> None:
     for at, line in itertools.chain(first, lines):
         if any(key in line for key in SUMMARY_KEYS):
             continue
-        found = dialect.told(line)
-        told = next((value for role, _, value in found if role == "step"), None)
-        if told is not None:
-            step = told
+        found = dialect.given(line)
+        given = next((value for role, _, value in found if role == "step"), None)
+        if given is not None:
+            step = given
         aside = {name: value for role, name, value in found if role == "aside"}
         measured = {role: value for role, _, value in reversed(found) if role in CANONICAL}
         if aside and "loss" in measured and dialect.has_points and _is_estimate(found):
             aside["eval/train_loss"] = measured.pop("loss")
         # A rate alone, before the first step: a setting.
-        if not measured or (not rows.num_rows and told is None and list(measured) == ["lr"]):
+        if not measured or (not rows.num_rows and given is None and list(measured) == ["lr"]):
             held |= aside
             continue
-        is_told = told is not None and told == row_step != first_step and "loss" in measured and rows.has("loss")
-        if is_told and not _alike(line, row_line):
+        is_given = given is not None and given == row_step != first_step and "loss" in measured and rows.has("loss")
+        if is_given and not _alike(line, row_line):
             # fairseq's mean of the epoch, or a progress bar beside a logger.
             num_again += 1
             held |= aside
@@ -111,7 +111,7 @@ def read_lines(rows: Rows, lines: Iterable[tuple[int, str]]) -> None:
         if not is_more:
             rows.add(at)
             row_line = line
-            row_step = step if told is not None or step != row_step else None
+            row_step = step if given is not None or step != row_step else None
             first_step = row_step if first_step is None else first_step
             if row_step is not None:
                 rows.put("step", row_step)
@@ -140,26 +140,26 @@ class _Dialect:
         # Where every line has the word it says nothing: a logger that is called "test".
         self._has_sections = any(not _section(one) and any(named.role == "loss" for named, _ in one) for one in found)
         self._guessed = _guesses(found)
-        told = [self.told(line) for line in lines]
+        given = [self.given(line) for line in lines]
         # nanoGPT prints estimates of both splits' losses now and then; where all lines are of that form they are the points.
-        self.has_points = any({role for role, _, _ in one} & {"loss", "aside"} == {"loss"} for one in told)
+        self.has_points = any({role for role, _, _ in one} & {"loss", "aside"} == {"loss"} for one in given)
 
-    def told(self, line: str) -> list[_ToldNumber]:
+    def given(self, line: str) -> list[_GivenNumber]:
         """Return what a line says, each role once, of evaluations all."""
         brief = _brief(line)
         if brief is not None:
             return brief
         found = list(self._named(line))
         section = _section(found) if self._has_sections else ""
-        told: dict[str, _ToldNumber] = {}
+        given: dict[str, _GivenNumber] = {}
         for named, value in found:
             role, name = named.role or self._guessed.get(named.name, ""), named.name
             if section and role in CANONICAL:
                 role, name = ("aside", f"{section}/loss") if role == "loss" else ("", "")
             key = name if role == "aside" else role
-            if role and key not in told:
-                told[key] = _ToldNumber(role, name, value)
-        return list(told.values())
+            if role and key not in given:
+                given[key] = _GivenNumber(role, name, value)
+        return list(given.values())
 
     @staticmethod
     def _named(line: str) -> Iterator[tuple[_NumberName, float]]:
@@ -223,7 +223,7 @@ def _guesses(found: Iterable[Sequence[tuple[_NumberName, float]]]) -> dict[str, 
     return guessed
 
 
-def _is_estimate(found: Sequence[_ToldNumber]) -> bool:
+def _is_estimate(found: Sequence[_GivenNumber]) -> bool:
     """Whether a loss beside an evaluation's is one too: `train loss`. Keras tells its own, `loss`, beside `val_loss`."""
     return any(role == "loss" and "train" in normalised(name).split("_") for role, name, _ in found)
 
@@ -234,23 +234,23 @@ def _alike(line: str, other: str) -> bool:
     return heads[0] == heads[1]
 
 
-def _brief(line: str) -> list[_ToldNumber] | None:
+def _brief(line: str) -> list[_GivenNumber] | None:
     """Return what a line of llm.c's main.log says, or of build-nanogpt's; None: it is no such line."""
     try:
         if (match := _LLM_C.match(line)) is not None:
             step, what, value, lr, norm = match.groups()
             names = {"trl": ("loss", "loss"), "tel": ("aside", "val_loss"), "eval": ("aside", "eval/accuracy")}
-            told = [("step", "step", step), (*names[what], value), ("lr", "lr", lr), ("grad_norm", "grad_norm", norm)]
+            given = [("step", "step", step), (*names[what], value), ("lr", "lr", lr), ("grad_norm", "grad_norm", norm)]
         elif (match := _KARPATHY.match(line)) is not None:
             step, what, value = match.groups()
             names = {"train": ("loss", "loss"), "val": ("aside", "val_loss"), "hella": ("aside", "eval/hella")}
-            told = [("step", "step", step), (*names[what], value)]
+            given = [("step", "step", step), (*names[what], value)]
         else:
             return None
-        numbers = [(role, name, number(text)) for role, name, text in told if text]
+        numbers = [(role, name, number(text)) for role, name, text in given if text]
     except ValueError:
         return []
-    return [_ToldNumber(role, name, value) for role, name, value in numbers if value is not None]
+    return [_GivenNumber(role, name, value) for role, name, value in numbers if value is not None]
 
 
 def _role_of(phrase: str) -> tuple[str, str, str]:

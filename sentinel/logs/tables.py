@@ -112,14 +112,14 @@ def read_csv(
     """
     names: list[str] = list(header or ())
     labels, points = RowLabels(), LabelledPoints()
-    told = [at for at, name in enumerate(names) if label_of(name)]
+    given = [at for at, name in enumerate(names) if label_of(name)]
     """Columns that say whose numbers a row has."""
     long = _long(names)
     for at, (line, cells, is_torn) in enumerate(_records(rows.path, lines, delimiter)):
         if not names or (at and not is_all_numbers(cells) and _is_header(cells)):
             if not at or cells != names:
                 names = _header(rows.path, line, cells)
-                told = [at for at, name in enumerate(names) if label_of(name)]
+                given = [at for at, name in enumerate(names) if label_of(name)]
                 long = _long(names)
             continue
         if not at and (not header or not any(_is_number(cell) for cell in cells if cell.strip())):
@@ -139,7 +139,7 @@ def read_csv(
             points.add_text(dict(zip(names, map(unguarded, cells), strict=False)), long)
             continue
         rows.add(line)
-        prefix = labels.prefix((names[at], cells[at]) for at in told if at < len(cells)) if told else ""
+        prefix = labels.prefix((names[at], cells[at]) for at in given if at < len(cells)) if given else ""
         for name, cell in zip(names, cells, strict=False):
             if cell:
                 if "," in cell:

@@ -42,20 +42,20 @@ def log_views(log: Log, run: str) -> Iterator[ClosedStep]:
     shared = {**vars(like), "ended": frozenset({_RANK})}
     gaps: deque[int] = deque(maxlen=RECENT_GAPS)
     before: tuple[int, int] | None = None
-    for step, attempt, told in _told(log):
+    for step, attempt, given in _given(log):
         if before is not None and before[1] == attempt and step > before[0]:
             gaps.append(step - before[0])
         before = step, attempt
-        end = EndStep(step=step, num_rows=0, num_calls=0, scalars=told)
+        end = EndStep(step=step, num_rows=0, num_calls=0, scalars=given)
         view = object.__new__(ClosedStep)
         view.__dict__.update(shared)
         view.attempt, view.step, view.stride = attempt, step, median_low(gaps) if gaps else 1
         view.parts = [RankStep(rank=_RANK, descriptor=descriptor, rows=rows, end_step=end, time=0.0)]
-        view.__dict__["scalars"] = {name: Scalar(value, {_RANK: value}) for name, value in told.items()}
+        view.__dict__["scalars"] = {name: Scalar(value, {_RANK: value}) for name, value in given.items()}
         yield view
 
 
-def _told(log: Log) -> Iterator[tuple[int, int, dict[str, float]]]:
+def _given(log: Log) -> Iterator[tuple[int, int, dict[str, float]]]:
     """Yield (step, attempt, channel -> number) of each row; in lots, for objects take ten times the memory of arrays."""
     channels = sorted(log.columns)
     for first in range(0, log.num_rows, LOT_ROWS):
@@ -64,7 +64,7 @@ def _told(log: Log) -> Iterator[tuple[int, int, dict[str, float]]]:
         present = np.column_stack([log.present[channel][lot] for channel in channels])
         is_full = np.all(present, axis=1).tolist()
         for row, (step, attempt) in enumerate(zip(log.steps[lot].tolist(), log.attempts[lot].tolist(), strict=True)):
-            told = dict(zip(channels, values[row], strict=True))
+            given = dict(zip(channels, values[row], strict=True))
             if not is_full[row]:
-                told = {channel: told[channel] for channel, is_held in zip(channels, present[row], strict=True) if is_held}
-            yield step, attempt, told
+                given = {channel: given[channel] for channel, is_held in zip(channels, present[row], strict=True) if is_held}
+            yield step, attempt, given

@@ -10,7 +10,7 @@
     has_nonfinite(rows, num_rows) -> bool         whether a row counts a NaN or an infinity
     merge_rows(rows, group, num_groups) -> STATS  rows of several ranks merged
     judge_forms(stats, ..., forms, hits)          all running baselines and limits of a step; None without the library,
-    prepare_forms(forms, hits) -> judge           for detect/forms.py is the numpy of it
+    prepare_forms(forms, hits) -> judge           for detect/vectorised.py is the numpy of it
     prepare_digest(...) -> digest(parts, ...)     the rows of all ranks merged, and what is odd; None likewise, see
                                                   ingest/digest.py
     take_again(...), take_gradient(...) -> bool   the short way through a hook, see tensors.py: False without the library

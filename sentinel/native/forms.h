@@ -1,4 +1,4 @@
-/* Judging of forms (sentinel/detect/forms.py, which says why each number is what it is): all baselines and limits of one
+/* Judging of forms (sentinel/detect/vectorised.py, which says why each number is what it is): all baselines and limits of one
  * step in one pass over the merged statistics. The arithmetic is the numpy's, operation by operation, in double on float
  * state; results do not depend on the instruction set, on the batch, or on the order of entries. */
 
@@ -29,7 +29,7 @@ typedef struct {
     int16_t *count, *run, *inside;
     uint8_t *settled, *zero_is_normal;
     double *last;
-    int16_t *streak, *longest, *life;
+    int16_t *streak, *longest, *age;
     int64_t cursor;
 } Form;
 
@@ -244,7 +244,7 @@ static void judge_still(const Form *f, int form, int64_t entry, int64_t at, doub
     const double last = f->last[at];
     const int is_zero = x == 0.0, is_still = is_zero || (x == last && others_move);
     if (is_still) {
-        if (f->life[at] >= f->after) {
+        if (f->age[at] >= f->after) {
             const int least = is_zero ? f->lasting : f->settle_after, patience = PATIENCE * f->longest[at];
             const double score = (f->streak[at] + 1.0) / (least > patience ? least : patience);
             if (score >= 1.0) add_hit(hits, num_hits, form, entry, HIT_ANOMALOUS, x, score, last, is_zero ? -1.0 : 0.0);
@@ -254,11 +254,11 @@ static void judge_still(const Form *f, int form, int64_t entry, int64_t at, doub
     }
     if (x == last || !(fabs(x) < INFINITY)) return;
     if (f->streak[at] > 0) {
-        if (f->life[at] > 0 && f->streak[at] > f->longest[at]) f->longest[at] = f->streak[at];
+        if (f->age[at] > 0 && f->streak[at] > f->longest[at]) f->longest[at] = f->streak[at];
         f->streak[at] = 0;
     }
     f->last[at] = x;
-    if (last == last && f->life[at] < f->after) f->life[at]++;
+    if (last == last && f->age[at] < f->after) f->age[at]++;
 }
 
 /* Where a tile's statistics begin: the words that formulas need, side by side. */

@@ -49,7 +49,7 @@ FOLDED = 4
 
 _POINTERS = (
     "index", "slots", "location", "spread", "peak", "run_location", "run_spread", "size", "count", "run", "inside",
-    "settled", "zero_is_normal", "last", "streak", "longest", "life",
+    "settled", "zero_is_normal", "last", "streak", "longest", "age",
 )  # fmt: skip
 FORM = np.dtype(
     [

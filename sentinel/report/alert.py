@@ -33,7 +33,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     """Severity that this sink was told before; None: it has heard nothing yet."""
     was_paged: bool = False
     created: float = 0.0
-    """Seconds since the epoch of the verdict."""
+    """Seconds since the epoch of the judgement."""
     repeated: bool = False
     """The sink may have heard this before: a crash or a lost answer lies between two tries."""
 
@@ -77,7 +77,7 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     changes: tuple[str, ...] = CHANGES
     """Changes that are told: opened, raised (severity, or a page became due), worse (several times what was told),
-    refined (root, module or verdict became known), acknowledged and reopened (by a person), resolved (quiet), settled,
+    refined (root, module or diagnosis became known), acknowledged and reopened (by a person), resolved (quiet), settled,
     ended (the run is over), closed (by a person), merged."""
 
     def __post_init__(self) -> None:
@@ -96,17 +96,17 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def change_of(previous: Incident | None, current: Incident, route: RouteConfig) -> str | None:
     """Return what `route` should be told about `current`, or None. previous: the revision before; None: the first."""
-    was_heard = previous is not None and previous.state not in CLOSED_STATES and route.hears(previous)
+    was_received = previous is not None and previous.state not in CLOSED_STATES and route.hears(previous)
     if previous is None and current.state == "ended":
         # The end of the run is what it tells of: it opens and is over in one revision.
         change = "opened" if route.hears(current) else None
     elif current.state in CLOSED_STATES:
-        change = current.state if was_heard else None
+        change = current.state if was_received else None
     elif not route.hears(current):
         change = None
     elif (previous is None or previous.state in CLOSED_STATES) and current.acts and current.acts[-1].act == "reopen":
         change = "reopened"
-    elif previous is None or not was_heard:
+    elif previous is None or not was_received:
         change = "opened"
     elif current.severity.level > previous.severity.level or (current.paged and not previous.paged):
         change = "raised"
@@ -114,7 +114,7 @@ def change_of(previous: Incident | None, current: Incident, route: RouteConfig) 
         change = "worse"
     elif len(current.acts) > len(previous.acts):
         change = "acknowledged"
-    elif (current.root, current.module, current.verdict) != (previous.root, previous.module, previous.verdict):
+    elif (current.root, current.module, current.suspected) != (previous.root, previous.module, previous.suspected):
         # Whoever works on it reads the page; the others need not hear each step of it.
         change = None if current.acknowledged(current.time) else "refined"
     else:
@@ -138,8 +138,8 @@ def alerts_for(
         change = change_of(previous, current, route)
         if change is None:
             continue
-        was_heard = previous is not None and route.hears(previous)
-        was_paged = was_heard and previous is not None and previous.paged
+        was_received = previous is not None and route.hears(previous)
+        was_paged = was_received and previous is not None and previous.paged
         alerts.append(
             Alert(
                 key=f"{sink}:{current.run}:{current.id}:{current.revision}",
@@ -148,7 +148,7 @@ def alerts_for(
                 # Members may be thousands, and no message names them all.
                 incident=msgspec.structs.replace(current, members=current.members[:50]),
                 is_page=current.paged and not was_paged and (change == "opened" or current.state not in CLOSED_STATES),
-                was_severity=previous.severity if was_heard and previous is not None else None,
+                was_severity=previous.severity if was_received and previous is not None else None,
                 was_paged=was_paged,
                 created=now,
             )
@@ -161,7 +161,7 @@ def tells_of_an_end(incident: Incident) -> bool:
     return incident.state == "ended" and "RunEnded" in incident.detectors
 
 
-def standing(incidents: Iterable[Incident], sink: str, route: RouteConfig, now: float) -> list[Alert]:
+def open_alerts(incidents: Iterable[Incident], sink: str, route: RouteConfig, now: float) -> list[Alert]:
     """Return the open incidents that `sink` has been told of, as alerts: what a keep-alive repeats after a restart."""
     return [
         Alert(
@@ -189,7 +189,7 @@ def facts(incident: Incident) -> list[tuple[str, str]]:
     """Return (name, text) of what a person asks, the first question first, empty ones left out."""
     ranks = ", ".join(map(str, incident.ranks[:16]))
     ranks += f" and {len(incident.ranks) - 16} more" if len(incident.ranks) > 16 else ""
-    suspected = incident.verdict if incident.verdict != "unknown" else "not known" if incident.reasons else ""
+    suspected = incident.suspected if incident.suspected != "unknown" else "not known" if incident.reasons else ""
     pairs = [
         ("what to do", incident.to_do),
         ("cause", suspected),

@@ -190,7 +190,7 @@ class AppendLog:
             there = self._read(index, offset, len(whole))
             if not there:
                 # Files may have been cut at another size than today's: the disk says where the next line begins.
-                index, offset = self._whereabouts()
+                index, offset = self._end_position()
                 there = self._read(index, offset, len(whole))
             if there == whole:
                 self._position = LogPosition(num_lines=self._position.num_lines + 1, index=index, offset=offset + len(whole))
@@ -252,14 +252,14 @@ class AppendLog:
             return at
         return LogPosition(num_lines=at.num_lines, index=at.index + 1, offset=0)
 
-    def _whereabouts(self) -> tuple[int, int]:
+    def _end_position(self) -> tuple[int, int]:
         index, offset = self._position.index, self._position.offset
         if not self.is_single and offset and self._size(index) == offset and self.file(index + 1).exists():
             return index + 1, 0
         return index, offset
 
     def _set_aside(self) -> Path | None:
-        index, offset = self._whereabouts()
+        index, offset = self._end_position()
         extra = self._read(index, offset, max(self._size(index) - offset, 0))
         if not extra:
             return None

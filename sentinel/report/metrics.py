@@ -70,7 +70,7 @@ class RunMetrics(msgspec.Struct, kw_only=True):
     judged_step: int | None = None
     last_record_time: float | None = None
     """Seconds since the epoch of the newest record, by its own clock. A time, not an age: it cannot go stale unseen."""
-    quietest_heard_time: float | None = None
+    quietest_received_time: float | None = None
     """Seconds since the epoch, by the daemon's clock, when the rank that was heard least recently was heard."""
     last_judged_time: float | None = None
     step_time_s: float | None = None
@@ -109,7 +109,7 @@ class RunMetrics(msgspec.Struct, kw_only=True):
     num_frames: int = 0
     num_frames_duplicate: int = 0
     num_frames_missing: int = 0
-    """Gaps in a life's sequence."""
+    """Gaps in an incarnation's sequence."""
     frame_faults: Mapping[str, int] = {}
     """`torn`, `corrupt`, `foreign` -> number."""
     health: Mapping[str, int] = {}
@@ -183,7 +183,7 @@ _RUN_GAUGES: tuple[tuple[str, str, str], ...] = (
     ("newest_step", "sentinel_newest_step", "Newest step that any rank spoke for."),
     ("judged_step", "sentinel_judged_step", "Newest step that was judged."),
     ("last_record_time", "sentinel_last_record_timestamp_seconds", "When the newest record was made, its own clock."),
-    ("quietest_heard_time", "sentinel_quietest_rank_heard_timestamp_seconds",
+    ("quietest_received_time", "sentinel_quietest_rank_heard_timestamp_seconds",
      "When the living rank that was heard least recently was heard."),
     ("last_judged_time", "sentinel_last_judged_timestamp_seconds", "When the newest verdict was given."),
     ("step_time_s", "sentinel_step_duration_seconds", "Duration of a training step, median of the last 9."),

@@ -3,7 +3,7 @@
     waiting rows -> expire -> supersede (one message an incident) -> bound -> group (one, or a digest when it storms)
                  -> rate-limit -> send -> done, or again later
 
-The outbox is durable and the rows are committed with the verdict, so nothing is lost by a crash. A row is counted as
+The outbox is durable and the rows are committed with the judgement, so nothing is lost by a crash. A row is counted as
 begun before its request leaves: after kill -9 a sink without an idempotency key may hear one repeat, marked `repeated`.
 """
 
@@ -76,7 +76,7 @@ class Pending(msgspec.Struct, kw_only=True):
     alert: Alert
     positions: list[int]
     """Its own row first."""
-    is_maybe_heard: bool = False
+    is_maybe_received: bool = False
     num_failures: int = 0
 
 
@@ -134,10 +134,10 @@ class SinkWorker:
         """Return how many rows of this sink have no outcome."""
         return max(self._outbox.num_waiting(topic(self.sink.name)) - len(self._unfinished), 0)
 
-    def restore(self, standing: Sequence[Alert]) -> None:
+    def restore(self, open_alerts: Sequence[Alert]) -> None:
         """Tell a sink that forgets what it had been told before a restart; others need nothing."""
         if self._resending is not None:
-            self._resending.restore([alert for alert in standing if alert.sink == self.sink.name])
+            self._resending.restore([alert for alert in open_alerts if alert.sink == self.sink.name])
 
     # Stages, in order.
 
@@ -160,7 +160,7 @@ class SinkWorker:
         return Pending(
             alert=alert,
             positions=[row.position],
-            is_maybe_heard=row.tries > self._known_tries.get(row.position, 0),
+            is_maybe_received=row.tries > self._known_tries.get(row.position, 0),
             num_failures=self._failures.get(row.position, 0),
         )
 
@@ -187,7 +187,7 @@ class SinkWorker:
                     was_paged=older.alert.was_paged,
                 )
                 one.positions = one.positions + older.positions
-                one.is_maybe_heard = one.is_maybe_heard or older.is_maybe_heard
+                one.is_maybe_received = one.is_maybe_received or older.is_maybe_received
             newest[where] = one
         return list(newest.values())
 
@@ -212,14 +212,14 @@ class SinkWorker:
     def _send(self, batch: list[Pending], now: float) -> None:
         heads = [one.positions[0] for one in batch]
         self._outbox.begin_delivery(heads)
-        alerts = [msgspec.structs.replace(one.alert, repeated=one.is_maybe_heard) for one in batch]
+        alerts = [msgspec.structs.replace(one.alert, repeated=one.is_maybe_received) for one in batch]
         delivery = self._deliver(alerts, now)
         if delivery.outcome == "sent":
             self.problem = ""
             self._num_failures_in_a_row = 0
             for one in batch:
                 is_digest = len(batch) > 1 and self._resending is None
-                outcome = "repeated" if one.is_maybe_heard else "digested" if is_digest else "sent"
+                outcome = "repeated" if one.is_maybe_received else "digested" if is_digest else "sent"
                 self._failures.pop(one.positions[0], None)
                 self._finish(one.positions[:1], outcome)
                 self._finish(one.positions[1:], "superseded")
@@ -321,10 +321,10 @@ class Notifier:
         self._threads: list[threading.Thread] = []
         self._is_closing = False
 
-    def start(self, standing: Sequence[Alert] = ()) -> None:
+    def start(self, open_alerts: Sequence[Alert] = ()) -> None:
         """Start the threads. standing: what `report.alert.standing` says is open, after a restart."""
         for name, worker in self.workers.items():
-            worker.restore(standing)
+            worker.restore(open_alerts)
             thread = threading.Thread(target=self._run, args=(name,), name=f"sentinel-sink-{name}", daemon=True)
             thread.start()
             self._threads.append(thread)

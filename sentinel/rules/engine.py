@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sentinel.decision import RankFacts, Tick
     from sentinel.step_view import Layout, StepView
 
-SNAPSHOT_VERSION = 4
+SNAPSHOT_VERSION = 5
 MAX_LAYOUTS = 8
 """Layouts whose plans are kept: a run has one, or two for a while when it changes shape."""
 
@@ -81,7 +81,7 @@ class Engine:
     @property
     def blind_groups(self) -> list[str]:
         """What rules are blind to, in words: groups of which nothing can be merged, detectors of others that failed,
-        sister runs that are the run itself, do not follow it, or lack what it logs."""
+        reference runs that are the run itself, do not follow it, or lack what it logs."""
         groups = [text for watch in self._watches for text in watch.blind]
         return [*dict.fromkeys(groups), *self.failures]
 

@@ -1,5 +1,5 @@
 """What outlives the process: the journal (SQLite), its lock, and where a run keeps what.
 
-In: decisions, verdicts, alerts, commands. Out: the same, after kill -9 and full disks.
+In: decisions, judgements, alerts, commands. Out: the same, after kill -9 and full disks.
 Never: interprets what it keeps.
 """

@@ -209,7 +209,7 @@ class Journal:
         """Write (seq, kind, body), in one transaction. Seqs go on from `last_seq` without a gap.
 
         Kill -9 cannot undo it from here on. A power cut can until the next `commit`, which syncs it to the disk before
-        anybody outside sees a verdict on it: what nobody saw may be decided anew. That saves a sync a step.
+        anybody outside sees a judgement on it: what nobody saw may be decided anew. That saves a sync a step.
         """
         if not decisions:
             return
@@ -259,7 +259,7 @@ class Journal:
         row = self._row("SELECT body FROM packs WHERE hash = ?", (pack_hash,))
         return None if row is None else bytes(row[0])
 
-    # Verdicts.
+    # Judgements.
 
     def commit(self, commit: Commit) -> None:
         """Move the judged offset, the anomalies, the incidents and the outbox together; StoreError going backwards."""

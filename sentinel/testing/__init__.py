@@ -12,7 +12,7 @@ writes the spools of four ranks as a trainer would, byte for byte through the sa
 
 from sentinel.testing.clock import EPOCH_S, FakeClock
 from sentinel.testing.faults import BitFlip, BlowUp, Fault, LossJump, Nan
-from sentinel.testing.run import SyntheticRun
+from sentinel.testing.synthetic_run import SyntheticRun
 from sentinel.wire.frame import Message
 
 __all__ = ["EPOCH_S", "BitFlip", "BlowUp", "FakeClock", "Fault", "LossJump", "Message", "Nan", "SyntheticRun"]

@@ -131,9 +131,9 @@ class Forger:
 
     def _header(self, header: Header) -> Header:
         rng = self._rng
-        name = rng.choice((*HEADER_FIELDS, *SIGNED_FIELDS, "life"))
-        if name == "life":
-            return msgspec.structs.replace(header, life=rng.randbytes(16))
+        name = rng.choice((*HEADER_FIELDS, *SIGNED_FIELDS, "incarnation"))
+        if name == "incarnation":
+            return msgspec.structs.replace(header, incarnation=rng.randbytes(16))
         value = rng.choice([one for one in NUMBERS if isinstance(one, int)] + [rng.randrange(100)])
         if name in SIGNED_FIELDS:
             value = max(-(2**63), min(value, 2**63 - 1))
@@ -157,17 +157,17 @@ class Forger:
 
     def _message(self, payload: bytes) -> bytes:
         try:
-            told = msgspec.msgpack.decode(payload)
+            reported = msgspec.msgpack.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return self.damaged(payload)
         for _ in range(self._rng.choice((1, 1, 1, 3))):
-            told = self.value(told)
+            reported = self.value(reported)
         roll = self._rng.random()
         if roll < 0.02:
             return b"\x81\xa1x" + b"\x91" * self._rng.choice((100, 5000, 300_000)) + b"\x00"
-        if roll < 0.04 and isinstance(told, dict):
-            return msgspec.msgpack.encode(told)[:1] + b"\xa1x" + b"\xdd\xff\xff\xff\xff"
-        return msgspec.msgpack.encode(told)
+        if roll < 0.04 and isinstance(reported, dict):
+            return msgspec.msgpack.encode(reported)[:1] + b"\xa1x" + b"\xdd\xff\xff\xff\xff"
+        return msgspec.msgpack.encode(reported)
 
 
 def samples(frames: Sequence[Frame]) -> dict[int, list[Frame]]:

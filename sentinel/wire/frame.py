@@ -37,7 +37,7 @@ An older reader names such a change, skips it, and goes on with the tensors it k
 OLDEST_PROTOCOL = 1
 MAGIC = b"SNTL"
 NO_ATTEMPT = 0xFFFFFFFF
-"""The attempt of a life that could not learn it; the daemon places it."""
+"""The attempt of an incarnation that could not learn it; the daemon places it."""
 NO_STEP = -1
 MAX_FRAME_BYTES = 256 * 2**20
 """No writer makes a longer frame (chosen); a length above it is a flipped bit."""
@@ -110,19 +110,20 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
     type: int
     """A FrameType; a number that is not one comes from a newer writer and is for nobody here."""
-    life: bytes
+    incarnation: bytes
     """16 random bytes: one process from attach to end."""
     run_id: int
     """`run_id_of(run)`."""
     rank: int
     seq: int
-    """From 1, +1 a frame of the life, lost ones included: a gap is a loss."""
+    """From 1, +1 a frame of the incarnation, lost ones included: a gap is a loss."""
     attempt: int = NO_ATTEMPT
     step: int = NO_STEP
     placement_epoch: int = 0
-    """+1 each time the descriptor changes within the life."""
+    """+1 each time the descriptor changes within the incarnation."""
     layout_id: int = 0
-    """Which descriptor the rows of this frame point into: within the life, two that differ never have the same (its first
+    """Which descriptor the rows of this frame point into: within the incarnation, two that differ never have the same (its
+    first
     payload's crc32). It stays the same where that descriptor is sent again, whole or not."""
     wall_ns: int = 0
     mono_ns: int = 0
@@ -181,7 +182,7 @@ def encode_frame(header: Header, payload: Buffer, *, protocol: int = 0) -> tuple
     words = HEADER_BYTES // 8
     check = zlib.crc32(_CHECKED.pack(MAGIC, protocol, header.type, words, frame_bytes))
     body = _BODY.pack(
-        header.life, header.run_id, header.attempt, header.rank, header.step, header.seq,
+        header.incarnation, header.run_id, header.attempt, header.rank, header.step, header.seq,
         header.placement_epoch, header.layout_id, header.wall_ns, header.mono_ns,
     )  # fmt: skip
     blank = _PREFIX.pack(MAGIC, protocol, header.type, words, frame_bytes, check, 0, header.row_count)
@@ -219,11 +220,11 @@ def scan(buffer: Buffer, offset: int = 0, base: int = 0, file_index: int = 0) ->
     header_bytes = words * 8
     if header_bytes < HEADER_BYTES or header_bytes > frame_bytes:
         return _corrupt(buffer, offset)
-    life, run_id, attempt, rank, step, seq, placement_epoch, layout_id, wall_ns, mono_ns = _BODY.unpack_from(
+    incarnation, run_id, attempt, rank, step, seq, placement_epoch, layout_id, wall_ns, mono_ns = _BODY.unpack_from(
         view, offset + PREFIX_BYTES
     )
     header = Header(
-        type=frame_type, life=life, run_id=run_id, rank=rank, seq=seq, attempt=attempt, step=step,
+        type=frame_type, incarnation=incarnation, run_id=run_id, rank=rank, seq=seq, attempt=attempt, step=step,
         placement_epoch=placement_epoch, layout_id=layout_id, wall_ns=wall_ns, mono_ns=mono_ns, row_count=row_count,
     )  # fmt: skip
     return Frame(header, view[offset + header_bytes : end], base + end, file_index)
@@ -270,7 +271,8 @@ def decode_message(frame: Frame) -> Message | None:
 
 
 def row_dtype(descriptor: Descriptor) -> np.dtype[np.void]:
-    """Return the dtype of the rows of a life, as its own descriptor lays them out; ROW_DTYPE itself where it is that.
+    """Return the dtype of the rows of an incarnation, as its own descriptor lays them out; ROW_DTYPE itself where it is
+    that.
 
     WireError when the layout contradicts itself.
     """

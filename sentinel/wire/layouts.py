@@ -14,7 +14,7 @@ from sentinel.messages import Descriptor, LayoutChange
 from sentinel.wire.frame import FrameType, encode_message
 
 MAX_KNOWN = 16
-"""Descriptors of a life that are known again when they come back (chosen); others get a new id."""
+"""Descriptors of an incarnation that are known again when they come back (chosen); others get a new id."""
 MAX_CHANGES = 64
 """Changes of changes, before a descriptor is written whole again (chosen): the most a reader looks back."""
 

@@ -1,4 +1,5 @@
-"""Pulse: eight bytes in a life's folder that its writer sets to the time many times a second, and that outlive a kill.
+"""Pulse: eight bytes in an incarnation's folder that its writer sets to the time many times a second, and that outlive a
+kill.
 
 Frames are a second apart while nothing is trained: too coarse to say which of several ranks was killed first. The bytes lie
 in a shared mapping of a file: setting them is no system call, and on a network file system nothing is sent.
@@ -17,7 +18,7 @@ _TIME = struct.Struct("<q")
 
 
 class PulseWriter:
-    """The pulse of one life. Where the folder cannot be written there is none, and frames alone tell."""
+    """The pulse of one incarnation. Where the folder cannot be written there is none, and frames alone tell."""
 
     def __init__(self, folder: Path) -> None:
         """folder: made by whoever writes frames; until then a beat does nothing."""
@@ -26,7 +27,7 @@ class PulseWriter:
         self._has_failed = False
 
     def beat(self, wall_ns: int) -> None:
-        """Say that the life lives at this time, nanoseconds since the epoch."""
+        """Say that the incarnation lives at this time, nanoseconds since the epoch."""
         if self._map is None:
             self._open()
         if self._map is not None:
@@ -53,7 +54,8 @@ class PulseWriter:
 
 
 def read_pulse(folder: Path) -> int:
-    """Return when a life said last that it lives, nanoseconds since the epoch; 0: it never did, or it cannot be read."""
+    """Return when an incarnation said last that it lives, nanoseconds since the epoch; 0: it never did, or it cannot be
+    read."""
     with contextlib.suppress(OSError):
         fd = os.open(folder / NAME, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:

@@ -1,6 +1,6 @@
-"""The spool of one life: append-only files in one folder, one writer, any number of readers.
+"""The spool of one incarnation: append-only files in one folder, one writer, any number of readers.
 
-<run>/spool/r<rank:05d>-<life, 8 hex digits>/<index:06d>.spool      written here, cut at a size, bounded in total
+<run>/spool/r<rank:05d>-<incarnation, 8 hex digits>/<index:06d>.spool      written here, cut at a size, bounded in total
                                              <last>.<first>-<n>.spool   what is kept of files at the cap
                                              ack                    written by the daemon: "<file index> <offset>\n"
 """
@@ -43,14 +43,14 @@ _FOLDER_NAME = re.compile(r"r(\d{5,})-([0-9a-f]{8})")
 _NEXT_CHECK_FRAMES = 256
 
 
-def life_folder(run_dir: Path, rank: int, life: bytes) -> Path:
-    """Return the folder in which a life's spool lies."""
-    return Path(run_dir) / "spool" / f"r{rank:05d}-{life.hex()[:8]}"
+def incarnation_folder(run_dir: Path, rank: int, incarnation: bytes) -> Path:
+    """Return the folder in which an incarnation's spool lies."""
+    return Path(run_dir) / "spool" / f"r{rank:05d}-{incarnation.hex()[:8]}"
 
 
 @functools.lru_cache(maxsize=65536)
-def parse_life_folder(name: str) -> tuple[int, str] | None:
-    """Return (rank, first 8 hex digits of the life) of a spool folder's name; None when it is none."""
+def parse_incarnation_folder(name: str) -> tuple[int, str] | None:
+    """Return (rank, first 8 hex digits of the incarnation) of a spool folder's name; None when it is none."""
     match = _FOLDER_NAME.fullmatch(name)
     return (int(match[1]), match[2]) if match else None
 
@@ -101,12 +101,13 @@ class ClosedFiles(Protocol):
 
 
 class SpoolWriter:
-    """Appends the frames of one life. Never raises for what the disk does: False, counted, said once it works again."""
+    """Appends the frames of one incarnation. Never raises for what the disk does: False, counted, said once it works
+    again."""
 
     def __init__(
         self,
         directory: Path,
-        life: bytes,
+        incarnation: bytes,
         rank: int,
         run_id: int,
         attempt: int | None = None,
@@ -115,12 +116,12 @@ class SpoolWriter:
         closed_files: ClosedFiles | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`directory` is the life's own folder (`life_folder`), made 0700 at the first append.
+        """`directory` is the incarnation's own folder (`life_folder`), made 0700 at the first append.
 
         closed_files: keeps the spool below a cap; None: nothing is ever taken away.
         """
         self.directory = Path(directory)
-        self.life = life
+        self.incarnation = incarnation
         self.rank = rank
         self.run_id = run_id
         self.attempt = NO_ATTEMPT if attempt is None else attempt
@@ -138,8 +139,8 @@ class SpoolWriter:
         self._is_in_step = False
         """Rows were written behind the last end of a step."""
         self._layouts = Layouts()
-        self._untold_failures = 0
-        self._untold_unlinked = False
+        self._unreported_failures = 0
+        self._unreported_unlinked = False
         self._last_error = ""
         self._step = NO_STEP
         self._since_check = 0
@@ -162,14 +163,14 @@ class SpoolWriter:
         if step != NO_STEP:
             self._step = step
         is_written = self._append(frame_type, payload, step, row_count)
-        if is_written and self._has_untold:
+        if is_written and self._has_unreported:
             self._say_losses()
         return is_written
 
     @property
-    def _has_untold(self) -> bool:
+    def _has_unreported(self) -> bool:
         has_news = self._closed is not None and self._closed.news(self._step) is not None
-        return bool(self._untold_failures or self._untold_unlinked or has_news)
+        return bool(self._unreported_failures or self._unreported_unlinked or has_news)
 
     def describe(self, descriptor: Descriptor) -> bool:
         """Put a descriptor in force for what comes, and append what it says otherwise than the last; False as `append`.
@@ -209,7 +210,7 @@ class SpoolWriter:
         except (OSError, WireError):
             return False
         self._step = step
-        if self._has_untold:
+        if self._has_unreported:
             self._say_losses()
         return True
 
@@ -239,7 +240,7 @@ class SpoolWriter:
         self._seq += 1
         self.num_failed_frames += 1
         self.num_lost_rows += row_count
-        self._untold_failures += 1
+        self._unreported_failures += 1
         self._last_error = str(error)
         return False
 
@@ -280,7 +281,7 @@ class SpoolWriter:
         buffers: list[Buffer] = []
         for number, (frame_type, payload, row_count) in enumerate(parts, 1):
             header = Header(
-                type=frame_type, life=self.life, run_id=self.run_id, rank=self.rank, seq=self._seq + number,
+                type=frame_type, incarnation=self.incarnation, run_id=self.run_id, rank=self.rank, seq=self._seq + number,
                 attempt=self.attempt, step=step, placement_epoch=self._layouts.epoch, layout_id=self._layouts.id,
                 wall_ns=self._clock.wall_ns(), mono_ns=self._clock.mono_ns(), row_count=row_count,
             )  # fmt: skip
@@ -338,23 +339,23 @@ class SpoolWriter:
         self._since_check = 0
         if os.fstat(self._fd).st_nlink == 0:
             self._close_file()
-            self._untold_unlinked = True
+            self._unreported_unlinked = True
 
     def _say_losses(self) -> None:
         """Now that the disk takes frames again, say what it did not take."""
-        if self._untold_failures:
-            count = self._untold_failures
+        if self._unreported_failures:
+            count = self._unreported_failures
             text = f"rank {self.rank}: {count} frames were not written: {self._last_error}"
             if not self._say(Health(code="disk_full", message=text, count=count, step=self._step)):
                 return
-            self._untold_failures = 0
+            self._unreported_failures = 0
         if self._closed is not None and (news := self._closed.news(self._step)) is not None:
             if not self._say(news):
                 return
             self._closed.said()
-        if self._untold_unlinked:
+        if self._unreported_unlinked:
             text = f"rank {self.rank}: somebody deleted the spool file that was being written; going on in a new one"
-            self._untold_unlinked = not self._say(Health(code="spool_deleted", message=text, step=self._step))
+            self._unreported_unlinked = not self._say(Health(code="spool_deleted", message=text, step=self._step))
 
     def _say(self, health: Health) -> bool:
         return self._append(FrameType.HEALTH, encode_message(health), self._step, 0)

@@ -1,4 +1,4 @@
-"""The files of one life's spool folder: whole ones, and what is kept of several once the cap was reached.
+"""The files of one incarnation's spool folder: whole ones, and what is kept of several once the cap was reached.
 
 <index:06d>.spool                           whole, as it was written
 <last:06d>.<first:06d>-<generation>.spool   what is kept of the files first to last; the newest generation counts

@@ -1,4 +1,4 @@
-"""Reads the spool of one life: whole files, and what is kept of those that were thinned at the cap."""
+"""Reads the spool of one incarnation: whole files, and what is kept of those that were thinned at the cap."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOOK_POLLS = 64
 
 
 class SpoolReader:
-    """Reads the frames of one life's folder from a position on, whole and checked; never raises for what it reads.
+    """Reads the frames of one incarnation's folder from a position on, whole and checked; never raises for what it reads.
 
     A torn tail is waited for while its writer may live, and cut when a newer file exists or the end is said. A region
     that is no frame is skipped up to the next valid one, and counted. Where files were thinned at the cap, before or while

@@ -47,7 +47,7 @@ class WitnessWriter:
 
 
 def read_witness(folder: Path) -> list[Witnessed]:
-    """Return what a life saw of others, oldest first; nothing where it saw nothing, or it cannot be read."""
+    """Return what an incarnation saw of others, oldest first; nothing where it saw nothing, or it cannot be read."""
     try:
         fd = os.open(folder / NAME, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:

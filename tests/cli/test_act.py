@@ -40,7 +40,7 @@ def test_people_are_obeyed_journalled_and_replayed(
     # The judge's turn comes while the command waits for it.
     monkeypatch.setattr(verb.time, "sleep", lambda _: (setattr(run, "_acts_due", 0.0), run.turn(NOW)))
     incident = worst(run_dir)
-    num_told = len(queued(run_dir))
+    num_reported = len(queued(run_dir))
 
     for words in (["ack", incident.id[:8], "--until", "4h"], ["resolve", incident.id], ["reopen", incident.id]):
         code = run_cli([*words, "-d", str(run_dir), "--who", "ana", "--why", "node 7 is drained"])
@@ -54,7 +54,7 @@ def test_people_are_obeyed_journalled_and_replayed(
     assert (now.id, now.state, [one.act for one in now.acts]) == (incident.id, "open", ["ack", "resolve", "reopen"])
     assert any("closed by ana: node 7 is drained" in line for line in now.evidence)
     assert list((run_dir / "acts").iterdir()) == []
-    assert len(queued(run_dir)) == num_told, "this configuration has no sink"
+    assert len(queued(run_dir)) == num_reported, "this configuration has no sink"
     run.finish(NOW, is_over=False, deadline=float("inf"))
     run.close()
     assert replay(RunPaths.of(run_dir), tmp_path / "again").first_difference is None

@@ -15,7 +15,7 @@ def run_dir(tmp_path):
     folder.mkdir(parents=True)
     with (folder / "000000.spool").open("wb") as file:
         for step in range(10):
-            header = Header(type=FrameType.END_STEP, life=b"\n" * 16, run_id=1, rank=0, seq=step + 1, step=step)
+            header = Header(type=FrameType.END_STEP, incarnation=b"\n" * 16, run_id=1, rank=0, seq=step + 1, step=step)
             message = EndStep(step=step, num_rows=0, num_calls=0, step_time_s=0.25)
             file.writelines(encode_frame(header, encode_message(message)))
     return tmp_path / "run"
@@ -80,15 +80,15 @@ def test_a_run_that_has_not_begun_needs_a_step(tmp_path, capsys):
     assert run_cli(["enable", "-d", str(tmp_path / "run"), "--at-step", "3"]) == CLEAN
 
 
-def say(run_dir, life, attempt, step, bye=False):
+def say(run_dir, incarnation, attempt, step, bye=False):
     """One more life of rank 0, in its attempt."""
-    folder = run_dir / "spool" / f"r00000-{life.hex()[:8]}"
+    folder = run_dir / "spool" / f"r00000-{incarnation.hex()[:8]}"
     folder.mkdir(parents=True, exist_ok=True)
     messages = [(FrameType.END_STEP, EndStep(step=step, num_rows=0, num_calls=0, step_time_s=0.25))]
     messages += [(FrameType.BYE, Bye(reason="exit", step=step))] if bye else []
     with (folder / "000000.spool").open("ab") as file:
         for seq, (kind, message) in enumerate(messages):
-            header = Header(type=kind, life=life, run_id=1, rank=0, seq=seq + 1, step=step, attempt=attempt)
+            header = Header(type=kind, incarnation=incarnation, run_id=1, rank=0, seq=seq + 1, step=step, attempt=attempt)
             file.writelines(encode_frame(header, encode_message(message)))
     return folder / "000000.spool"
 

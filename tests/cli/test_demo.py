@@ -49,8 +49,8 @@ INNER = anomaly(PLAN.nan_steps[1], PLAN.module)
 
 def outcome(anomalies: list[Anomaly], module: str = PLAN.module, early: bool = False, **counts: int) -> DemoOutcome:
     incidents = [incident(SPIKE), incident(BORDER, module=module, segment=PLAN.segment)]
-    told = [*incidents, *([incident(anomaly(3, "x"))] if early else [])]
-    return judge(PLAN, anomalies, incidents, told, **{"num_judged": PLAN.num_steps, "num_dropped": 0, **counts})
+    notified = [*incidents, *([incident(anomaly(3, "x"))] if early else [])]
+    return judge(PLAN, anomalies, incidents, notified, **{"num_judged": PLAN.num_steps, "num_dropped": 0, **counts})
 
 
 def test_what_was_planted_and_found_satisfies_it() -> None:
@@ -83,7 +83,7 @@ def test_anything_less_does_not(found: DemoOutcome) -> None:
 
 
 NAN = incident(BORDER, module=PLAN.module, segment=PLAN.segment)
-BATCH = incident(SPIKE, verdict="batch", skip_steps=(PLAN.batch_step,))
+BATCH = incident(SPIKE, suspected="batch", skip_steps=(PLAN.batch_step,))
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,9 @@ BATCH = incident(SPIKE, verdict="batch", skip_steps=(PLAN.batch_step,))
         ("names rank 3", incident(anomaly(PLAN.nan_steps[0], PLAN.segment, rank=3), segment=PLAN.segment)),
         ("names blocks.0", incident(BORDER, segment="blocks.0")),
         ("names blocks.1.mlp.fc2", msgspec.structs.replace(NAN, module="blocks.1.mlp.fc2")),
-        ("suspects hardware", msgspec.structs.replace(NAN, verdict="hardware")),
-        ("suspects batch", msgspec.structs.replace(NAN, verdict="batch", skip_steps=(230,))),
-        ("suspects model", msgspec.structs.replace(BATCH, verdict="model", skip_steps=())),
+        ("suspects hardware", msgspec.structs.replace(NAN, suspected="hardware")),
+        ("suspects batch", msgspec.structs.replace(NAN, suspected="batch", skip_steps=(230,))),
+        ("suspects model", msgspec.structs.replace(BATCH, suspected="model", skip_steps=())),
         ("would skip steps", msgspec.structs.replace(BATCH, skip_steps=(159, 160))),
     ],
 )
@@ -132,8 +132,8 @@ def test_story_and_report_are_told_of_anything() -> None:
 
 
 def test_receiver_keeps_what_it_is_sent() -> None:
-    heard: list[Message] = []
-    receiver = Receiver(heard.append)
+    received: list[Message] = []
+    receiver = Receiver(received.append)
     try:
         body = json.dumps({"text": "loss\nspike"}).encode()
         with urllib.request.urlopen(urllib.request.Request(f"{receiver.url}/slack", body)) as answer:
@@ -141,4 +141,6 @@ def test_receiver_keeps_what_it_is_sent() -> None:
     finally:
         receiver.close()
 
-    assert [(one.to, one.text) for one in heard] == [("Slack", "loss spike")] == [(m.to, m.text) for m in receiver.messages]
+    assert (
+        [(one.to, one.text) for one in received] == [("Slack", "loss spike")] == [(m.to, m.text) for m in receiver.messages]
+    )

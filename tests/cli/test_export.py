@@ -37,7 +37,7 @@ def synthetic(directory: Path, **options: Any) -> SyntheticRun:
     return SyntheticRun(directory, **{"pp": 2, "dp": 2, "tp": 2, "layers": 12, "d_model": 16, "elements": 8, **options})
 
 
-def heard(run_dir: Path) -> list[ClosedStep]:
+def received(run_dir: Path) -> list[ClosedStep]:
     """The steps as a daemon hears them that is in no hurry."""
     follower = RunFollower(run_dir)
     assembler = StepAssembler(run_dir.name, late_after_steps=0, late_after_s=0.0)
@@ -72,7 +72,7 @@ def test_a_group_is_the_root_of_the_sum_of_squares_of_its_tensors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     synthetic(tmp_path / "run").write(3)
-    views = heard(tmp_path / "run")
+    views = received(tmp_path / "run")
     assert len(views) == 3
 
     found = rows(
@@ -93,7 +93,7 @@ def test_a_group_is_the_root_of_the_sum_of_squares_of_its_tensors(
 
 def test_without_a_group_each_tensor_is_a_series(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     synthetic(tmp_path / "run").write(2)
-    (_, view) = heard(tmp_path / "run")
+    (_, view) = received(tmp_path / "run")
 
     found = rows(capsys, tmp_path / "run", "--name", "layers.1.*", "--steps", "1", "--kind", "wgrad,param")
 
@@ -211,7 +211,7 @@ def test_steps_are_included_at_both_ends(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_scalars_are_series_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     synthetic(tmp_path / "run", layers=2).write(2)
-    views = heard(tmp_path / "run")
+    views = received(tmp_path / "run")
 
     found = rows(capsys, tmp_path / "run", "--kind", "scalar", "--name", "lo*")
 
@@ -227,9 +227,9 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, capsys: pytest.Ca
     assert run_cli(["export", str(tmp_path / "run"), "--name", "nothing", "-o", str(target)]) == 2
     assert not target.exists()
     assert run_cli(["export", str(tmp_path / "run"), "-o", str(target), "--json", "--aggregate", "*"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    reported = json.loads(capsys.readouterr().out)
     lines = [json.loads(line) for line in target.read_text().splitlines()]
-    assert told == {
+    assert reported == {
         "file": str(target), "num_rows": len(lines), "num_series": len(lines) // 2, "num_steps": 2, "num_left_out": 0,
         "left_out": {},
     }  # fmt: skip
@@ -257,7 +257,7 @@ def test_beside_a_daemon_the_steps_are_the_daemons(tmp_path: Path, capsys: pytes
         pass
     served.close()
     after = rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "activation")
-    afresh = {view.step: view for view in heard(tmp_path / "run")}
+    afresh = {view.step: view for view in received(tmp_path / "run")}
 
     assert err == 0
     assert [(one["step"], one["is_whole"]) for one in beside] == [(0, True), (1, True), (2, False), (3, False)]
@@ -291,7 +291,7 @@ def test_a_run_that_nobody_judged_is_read_the_same(tmp_path: Path, capsys: pytes
 
 def test_statistics_are_those_of_the_merged_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     synthetic(tmp_path / "run", per_micro_step=True).write(1)
-    (view,) = heard(tmp_path / "run")
+    (view,) = received(tmp_path / "run")
     members = [one.index for one in view.tensors if one.kind == "activation" and one.name.startswith("layers.7.")]
     merged = Moments.empty(1)
     for at in members:
@@ -321,18 +321,18 @@ def stats_lines(directory: Path) -> dict[str, list[dict[str, Any]]]:
 
 def test_megatron_stats_hold_each_tensor_once_with_its_raw_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     synthetic(tmp_path / "run").write(2)
-    views = heard(tmp_path / "run")
+    views = received(tmp_path / "run")
 
     arguments = ["--format", "megatron-stats", "-o", str(tmp_path / "out"), "--json"]
     assert run_cli(["export", str(tmp_path / "run"), *arguments]) == 0
 
-    told = json.loads(capsys.readouterr().out)
+    reported = json.loads(capsys.readouterr().out)
     found = stats_lines(tmp_path / "out")
     assert set(found) == {
         "param_raw_moments_by_param", "grad_raw_moments_by_param", "activation_raw_moments_by_layer",
         "dgrad_raw_moments_by_layer", "residual_raw_moments_by_layer", "residual_dgrad_raw_moments_by_layer",
     }  # fmt: skip
-    assert told["num_rows"] == sum(len(line["values"]) for lines in found.values() for line in lines)
+    assert reported["num_rows"] == sum(len(line["values"]) for lines in found.values() for line in lines)
     # Weights are written after the update: those that step 1 begins with are of iteration 0.
     for kind, stat, shift in (("wgrad", "grad_raw_moments_by_param", 0), ("param", "param_raw_moments_by_param", 1)):
         assert min(line["iter"] for line in found[stat]) == 0
@@ -450,15 +450,15 @@ def test_what_cannot_be_merged_is_counted_always(
 
     monkeypatch.setattr("sentinel.testing.model.TensorInfo", summands)
     synthetic(tmp_path / "run", layers=2, pp=1).write(2)
-    (view, _) = heard(tmp_path / "run")
+    (view, _) = received(tmp_path / "run")
     num = sum(one.kind == "activation" for one in view.tensors)
     wanted = ["--kind", "activation,wgrad", "-o", str(tmp_path / "out"), "--json", *arguments]
 
     assert run_cli(["export", str(tmp_path / "run"), *wanted]) == 0
 
     said = capsys.readouterr()
-    told = json.loads(said.out)
-    assert told["num_left_out"] == sum(told["left_out"].values()) == num > 0
+    reported = json.loads(said.out)
+    assert reported["num_left_out"] == sum(reported["left_out"].values()) == num > 0
     assert f"{num} series " in said.err
     if not arguments:
         assert run_cli(["export", str(tmp_path / "run"), "--kind", "activation,wgrad", "--per-rank"]) == 0

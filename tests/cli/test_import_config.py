@@ -24,8 +24,8 @@ def mapped(tmp_path: Path, config: dict[str, Any], *arguments: str) -> tuple[dic
     assert run_cli(["import", "msprobe-config", str(source), "-o", str(tmp_path / "s.yaml"), *arguments]) == 0
     load_config(tmp_path / "s.yaml")
     text = (tmp_path / "s.yaml").read_text()
-    told = [line.removeprefix("#   ") for line in text.splitlines() if line.startswith("#   ")]
-    return yaml.safe_load(text), dict(line.split(": ", 1) for line in told)
+    reported = [line.removeprefix("#   ") for line in text.splitlines() if line.startswith("#   ")]
+    return yaml.safe_load(text), dict(line.split(": ", 1) for line in reported)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_keys_become_ours(tmp_path: Path, config: dict[str, Any], expected: dict
 def test_targets_are_the_modules_that_msprobe_takes(tmp_path: Path) -> None:
     targets = {"0:layers.1": {"input": "tensor"}, "layers.2.attn": {"output": "tuple[2]:1"}}
 
-    found, told = mapped(tmp_path, {"targets": targets, "xy_distribution": True, "wg_distribution": True})
+    found, reported = mapped(tmp_path, {"targets": targets, "xy_distribution": True, "wg_distribution": True})
 
     assert found["targets"] == [r"re:layers\.1", r"re:layers\.2\.attn:1"]
     assert found["probes"]["wgrad"] == {"targets": ["layers.1", "layers.2.attn"]}
@@ -87,8 +87,8 @@ def test_targets_are_the_modules_that_msprobe_takes(tmp_path: Path) -> None:
     assert not means(parsed, ["layers.2.attn"], "")
     weights = [Target.parse(one) for one in config.probes["wgrad"].targets or ()]
     assert means(weights, ["layers.1.mlp.weight"]) and not means(weights, ["layers.10.mlp.weight"])
-    everything, told = mapped(tmp_path, {"targets": targets, "xy_distribution": True, "all_xy": True})
-    assert "targets" not in everything and "all_xy takes every module" in told["targets"]
+    everything, reported = mapped(tmp_path, {"targets": targets, "xy_distribution": True, "all_xy": True})
+    assert "targets" not in everything and "all_xy takes every module" in reported["targets"]
 
 
 @pytest.mark.parametrize(
@@ -105,9 +105,9 @@ def test_targets_are_the_modules_that_msprobe_takes(tmp_path: Path) -> None:
     ],
 )
 def test_a_key_that_is_not_needed_says_why(tmp_path: Path, key: str, value: Any, why: str) -> None:
-    found, told = mapped(tmp_path, {key: value})
+    found, reported = mapped(tmp_path, {key: value})
 
-    assert why in told[key] and set(found) == {"kinds"}
+    assert why in reported[key] and set(found) == {"kinds"}
 
 
 def test_every_key_of_msprobe_is_known() -> None:
@@ -205,7 +205,7 @@ def test_json_tells_config_rules_and_what_is_not_needed(tmp_path: Path, capsys: 
 
     assert run_cli(["import", "msprobe-config", str(tmp_path / "config.json"), "--json"]) == 0
 
-    told = json.loads(capsys.readouterr().out)
-    assert told["config"] == {"kinds": ["exp_avg", "exp_avg_sq"]}
-    assert [rule["name"] for rule in told["rules"]] == ["msprobe-nan"]
-    assert told["unneeded"] == [{"key": "ndigits", "reason": "all digits are kept"}]
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["config"] == {"kinds": ["exp_avg", "exp_avg_sq"]}
+    assert [rule["name"] for rule in reported["rules"]] == ["msprobe-nan"]
+    assert reported["unneeded"] == [{"key": "ndigits", "reason": "all digits are kept"}]

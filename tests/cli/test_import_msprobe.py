@@ -159,10 +159,10 @@ def test_state_is_of_the_step_that_wrote_it(tmp_path: Path, capsys: pytest.Captu
 
     assert run_cli(["import", "msprobe", str(tmp_path / "out"), "-o", str(tmp_path / "run")]) == 0
 
-    told = capsys.readouterr().err
+    reported = capsys.readouterr().err
     found = {(one["kind"], one["step"]): one["mean"] for one in rows(capsys, tmp_path / "run")}
     assert found == {("param", 0): 0.0, ("param", 1): 1.0, ("param", 2): 2.0, ("exp_avg", 0): 10.0}
-    assert "1 lines are of the optimizer's state before step 0 and are left out" in told
+    assert "1 lines are of the optimizer's state before step 0 and are left out" in reported
 
 
 def test_defect_6_none_is_not_a_nan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,8 +184,8 @@ def test_defect_14_lines_of_collectives_do_not_fit_their_header(tmp_path: Path, 
 
     assert run_cli(["import", "msprobe", str(tmp_path / "out"), "-o", str(tmp_path / "run")]) == 0
 
-    told = capsys.readouterr().err
-    assert "1 lines of collectives do not fit their header" in told and "other_0-0.csv:2" in told
+    reported = capsys.readouterr().err
+    assert "1 lines of collectives do not fit their header" in reported and "other_0-0.csv:2" in reported
     (found,) = rows(capsys, tmp_path / "run")
     assert (found["kind"], found["mean"]) == ("grad_momentum_alignment", 0.5)
 
@@ -289,8 +289,10 @@ def test_names_like_formulas_go_both_ways(tmp_path: Path, capsys: pytest.Capture
 
     assert sorted(one["name"] for one in rows(capsys, tmp_path / "run")) == sorted(names)
     assert run_cli(["export", str(tmp_path / "run")]) == 0
-    told = [one["name"] for one in csv.DictReader(capsys.readouterr().out.splitlines())]
-    assert not any(name.startswith(("=", "+", "-", "@")) for name in told) and sorted(map(unguarded, told)) == sorted(names)
+    reported = [one["name"] for one in csv.DictReader(capsys.readouterr().out.splitlines())]
+    assert not any(name.startswith(("=", "+", "-", "@")) for name in reported) and sorted(
+        map(unguarded, reported)
+    ) == sorted(names)
     assert run_cli(["export", str(tmp_path / "run"), "--format", "msprobe-csv", "-o", str(tmp_path / "back")]) == 0
     (back,) = (tmp_path / "back").glob("*/grad_reduced_0-0.csv")
     assert [one["name"] for one in csv.DictReader(back.read_text().splitlines())] == [guarded(name) for name in names]

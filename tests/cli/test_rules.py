@@ -129,6 +129,6 @@ def test_detectors_are_told_with_what_their_arguments_mean(capsys):
     assert out.startswith("LossSpike: ") and "settle_after: 20   Consecutive flagged points" in out
 
     assert run_cli(["rules", "list", "--detectors", "--json"]) == 0
-    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(told) > 20 and all(one["args_doc"][key] for one in told for key in one["args"])
+    reported = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(reported) > 20 and all(one["args_doc"][key] for one in reported for key in one["args"])
     assert run_cli(["rules", "list", "--detectors", "LosSpike"]) == 2

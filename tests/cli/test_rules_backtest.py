@@ -18,7 +18,7 @@ from sentinel.cli.main import run_cli
 from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.serving import ServedRun
 from sentinel.judge.packs import RulePacks
-from sentinel.logs.reading import read_log
+from sentinel.logs.log_file import read_log
 from sentinel.logs.views import log_views
 from sentinel.rules.engine import Engine
 from sentinel.rules.language.loader import load_pack
@@ -100,9 +100,9 @@ def test_forms_of_one_log_give_the_same_alarms(tmp_path: Path, capsys: pytest.Ca
     found = {path.name: alarms(capsys, path) for path in sorted(tmp_path.iterdir())}
 
     keys = ("channel", "i", "step", "rule", "severity")
-    told = [[tuple(one[key] for key in keys) for one in each] for each in found.values()]
-    assert len(found) == 4 and told[0] == told[1] == told[2] == told[3]
-    assert ("loss", 170, 1700, "non-finite", "critical") in told[0]
+    reported = [[tuple(one[key] for key in keys) for one in each] for each in found.values()]
+    assert len(found) == 4 and reported[0] == reported[1] == reported[2] == reported[3]
+    assert ("loss", 170, 1700, "non-finite", "critical") in reported[0]
 
 
 def test_a_second_higher_spike_in_an_open_episode_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,16 +121,16 @@ def test_a_log_that_tells_every_500th_step_has_the_episodes_of_one_that_tells_al
 ) -> None:
     values = losses(spikes=(60, 62, 64, 150))
     values[100:120:2] = math.nan
-    told = []
+    reported = []
 
     for every in (1, 500):
         lines = write_csv(tmp_path / "a.csv", values, every=every).read_text().splitlines()
         # Rows of an evaluation lie between.
         lines[80:80] = [f"{79 * every - every // 3},,"]
         (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
-        told.append([(one["value"], one["rule"], one["severity"]) for one in alarms(capsys, tmp_path / "a.csv")])
+        reported.append([(one["value"], one["rule"], one["severity"]) for one in alarms(capsys, tmp_path / "a.csv")])
 
-    assert told[0] == told[1] and [one for _, one, _ in told[0]].count("loss-spike") == 2
+    assert reported[0] == reported[1] and [one for _, one, _ in reported[0]].count("loss-spike") == 2
 
 
 def test_many_logs_are_told_in_their_order_whatever_the_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -314,7 +314,7 @@ def test_two_packs_are_compared_over_logs_and_runs(
     assert "0 new, 0 lost alarms" in capsys.readouterr().err
 
 
-def sisters(directory: Path, num: int, num_rows: int = 300) -> list[Path]:
+def references(directory: Path, num: int, num_rows: int = 300) -> list[Path]:
     """Write logs of runs that saw the same batches: 3 % of common noise, 0.1 % of their own."""
     directory.mkdir()
     common = np.random.default_rng(1).normal(0.0, 0.03, num_rows)
@@ -325,10 +325,10 @@ def sisters(directory: Path, num: int, num_rows: int = 300) -> list[Path]:
     return [write_csv(directory / f"{at}.csv", values) for at, values in enumerate(every)]
 
 
-def test_beside_its_sisters_a_small_corruption_shows_and_a_common_spike_is_the_batch(
+def test_beside_its_reference_runs_a_small_corruption_shows_and_a_common_spike_is_the_batch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, *others = sisters(tmp_path / "logs", 5)
+    first, *others = references(tmp_path / "logs", 5)
 
     alone = alarms(capsys, first)
     beside = alarms(capsys, first, *(argument for path in others for argument in ("--reference", path)))
@@ -339,10 +339,10 @@ def test_beside_its_sisters_a_small_corruption_shows_and_a_common_spike_is_the_b
     assert common["verdict"] in ("batch", "unknown", "not told")
 
 
-def test_a_run_is_not_its_own_sister(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = sisters(tmp_path / "logs", 5)
+def test_a_run_is_not_its_own_reference_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = references(tmp_path / "logs", 5)
 
-    # The directory holds the run itself: were it one of its own sisters, what it has for itself would be halved.
+    # The directory holds the run itself: were it one of its own reference runs, what it has for itself would be halved.
     named = alarms(capsys, paths[0], *(argument for path in paths[1:] for argument in ("--reference", path)))
     of_all = alarms(capsys, paths[0], "--reference", tmp_path / "logs")
 

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 import sentinel
-from sentinel.collect.compiled import capability as compiled_trial
+from sentinel.collect.compiled import capability as capability
 from sentinel.collect.compiled import graphs as compiled
 from sentinel.collect.compiled import ops as compiled_ops
 from sentinel.record import Flag
@@ -126,22 +126,22 @@ def test_a_graph_for_cuda_graphs_is_said(tmp_path: Path, monkeypatch: pytest.Mon
 def test_another_torch_is_tried_out_before_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_on(folder: Path, torch_works: bool) -> tuple[list[int], set[str]]:
         torch._dynamo.reset()
-        compiled_trial.why_unusable.cache_clear()
+        capability.why_unusable.cache_clear()
         monkeypatch.setattr(compiled.gate, "is_usable", False)
         training = Training(folder)
         with monkeypatch.context() as patch:
             if not torch_works:
-                patch.setattr(compiled_trial, "observe", lambda *args: None)
+                patch.setattr(capability, "observe", lambda *args: None)
             monitor = training.attach()
             training.step()
         monitor.detach()
         return num_activations(training.said()), {one.code for one in training.said().health}
 
-    monkeypatch.setattr(compiled_trial, "TESTED", ())
+    monkeypatch.setattr(capability, "TESTED", ())
 
     assert run_on(tmp_path / "works", True) == ([11], set())
     assert run_on(tmp_path / "loses ops", False) == ([1], {"compiled"})
-    compiled_trial.why_unusable.cache_clear()
+    capability.why_unusable.cache_clear()
 
 
 # -- nobody is hurt ----------------------------------------------------------------------------------------------------

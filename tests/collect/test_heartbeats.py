@@ -18,18 +18,18 @@ from .conftest import TinyModel
 
 
 def test_a_beat_before_attach_has_returned_says_where_the_rank_stands(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = []
+    reported = []
 
     def begins_and_beats(*args: Any, **keys: Any) -> Handover:
         handover = Handover(*args, **keys)
-        told.append(keys["position"]())
+        reported.append(keys["position"]())
         return handover
 
     monkeypatch.setattr(assembly, "Handover", begins_and_beats)
     model = TinyModel()
     sentinel.attach(model, torch.optim.SGD(model.parameters(), 0.1)).detach()
 
-    assert [(one.step, one.call_id, one.site) for one in told] == [(0, 0, "")]
+    assert [(one.step, one.call_id, one.site) for one in reported] == [(0, 0, "")]
 
 
 def test_a_rank_that_stands_still_says_the_line_of_the_thread_that_trains(run: Path) -> None:
@@ -46,9 +46,9 @@ def test_a_rank_that_stands_still_says_the_line_of_the_thread_that_trains(run: P
     thread = threading.Thread(target=stands_in_its_step)
     thread.start()
     is_there.wait()
-    told = [monitor.runner.position().site for _ in range(AFTER + 2)]
+    reported = [monitor.runner.position().site for _ in range(AFTER + 2)]
     release.set()
     thread.join()
     monitor.detach()
 
-    assert told[-1].startswith("collect/test_heartbeats.py:") and told[-1].endswith("stands_in_its_step)")
+    assert reported[-1].startswith("collect/test_heartbeats.py:") and reported[-1].endswith("stands_in_its_step)")

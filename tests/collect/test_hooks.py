@@ -93,18 +93,18 @@ def test_a_site_that_is_taken_again_makes_the_rows_of_the_first_time(
 
 
 def test_hooks_of_users_live_beside_ours() -> None:
-    leaf, told = torch.ones(3, requires_grad=True), []
+    leaf, reported = torch.ones(3, requires_grad=True), []
     middle = leaf * 2
-    first = middle.register_hook(lambda gradient: told.append("first"))
-    hang(middle, lambda gradient: told.append("ours"))
-    last = middle.register_hook(lambda gradient: told.append("last"))
+    first = middle.register_hook(lambda gradient: reported.append("first"))
+    hang(middle, lambda gradient: reported.append("ours"))
+    last = middle.register_hook(lambda gradient: reported.append("last"))
     first.remove()
-    hang(middle, lambda gradient: told.append("ours too"))
+    hang(middle, lambda gradient: reported.append("ours too"))
     scaled = middle.register_hook(lambda gradient: gradient * 10)
 
     middle.sum().backward()
 
-    assert told == ["ours", "last", "ours too"]
+    assert reported == ["ours", "last", "ours too"]
     assert leaf.grad is not None and leaf.grad.tolist() == [20.0] * 3
     last.remove()
     scaled.remove()

@@ -15,7 +15,7 @@ from sentinel.collect.monitor import Monitor
 from sentinel.command import ChangeConfig, DisableMonitoring, DumpTensors, EnableMonitoring
 from sentinel.errors import ConfigError
 from sentinel.messages import Ack
-from sentinel.monitor_config import MonitorConfig, as_told
+from sentinel.monitor_config import MonitorConfig, as_reported
 from sentinel.target import Target, resolve
 
 HANGS = r"re:((\w+\.?)+)+!"
@@ -52,7 +52,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) ->
 def test_a_command_with_a_hostile_expression_costs_no_step_anything(run: Any, kind: Any) -> None:
     allowed = ("EnableMonitoring", "DumpTensors", "DisableMonitoring", "ChangeConfig")
     model, optimizer, monitor = attached({"allow_commands": allowed})
-    settings = as_told(MonitorConfig(kinds=("activation",), targets=(HANGS,)).measurement)
+    settings = as_reported(MonitorConfig(kinds=("activation",), targets=(HANGS,)).measurement)
     named: dict[str, Any] = {"settings": settings} if kind is ChangeConfig else {"targets": (HANGS,), "kinds": ("wgrad",)}
     begun = time.process_time()
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from sentinel.collect.kernels import NativeKernel, TorchKernel, choose_kernel
 from sentinel.collect.kernels import native as native_kernel
-from sentinel.collect.kernels.reading import CONVERTED
+from sentinel.collect.kernels.pieces import CONVERTED
 from sentinel.collect.rows.buffer import StepRows
 from sentinel.errors import SentinelError
 from sentinel.moments import Moments

@@ -62,8 +62,8 @@ def test_a_shape_that_follows_the_batch_is_no_news_and_that_of_a_weight_is(tmp_p
     run, everything = Run(tmp_path), list(range(5))
     for length in (4, 4, 7, 2, 9):
         run.step(length, everything)
-    told = run.described()
-    assert told == ["DESCRIPTOR", "DESCRIPTOR"], "at attach, and when the first step has shown the sites"
+    reported = run.described()
+    assert reported == ["DESCRIPTOR", "DESCRIPTOR"], "at attach, and when the first step has shown the sites"
 
     with torch.no_grad():
         run.model.stem.weight.set_(torch.randn(WIDTH, WIDTH + 1))
@@ -95,15 +95,17 @@ def test_layer_drop_and_switching_cost_what_is_new(tmp_path: Path) -> None:
     table = run.monitor.recorder.recording.table.infos()
     run.monitor.detach()
 
-    told = [one for one in records if isinstance(one.message, Descriptor)]
-    types = [one.frame.header.type for one in told]
+    reported = [one for one in records if isinstance(one.message, Descriptor)]
+    types = [one.frame.header.type for one in reported]
     assert types.count(FrameType.DESCRIPTOR) <= 3 and types.count(FrameType.CHANGE) > 2
-    sizes = {kind: [memoryview(one.frame.payload).nbytes for one in told if one.frame.header.type == kind] for kind in types}
+    sizes = {
+        kind: [memoryview(one.frame.payload).nbytes for one in reported if one.frame.header.type == kind] for kind in types
+    }
     assert sum(sizes[FrameType.CHANGE]) < max(sizes[FrameType.DESCRIPTOR])
-    last_told = next(at for at in range(len(records) - 1, 0, -1) if isinstance(records[at].message, Descriptor))
-    after = [one.frame.header.step for one in records[last_told:] if isinstance(one.message, EndStep)]
+    last_reported = next(at for at in range(len(records) - 1, 0, -1) if isinstance(records[at].message, Descriptor))
+    after = [one.frame.header.step for one in records[last_reported:] if isinstance(one.message, EndStep)]
     assert len(after) >= 15, "to switch on and off again says nothing new"
-    assert isinstance(told[-1].message, Descriptor) and told[-1].message.tensors == table
+    assert isinstance(reported[-1].message, Descriptor) and reported[-1].message.tensors == table
     num_rows = 0
     for one in records:
         if one.frame.header.type == FrameType.ROWS:

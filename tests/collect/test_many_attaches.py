@@ -43,7 +43,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) ->
         optimizer.step()
 
 
-def trial(directory: Path, end: str, **config: Any) -> list[weakref.ref[Any]]:
+def rule_test(directory: Path, end: str, **config: Any) -> list[weakref.ref[Any]]:
     """Train a model of its own, end as a cell or a trial of a sweep does, and return weak references to what it made."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -73,12 +73,12 @@ def settle(is_settled: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("end", ["out of scope", "close", "with"])
 def test_two_hundred_attaches_leave_nothing(tmp_path: Path, end: str, config: dict[str, Any]) -> None:
     before = threading.active_count()
-    trial(tmp_path, end, **config)  # what is loaded once
+    rule_test(tmp_path, end, **config)  # what is loaded once
     settle(lambda: threading.active_count() <= before)
     threads, files = threading.active_count(), num_files()
 
     num_trials = 200 if end == "out of scope" and not config else 20
-    left = [one for _ in range(num_trials) for one in trial(tmp_path, end, **config)]
+    left = [one for _ in range(num_trials) for one in rule_test(tmp_path, end, **config)]
     settle(lambda: threading.active_count() <= threads)
     gc.collect()
 
@@ -89,7 +89,7 @@ def test_two_hundred_attaches_leave_nothing(tmp_path: Path, end: str, config: di
 
 
 def test_a_model_that_goes_out_of_scope_has_its_last_step_on_disk(tmp_path: Path) -> None:
-    trial(tmp_path, "out of scope")
+    rule_test(tmp_path, "out of scope")
     gc.collect()
     settle(lambda: not any(one.name == "sentinel-writer" for one in threading.enumerate()))
 
@@ -153,7 +153,7 @@ def test_probes_that_replace_functions_put_them_back_when_their_model_is_gone(tm
     before = torch.nn.functional.scaled_dot_product_attention
     everything = {"probes": {"attention": {}, "comm": {}, "router": {}}}
 
-    left = trial(tmp_path, "out of scope", **everything)
+    left = rule_test(tmp_path, "out of scope", **everything)
     # Its writer thread may just be asking it something.
     settle(lambda: all(one() is None for one in left))
 
@@ -234,16 +234,18 @@ def test_ranks_of_one_process_group_say_that_they_began_together(tmp_path: Path,
     dist = pytest.importorskip("torch.distributed")
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
-    starts, lives = [], []
+    starts, incarnations = [], []
     try:
         for rank in (0, 1):
             monkeypatch.setattr(dist, "get_rank", lambda group=None, rank=rank: rank)
             monkeypatch.setattr("sentinel.collect.attempt._attaches", itertools.count())
-            life = bytes([rank]) * 16
-            found = agree(MonitorConfig(directory=str(tmp_path)), read_environment(), life, lambda directory, run: False)
+            incarnation = bytes([rank]) * 16
+            found = agree(
+                MonitorConfig(directory=str(tmp_path)), read_environment(), incarnation, lambda directory, run: False
+            )
             starts.append(found.start)
-            lives.append(life.hex())
+            incarnations.append(incarnation.hex())
     finally:
         dist.destroy_process_group()
 
-    assert starts == [lives[0], lives[0]]
+    assert starts == [incarnations[0], incarnations[0]]

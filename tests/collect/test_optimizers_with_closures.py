@@ -21,7 +21,7 @@ Watch = Callable[[Any], None]
 """Attaches to an optimizer, or does nothing."""
 
 
-class Told:
+class Reported:
     """What a trainer knows of its own steps."""
 
     def __init__(self) -> None:
@@ -31,10 +31,10 @@ class Told:
         """Of a step each: the gradient of `head.weight` that the update used."""
 
 
-def evaluate(model: nn.Module, told: Told, seed: int, scale: float = 1.0) -> None:
+def evaluate(model: nn.Module, reported: Reported, seed: int, scale: float = 1.0) -> None:
     loss = loss_of(model, seed)
     (loss * scale).backward()
-    told.losses.append(float(loss.detach()))
+    reported.losses.append(float(loss.detach()))
 
 
 def of_update(model: TinyModel) -> float:
@@ -44,7 +44,7 @@ def of_update(model: TinyModel) -> float:
 
 
 def with_closure(make: Callable[[Any], torch.optim.Optimizer], *, keeps_first: bool = False) -> Any:
-    def story(model: TinyModel, watch: Watch, told: Told) -> None:
+    def story(model: TinyModel, watch: Watch, reported: Reported) -> None:
         optimizer = make(model.parameters())
         watch(optimizer)
         for step in range(STEPS):
@@ -54,30 +54,30 @@ def with_closure(make: Callable[[Any], torch.optim.Optimizer], *, keeps_first: b
                 optimizer.zero_grad()
                 loss = loss_of(model, step)
                 loss.backward()
-                told.losses.append(float(loss.detach()))
+                reported.losses.append(float(loss.detach()))
                 norms.append(of_update(model))
                 return loss
 
             optimizer.step(closure)
-            told.norms.append(norms[0] if keeps_first else norms[-1])
+            reported.norms.append(norms[0] if keeps_first else norms[-1])
 
     return story
 
 
 def sam_in_two_calls(make: Callable[[Any], Any], *, zero_grad: bool = True, clips: bool = False) -> Any:
-    def story(model: TinyModel, watch: Watch, told: Told) -> None:
+    def story(model: TinyModel, watch: Watch, reported: Reported) -> None:
         optimizer = make(model.parameters())
         watch(optimizer)
         for step in range(STEPS):
-            evaluate(model, told, step)
+            evaluate(model, reported, step)
             if clips:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.first_step(zero_grad=zero_grad)
             if not zero_grad:
                 for p in model.parameters():
                     p.grad = None
-            evaluate(model, told, step)
-            told.norms.append(of_update(model))
+            evaluate(model, reported, step)
+            reported.norms.append(of_update(model))
             if clips:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.second_step(zero_grad=zero_grad)
@@ -87,94 +87,94 @@ def sam_in_two_calls(make: Callable[[Any], Any], *, zero_grad: bool = True, clip
     return story
 
 
-def sam_with_closure(model: TinyModel, watch: Watch, told: Told) -> None:
+def sam_with_closure(model: TinyModel, watch: Watch, reported: Reported) -> None:
     optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
     watch(optimizer)
     for step in range(STEPS):
 
         def closure(step: int = step) -> None:
-            evaluate(model, told, step)
-            told.norms.append(of_update(model))
+            evaluate(model, reported, step)
+            reported.norms.append(of_update(model))
 
-        evaluate(model, told, step)
+        evaluate(model, reported, step)
         optimizer.step(closure)
         optimizer.zero_grad()
 
 
-def sam_that_accumulates(model: TinyModel, watch: Watch, told: Told) -> None:
+def sam_that_accumulates(model: TinyModel, watch: Watch, reported: Reported) -> None:
     optimizer = SAM(model.parameters(), torch.optim.AdamW, lr=0.01)
     watch(optimizer)
     for step in range(STEPS):
         for micro_step in range(2):
-            evaluate(model, told, 10 * step + micro_step, 0.5)
+            evaluate(model, reported, 10 * step + micro_step, 0.5)
         optimizer.first_step(zero_grad=True)
         for micro_step in range(2):
-            evaluate(model, told, 10 * step + micro_step, 0.5)
-        told.norms.append(of_update(model))
+            evaluate(model, reported, 10 * step + micro_step, 0.5)
+        reported.norms.append(of_update(model))
         optimizer.second_step(zero_grad=True)
 
 
 def ascent_and_descent(given: str) -> Any:
-    def story(model: TinyModel, watch: Watch, told: Told) -> None:
+    def story(model: TinyModel, watch: Watch, reported: Reported) -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         minimizer = Minimizer(optimizer, model)
         watch(minimizer if given == "minimizer" else optimizer if given == "optimizer" else None)
         for step in range(STEPS):
-            evaluate(model, told, step)
+            evaluate(model, reported, step)
             minimizer.ascent_step()
-            evaluate(model, told, step)
-            told.norms.append(of_update(model))
+            evaluate(model, reported, step)
+            reported.norms.append(of_update(model))
             minimizer.descent_step()
 
     return story
 
 
-def evaluates_by_itself(model: TinyModel, watch: Watch, told: Told) -> None:
+def evaluates_by_itself(model: TinyModel, watch: Watch, reported: Reported) -> None:
     optimizer = Evaluating(model.parameters(), torch.optim.SGD(model.parameters(), 0.1))
     watch(optimizer)
     for step in range(STEPS):
 
         def loss(step: int = step) -> torch.Tensor:
             found = loss_of(model, step)
-            told.losses.append(float(found.detach()))
+            reported.losses.append(float(found.detach()))
             return found
 
         optimizer.evaluate = loss
         optimizer.step()
-        told.norms.append(of_update(model))
+        reported.norms.append(of_update(model))
 
 
 def plain(make: Callable[[Any], Any], *, num_micro_steps: int = 1, modes: bool = False) -> Any:
-    def story(model: TinyModel, watch: Watch, told: Told) -> None:
+    def story(model: TinyModel, watch: Watch, reported: Reported) -> None:
         optimizer = make(model.parameters())
         watch(optimizer)
         for step in range(STEPS):
             for micro_step in range(num_micro_steps):
-                evaluate(model, told, 10 * step + micro_step)
-            told.norms.append(of_update(model))
+                evaluate(model, reported, 10 * step + micro_step)
+            reported.norms.append(of_update(model))
             optimizer.step()
             optimizer.zero_grad()
             if modes:
                 optimizer.eval()
                 with torch.no_grad():
-                    told.losses.append(float(loss_of(model, 99)))
+                    reported.losses.append(float(loss_of(model, 99)))
                 optimizer.train()
 
     return story
 
 
-def accumulating_wrapper(model: TinyModel, watch: Watch, told: Told) -> None:
+def accumulating_wrapper(model: TinyModel, watch: Watch, reported: Reported) -> None:
     optimizer = Accumulating(torch.optim.SGD(model.parameters(), 0.1))
     watch(optimizer)
     for step in range(STEPS):
         for micro_step in range(2):
-            evaluate(model, told, 10 * step + micro_step)
+            evaluate(model, reported, 10 * step + micro_step)
             if micro_step:
-                told.norms.append(of_update(model))
+                reported.norms.append(of_update(model))
             optimizer.step()
 
 
-def scaled_closure_free(model: TinyModel, watch: Watch, told: Told) -> None:
+def scaled_closure_free(model: TinyModel, watch: Watch, reported: Reported) -> None:
     """GradScaler around the base of two phases, unscaled and clipped before the update."""
     optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -183,24 +183,24 @@ def scaled_closure_free(model: TinyModel, watch: Watch, told: Told) -> None:
         for phase in range(2):
             loss = loss_of(model, step)
             scaler.scale(loss).backward()
-            told.losses.append(float(loss.detach()))
+            reported.losses.append(float(loss.detach()))
             scaler.unscale_(optimizer)
             if phase == 0:
                 optimizer.first_step(zero_grad=True)
                 scaler.update()
-        told.norms.append(of_update(model))
+        reported.norms.append(of_update(model))
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.second_step(zero_grad=True)
         scaler.update()
 
 
-def in_backward(model: TinyModel, watch: Watch, told: Told) -> None:
+def in_backward(model: TinyModel, watch: Watch, reported: Reported) -> None:
     """An optimizer for each parameter, stepped by the backward itself."""
     optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
 
     def hook(p: torch.Tensor) -> None:
         if p is model.head.weight:
-            told.norms.append(of_update(model))
+            reported.norms.append(of_update(model))
         optimizers[p].step()
         optimizers[p].zero_grad()
 
@@ -208,7 +208,7 @@ def in_backward(model: TinyModel, watch: Watch, told: Told) -> None:
         p.register_post_accumulate_grad_hook(hook)
     watch(list(optimizers.values()))
     for step in range(STEPS):
-        evaluate(model, told, step)
+        evaluate(model, reported, step)
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -247,19 +247,19 @@ STORIES: dict[str, tuple[Any, int | None]] = {
 }
 
 
-def train(story: Any, watches: bool, config: Any = None) -> tuple[Told, list[torch.Tensor]]:
+def train(story: Any, watches: bool, config: Any = None) -> tuple[Reported, list[torch.Tensor]]:
     torch.manual_seed(0)
-    model, told = TinyModel(), Told()
+    model, reported = TinyModel(), Reported()
     monitors = []
 
     def watch(optimizer: Any) -> None:
         if watches:
             monitors.append(sentinel.attach(model, optimizer, config))
 
-    story(model, watch, told)
+    story(model, watch, reported)
     for monitor in monitors:
         monitor.detach()
-    return told, [p.detach().clone() for p in model.parameters()]
+    return reported, [p.detach().clone() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("name", STORIES)
@@ -267,18 +267,18 @@ def test_steps_and_gradients_are_the_trainers_own_and_training_is_bit_identical(
     story, num_evaluations = STORIES[name]
     expected, weights = train(story, watches=False)
 
-    told, watched_weights = train(story, watches=True, config={"kinds": ["param", "wgrad", "update", "activation"]})
+    reported, watched_weights = train(story, watches=True, config={"kinds": ["param", "wgrad", "update", "activation"]})
 
     said = Said(run)
     assert [end.step for end in said.ends] == list(range(STEPS))
     assert not any(end.is_skipped or end.is_partial for end in said.ends)
     if num_evaluations is not None:
         assert [end.num_micro_steps for end in said.ends] == [num_evaluations] * STEPS
-    assert told.losses == expected.losses
+    assert reported.losses == expected.losses
     assert all(torch.equal(a, b) for a, b in zip(weights, watched_weights, strict=True))
     for step in range(STEPS):
         (row,) = said.of(step, "wgrad", "head.weight")
-        assert norm(row) == pytest.approx(told.norms[step], rel=1e-5), f"step {step}"
+        assert norm(row) == pytest.approx(reported.norms[step], rel=1e-5), f"step {step}"
     assert not [one for one in said.health if one.code == "hook_failed"]
 
 
@@ -308,9 +308,9 @@ def test_an_optimizer_is_copied_and_pickled_as_before(run: Path) -> None:
     optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1)
     keys = set(optimizer.__dict__)
     monitor = sentinel.attach(model, optimizer)
-    evaluate(model, Told(), 0)
+    evaluate(model, Reported(), 0)
     optimizer.first_step(zero_grad=True)
-    evaluate(model, Told(), 0)
+    evaluate(model, Reported(), 0)
     optimizer.second_step(zero_grad=True)
     twin = copy.deepcopy(Minimizer(optimizer.base_optimizer, model))
     monitor.detach()

@@ -64,13 +64,13 @@ def test_a_scalar_that_is_no_number_is_said_by_name_and_costs_no_other(run: Path
 
     said = Said(run)
 
-    told = [{n: value for n, value in end.scalars.items() if not n.startswith("memory_")} for end in said.ends]
-    assert told == [{"huge": np.inf, "low": -np.inf, "lr": 0.5}] * 2
-    told = [one.message for one in said.health if one.code == "hook_failed"]
-    assert len(told) == 6
-    assert "monitor.log(loss=...): expected a number or a tensor of one element, got str 'abc'" in told[0]
-    assert "monitor.log(both=...): expected one element, got a tensor of shape (2,)" in told[1]
-    assert "monitor.log(phase=...): expected a real number, got a tensor of torch.complex64" in told[2]
+    reported = [{n: value for n, value in end.scalars.items() if not n.startswith("memory_")} for end in said.ends]
+    assert reported == [{"huge": np.inf, "low": -np.inf, "lr": 0.5}] * 2
+    reported = [one.message for one in said.health if one.code == "hook_failed"]
+    assert len(reported) == 6
+    assert "monitor.log(loss=...): expected a number or a tensor of one element, got str 'abc'" in reported[0]
+    assert "monitor.log(both=...): expected one element, got a tensor of shape (2,)" in reported[1]
+    assert "monitor.log(phase=...): expected a real number, got a tensor of torch.complex64" in reported[2]
 
 
 @pytest.mark.parametrize("zero_first", [True, False])

@@ -50,7 +50,7 @@ def test_the_names_of_a_loss_are_those_that_the_default_rules_look_for() -> None
 
 
 @pytest.mark.parametrize(
-    ("logs", "is_told"),
+    ("logs", "is_reported"),
     [
         (None, True),
         (lambda step, loss: {"lr": 0.1}, True),
@@ -61,15 +61,15 @@ def test_the_names_of_a_loss_are_those_that_the_default_rules_look_for() -> None
     ids=["nothing", "something else", "a loss", "another name", "a name that no rule knows"],
 )
 def test_no_loss_with_the_first_step_is_said_once(
-    run: Path, caplog: pytest.LogCaptureFixture, logs: Any, is_told: bool
+    run: Path, caplog: pytest.LogCaptureFixture, logs: Any, is_reported: bool
 ) -> None:
     train(6, logs=logs)
 
-    told = messages(caplog, NO_LOSS)
-    assert len(told) == is_told
-    if told:
-        assert "monitor.log(loss=loss)" in told[0]
-        assert ("loss_of_batch" in told[0]) == (logs is not None and "loss_of_batch" in logs(0, torch.zeros(())))
+    reported = messages(caplog, NO_LOSS)
+    assert len(reported) == is_reported
+    if reported:
+        assert "monitor.log(loss=loss)" in reported[0]
+        assert ("loss_of_batch" in reported[0]) == (logs is not None and "loss_of_batch" in logs(0, torch.zeros(())))
     assert not Said(run).health
 
 
@@ -83,9 +83,9 @@ def test_a_loss_logged_behind_monitor_step_is_not_missed(run: Path, caplog: pyte
 def test_a_run_whose_steps_look_skipped_is_told_the_remedy_once(run: Path, skips: Any) -> None:
     train(40, skips=skips)
 
-    told = [one for one in Said(run).health if one.code == "steps_look_skipped"]
-    assert [one.count for one in told] == [1]
-    assert "monitor.step()" in told[0].message
+    reported = [one for one in Said(run).health if one.code == "steps_look_skipped"]
+    assert [one.count for one in reported] == [1]
+    assert "monitor.step()" in reported[0].message
 
 
 @pytest.mark.parametrize("skips", [lambda step: step in (3, 4, 20), lambda step: step % 5 == 0], ids=["some", "a fifth"])
@@ -131,10 +131,10 @@ def test_a_critic_that_steps_five_times_is_part_of_one_step_and_that_is_said(run
     assert [end.scalars["at"] for end in said.ends] == list(range(6))
     assert not any(end.is_skipped for end in said.ends)
     assert [end.num_micro_steps for end in said.ends] == [6] * 6
-    (told,) = said.health
-    assert told.code == "uneven_optimizers"
-    assert "G steps once and D steps 5 times" in told.message
-    assert "monitor.step()" in told.message
+    (reported,) = said.health
+    assert reported.code == "uneven_optimizers"
+    assert "G steps once and D steps 5 times" in reported.message
+    assert "monitor.step()" in reported.message
 
 
 def test_the_number_of_steps_does_not_depend_on_who_begins(run: Path) -> None:

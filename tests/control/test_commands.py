@@ -23,7 +23,7 @@ class Ranks:
         self.armed = {rank: {} for rank in steps}
         self.obeyed = {}
 
-    def poll(self, desk, now, only=None):
+    def poll(self, run_commands, now, only=None):
         for rank in self.steps if only is None else only:
             for path in sorted(self.directory.glob("[0-9]*.json")):
                 if int(path.stem) <= self.read[rank]:
@@ -32,20 +32,20 @@ class Ranks:
                 command = msgspec.json.decode(path.read_bytes(), type=Command)
                 if isinstance(command, WithdrawCommand):
                     self.armed[rank].pop(command.withdraws, None)
-                    desk.acknowledge(rank, self.ack(command.withdraws, "withdrawn", rank), now)
+                    run_commands.acknowledge(rank, self.ack(command.withdraws, "withdrawn", rank), now)
                 elif not command.ranks or rank in command.ranks:
                     is_late = command.at_step <= self.steps[rank]
                     if not is_late:
                         self.armed[rank][command.id] = command
-                    desk.acknowledge(rank, self.ack(command.id, "missed" if is_late else "armed", rank), now)
+                    run_commands.acknowledge(rank, self.ack(command.id, "missed" if is_late else "armed", rank), now)
 
-    def step(self, desk, now):
+    def step(self, run_commands, now):
         for rank in self.steps:
             self.steps[rank] += 1
             for command in self.armed[rank].values():
                 if command.at_step == self.steps[rank]:
                     self.obeyed.setdefault(command.id, {})[rank] = self.steps[rank]
-                    desk.acknowledge(rank, self.ack(command.id, "applied", rank), now)
+                    run_commands.acknowledge(rank, self.ack(command.id, "applied", rank), now)
 
     def ack(self, command, state, rank):
         return Ack(command=command, state=state, step=self.steps[rank])
@@ -55,45 +55,45 @@ class Ranks:
         return {rank: step - 1 for rank, step in self.steps.items()}
 
 
-def states(desk):
-    return {status.command.id: status.state for status in desk.statuses()}
+def states(run_commands):
+    return {status.command.id: status.state for status in run_commands.statuses()}
 
 
 def test_command_obeyed_at_one_step(tmp_path):
-    desk, now = RunCommands(tmp_path), 100.0
+    run_commands, now = RunCommands(tmp_path), 100.0
     ranks = Ranks(tmp_path, dict.fromkeys(range(4), 10))
 
-    command = desk.enable(at_step=13, for_steps=5, now=now)
-    ranks.poll(desk, now)
-    desk.tick(ranks.ended(), now)
-    assert states(desk)[command.id] == "armed"
+    command = run_commands.enable(at_step=13, for_steps=5, now=now)
+    ranks.poll(run_commands, now)
+    run_commands.tick(ranks.ended(), now)
+    assert states(run_commands)[command.id] == "armed"
     for _ in range(4):
-        ranks.step(desk, now)
-        desk.tick(ranks.ended(), now)
+        ranks.step(run_commands, now)
+        run_commands.tick(ranks.ended(), now)
 
     assert ranks.obeyed == {command.id: dict.fromkeys(range(4), 13)}
-    assert states(desk)[command.id] == "applied"
-    assert desk.is_on(14)
-    assert desk.monitoring_acked_step == 13
+    assert states(run_commands)[command.id] == "applied"
+    assert run_commands.is_on(14)
+    assert run_commands.monitoring_acked_step == 13
     for _ in range(5):
-        ranks.step(desk, now)
-        desk.tick(ranks.ended(), now)
-    assert states(desk)[command.id] == "ended"
-    assert not desk.is_on(19)
-    assert [desk.counts[state] for state in ("issued", "armed", "applied", "ended")] == [1, 1, 1, 1]
+        ranks.step(run_commands, now)
+        run_commands.tick(ranks.ended(), now)
+    assert states(run_commands)[command.id] == "ended"
+    assert not run_commands.is_on(19)
+    assert [run_commands.counts[state] for state in ("issued", "armed", "applied", "ended")] == [1, 1, 1, 1]
 
 
 def test_late_command_is_withdrawn(tmp_path):
-    desk, now = RunCommands(tmp_path), 100.0
+    run_commands, now = RunCommands(tmp_path), 100.0
     ranks = Ranks(tmp_path, {0: 10, 1: 14})
 
-    command = desk.enable(at_step=13, now=now)
-    ranks.poll(desk, now)
-    changed = desk.tick(ranks.ended(), now)
-    ranks.poll(desk, now)
+    command = run_commands.enable(at_step=13, now=now)
+    ranks.poll(run_commands, now)
+    changed = run_commands.tick(ranks.ended(), now)
+    ranks.poll(run_commands, now)
     for _ in range(5):
-        ranks.step(desk, now)
-        desk.tick(ranks.ended(), now)
+        ranks.step(run_commands, now)
+        run_commands.tick(ranks.ended(), now)
 
     assert [(status.state, status.is_late) for status in changed] == [("withdrawn", True)]
     assert "too late on rank 1" in changed[0].reason
@@ -103,135 +103,135 @@ def test_late_command_is_withdrawn(tmp_path):
 
 
 def test_a_rank_that_never_reads_makes_a_command_late(tmp_path):
-    desk = RunCommands(tmp_path)
-    command = desk.enable(at_step=13, now=0.0)
+    run_commands = RunCommands(tmp_path)
+    command = run_commands.enable(at_step=13, now=0.0)
 
-    desk.tick({0: 12, 1: 12}, 0.0)
-    assert states(desk)[command.id] == "issued"
-    desk.tick({0: 13, 1: 13}, 0.0)
+    run_commands.tick({0: 12, 1: 12}, 0.0)
+    assert states(run_commands)[command.id] == "issued"
+    run_commands.tick({0: 13, 1: 13}, 0.0)
 
-    assert states(desk)[command.id] == "withdrawn"
+    assert states(run_commands)[command.id] == "withdrawn"
 
 
 def test_where_some_obey_already_the_command_is_partial(tmp_path):
-    desk = RunCommands(tmp_path)
+    run_commands = RunCommands(tmp_path)
     ranks = Ranks(tmp_path, {0: 10, 1: 10})
-    command = desk.enable(at_step=12, for_steps=3, now=0.0)
-    ranks.poll(desk, 0.0, only=[0])
-    ranks.step(desk, 0.0)
-    ranks.step(desk, 0.0)
-    ranks.poll(desk, 0.0)
+    command = run_commands.enable(at_step=12, for_steps=3, now=0.0)
+    ranks.poll(run_commands, 0.0, only=[0])
+    ranks.step(run_commands, 0.0)
+    ranks.step(run_commands, 0.0)
+    ranks.poll(run_commands, 0.0)
 
-    changed = desk.tick(ranks.ended(), 0.0)
+    changed = run_commands.tick(ranks.ended(), 0.0)
 
     assert [(status.state, status.reason) for status in changed] == [("partial", "too late on rank 1")]
-    assert desk.is_on(12)
+    assert run_commands.is_on(12)
     assert len(list((tmp_path / "control").iterdir())) == 1
     for _ in range(4):
-        ranks.step(desk, 0.0)
-    desk.tick(ranks.ended(), 0.0)
-    assert states(desk)[command.id] == "ended"
+        ranks.step(run_commands, 0.0)
+    run_commands.tick(ranks.ended(), 0.0)
+    assert states(run_commands)[command.id] == "ended"
 
 
 def test_a_rank_whose_spool_lags_is_waited_for_a_moment(tmp_path):
-    desk = RunCommands(tmp_path)
-    command = desk.enable(at_step=5, now=0.0)
-    desk.acknowledge(0, Ack(command=command.id, state="armed", step=3), 0.0)
+    run_commands = RunCommands(tmp_path)
+    command = run_commands.enable(at_step=5, now=0.0)
+    run_commands.acknowledge(0, Ack(command=command.id, state="armed", step=3), 0.0)
 
-    desk.tick({0: 6, 1: 3}, 0.0)
-    assert states(desk)[command.id] == "issued"
-    desk.tick({0: 6, 1: 3}, 1.9)
-    assert states(desk)[command.id] == "issued"
-    desk.tick({0: 6, 1: 3}, 2.1)
+    run_commands.tick({0: 6, 1: 3}, 0.0)
+    assert states(run_commands)[command.id] == "issued"
+    run_commands.tick({0: 6, 1: 3}, 1.9)
+    assert states(run_commands)[command.id] == "issued"
+    run_commands.tick({0: 6, 1: 3}, 2.1)
 
-    assert states(desk)[command.id] == "partial"
+    assert states(run_commands)[command.id] == "partial"
 
 
 def test_ranks_that_are_not_meant_need_not_answer(tmp_path):
-    desk = RunCommands(tmp_path)
+    run_commands = RunCommands(tmp_path)
     ranks = Ranks(tmp_path, dict.fromkeys(range(4), 1))
-    command = desk.enable(at_step=3, ranks=(2, 3), now=0.0)
+    command = run_commands.enable(at_step=3, ranks=(2, 3), now=0.0)
 
-    ranks.poll(desk, 0.0)
-    desk.tick(ranks.ended(), 0.0)
+    ranks.poll(run_commands, 0.0)
+    run_commands.tick(ranks.ended(), 0.0)
 
-    assert states(desk)[command.id] == "armed"
+    assert states(run_commands)[command.id] == "armed"
 
 
 def test_dead_ranks_need_not_answer(tmp_path):
-    desk = RunCommands(tmp_path)
-    command = desk.enable(at_step=3, now=0.0)
-    desk.acknowledge(0, Ack(command=command.id, state="armed", step=1), 0.0)
+    run_commands = RunCommands(tmp_path)
+    command = run_commands.enable(at_step=3, now=0.0)
+    run_commands.acknowledge(0, Ack(command=command.id, state="armed", step=1), 0.0)
 
-    desk.tick({0: 0}, 0.0)
+    run_commands.tick({0: 0}, 0.0)
 
-    assert states(desk)[command.id] == "armed"
+    assert states(run_commands)[command.id] == "armed"
 
 
 def test_refused_by_all_and_by_some(tmp_path):
-    desk = RunCommands(tmp_path)
-    by_all, by_some = desk.enable(at_step=9, now=0.0), desk.enable(at_step=9, now=1.0)
+    run_commands = RunCommands(tmp_path)
+    by_all, by_some = run_commands.enable(at_step=9, now=0.0), run_commands.enable(at_step=9, now=1.0)
     for rank, state in ((0, "refused"), (1, "armed")):
-        desk.acknowledge(rank, Ack(command=by_all.id, state="refused", step=1, reason="not allowed"), 0.0)
-        desk.acknowledge(rank, Ack(command=by_some.id, state=state, step=1), 0.0)
+        run_commands.acknowledge(rank, Ack(command=by_all.id, state="refused", step=1, reason="not allowed"), 0.0)
+        run_commands.acknowledge(rank, Ack(command=by_some.id, state=state, step=1), 0.0)
 
-    desk.tick({0: 0, 1: 0}, 1.0)
+    run_commands.tick({0: 0, 1: 0}, 1.0)
 
-    assert states(desk)[by_all.id] == "refused"
-    assert states(desk)[by_some.id] == "withdrawn"
-    assert not desk.find("") and not [status for status in desk.statuses() if status.is_late]
+    assert states(run_commands)[by_all.id] == "refused"
+    assert states(run_commands)[by_some.id] == "withdrawn"
+    assert not run_commands.find("") and not [status for status in run_commands.statuses() if status.is_late]
 
 
 def test_a_command_nobody_answers_expires(tmp_path):
-    desk = RunCommands(tmp_path, expires_s=60.0)
-    command = desk.enable(at_step=9, now=100.0)
+    run_commands = RunCommands(tmp_path, expires_s=60.0)
+    command = run_commands.enable(at_step=9, now=100.0)
 
-    desk.tick({}, 159.0)
-    assert states(desk)[command.id] == "issued"
-    desk.tick({}, 161.0)
+    run_commands.tick({}, 159.0)
+    assert states(run_commands)[command.id] == "issued"
+    run_commands.tick({}, 161.0)
 
-    assert states(desk)[command.id] == "expired"
-    assert (desk.counts["expired"], desk.counts["withdrawn"]) == (1, 0)
+    assert states(run_commands)[command.id] == "expired"
+    assert (run_commands.counts["expired"], run_commands.counts["withdrawn"]) == (1, 0)
     assert (tmp_path / "control" / "000002.json").exists()
 
 
 def test_disable_ends_what_was_enabled(tmp_path):
-    desk = RunCommands(tmp_path)
+    run_commands = RunCommands(tmp_path)
     ranks = Ranks(tmp_path, {0: 1})
-    enable = desk.enable(at_step=3, now=0.0)
-    ranks.poll(desk, 0.0)
-    ranks.step(desk, 0.0)
-    ranks.step(desk, 0.0)
-    desk.tick(ranks.ended(), 0.0)
-    desk.tick(ranks.ended(), 0.0)
-    assert desk.is_on(3)
+    enable = run_commands.enable(at_step=3, now=0.0)
+    ranks.poll(run_commands, 0.0)
+    ranks.step(run_commands, 0.0)
+    ranks.step(run_commands, 0.0)
+    run_commands.tick(ranks.ended(), 0.0)
+    run_commands.tick(ranks.ended(), 0.0)
+    assert run_commands.is_on(3)
 
-    disable = desk.disable(at_step=5, now=1.0)
-    ranks.poll(desk, 1.0)
+    disable = run_commands.disable(at_step=5, now=1.0)
+    ranks.poll(run_commands, 1.0)
     for _ in range(3):
-        ranks.step(desk, 1.0)
-        desk.tick(ranks.ended(), 1.0)
+        ranks.step(run_commands, 1.0)
+        run_commands.tick(ranks.ended(), 1.0)
 
-    assert states(desk) == {enable.id: "ended", disable.id: "ended"}
-    assert not desk.is_on(6)
+    assert states(run_commands) == {enable.id: "ended", disable.id: "ended"}
+    assert not run_commands.is_on(6)
 
 
 def test_a_disable_that_is_late_somewhere_still_holds_elsewhere(tmp_path):
-    desk = RunCommands(tmp_path)
-    disable = desk.disable(at_step=5, now=0.0)
-    desk.acknowledge(0, Ack(command=disable.id, state="missed", step=6), 0.0)
+    run_commands = RunCommands(tmp_path)
+    disable = run_commands.disable(at_step=5, now=0.0)
+    run_commands.acknowledge(0, Ack(command=disable.id, state="missed", step=6), 0.0)
 
-    desk.tick({0: 5, 1: 3}, 0.0)
+    run_commands.tick({0: 5, 1: 3}, 0.0)
 
-    assert desk.counts["partial"] == 1
-    assert len(desk.statuses()) == 1
+    assert run_commands.counts["partial"] == 1
+    assert len(run_commands.statuses()) == 1
 
 
 def test_files_are_whole_private_and_numbered(tmp_path):
-    desk = RunCommands(tmp_path)
+    run_commands = RunCommands(tmp_path)
 
     for step in range(3):
-        desk.enable(at_step=step, now=0.0)
+        run_commands.enable(at_step=step, now=0.0)
 
     names = sorted(path.name for path in (tmp_path / "control").iterdir())
     assert names == ["000001.json", "000002.json", "000003.json"]
@@ -245,15 +245,15 @@ def test_files_are_whole_private_and_numbered(tmp_path):
 def test_numbers_go_on_after_a_restart_and_beside_another_writer(tmp_path):
     daemon, shell = RunCommands(tmp_path), RunCommands(tmp_path)
 
-    seqs = [desk.enable(at_step=9, now=0.0).seq for desk in (daemon, shell, shell, daemon)]
+    seqs = [run_commands.enable(at_step=9, now=0.0).seq for run_commands in (daemon, shell, shell, daemon)]
     seqs.append(RunCommands(tmp_path).enable(at_step=9, now=0.0).seq)
 
     assert seqs == [1, 2, 3, 4, 5]
 
 
 def test_a_number_taken_at_the_same_instant_is_not_overwritten(tmp_path, monkeypatch):
-    desk, other = RunCommands(tmp_path), RunCommands(tmp_path)
-    desk.enable(at_step=1, now=0.0)
+    run_commands, other = RunCommands(tmp_path), RunCommands(tmp_path)
+    run_commands.enable(at_step=1, now=0.0)
     link = os.link
 
     def take_first(source, target):
@@ -264,7 +264,7 @@ def test_a_number_taken_at_the_same_instant_is_not_overwritten(tmp_path, monkeyp
 
     monkeypatch.setattr(os, "link", take_first)
 
-    command = desk.enable(at_step=8, now=0.0)
+    command = run_commands.enable(at_step=8, now=0.0)
 
     assert command.seq == 3
     assert [json.loads(path.read_bytes())["at_step"] for path in sorted((tmp_path / "control").iterdir())] == [1, 7, 8]
@@ -281,12 +281,12 @@ def test_a_daemon_follows_what_a_shell_ordered(tmp_path):
 
 
 def test_a_restart_keeps_answers(tmp_path):
-    desk = RunCommands(tmp_path)
-    command = desk.enable(at_step=9, now=0.0, key="k")
-    desk.acknowledge(0, Ack(command=command.id, state="armed", step=1), 0.0)
+    run_commands = RunCommands(tmp_path)
+    command = run_commands.enable(at_step=9, now=0.0, key="k")
+    run_commands.acknowledge(0, Ack(command=command.id, state="armed", step=1), 0.0)
 
     after = RunCommands(tmp_path)
-    after.load(desk.dump())
+    after.load(run_commands.dump())
     after.tick({0: 9}, 0.0)
 
     assert states(after) == {command.id: "applied"}
@@ -298,23 +298,23 @@ def test_foreign_files_are_counted_and_left_alone(tmp_path, body):
     (tmp_path / "control").mkdir()
     (tmp_path / "control" / "000007.json").write_bytes(body)
     (tmp_path / "control" / "readme.txt").write_bytes(b"")
-    desk = RunCommands(tmp_path)
+    run_commands = RunCommands(tmp_path)
 
-    command = desk.enable(at_step=1, now=0.0)
+    command = run_commands.enable(at_step=1, now=0.0)
 
     assert command.seq == 8
-    assert desk.num_foreign == 1
+    assert run_commands.num_foreign == 1
 
 
 def test_a_link_in_place_of_a_file_is_foreign(tmp_path):
     (tmp_path / "elsewhere.json").write_bytes(msgspec.json.encode(EnableMonitoring(id="x", seq=1, at_step=3)))
     (tmp_path / "control").mkdir()
     (tmp_path / "control" / "000001.json").symlink_to(tmp_path / "elsewhere.json")
-    desk = RunCommands(tmp_path)
+    run_commands = RunCommands(tmp_path)
 
-    desk.tick({0: 1}, 0.0)
+    run_commands.tick({0: 1}, 0.0)
 
-    assert (desk.num_foreign, desk.statuses()) == (1, [])
+    assert (run_commands.num_foreign, run_commands.statuses()) == (1, [])
 
 
 def test_a_directory_that_cannot_be_written_is_said(tmp_path):
@@ -325,23 +325,23 @@ def test_a_directory_that_cannot_be_written_is_said(tmp_path):
 
 
 def test_a_new_attempt_withdraws_what_stands(tmp_path):
-    desk = RunCommands(tmp_path)
-    command = desk.enable(at_step=9, now=0.0)
+    run_commands = RunCommands(tmp_path)
+    command = run_commands.enable(at_step=9, now=0.0)
 
-    desk.begin_attempt(1.0)
+    run_commands.begin_attempt(1.0)
 
-    assert states(desk)[command.id] == "withdrawn"
+    assert states(run_commands)[command.id] == "withdrawn"
 
 
 def test_every_change_is_audited(tmp_path):
     entries = []
-    desk = RunCommands(tmp_path, audit=lambda *entry: entries.append(entry))
-    command = desk.enable(at_step=9, now=5.0, source="policy")
-    desk.acknowledge(3, Ack(command=command.id, state="armed", step=1), 6.0)
-    desk.tick({3: 0}, 7.0)
-    desk.acknowledge(3, Ack(command=command.id, state="missed", step=9), 8.0)
-    desk.acknowledge(3, Ack(command=command.id, state="missed", step=9), 8.5)
-    desk.tick({3: 9}, 9.0)
+    run_commands = RunCommands(tmp_path, audit=lambda *entry: entries.append(entry))
+    command = run_commands.enable(at_step=9, now=5.0, source="policy")
+    run_commands.acknowledge(3, Ack(command=command.id, state="armed", step=1), 6.0)
+    run_commands.tick({3: 0}, 7.0)
+    run_commands.acknowledge(3, Ack(command=command.id, state="missed", step=9), 8.0)
+    run_commands.acknowledge(3, Ack(command=command.id, state="missed", step=9), 8.5)
+    run_commands.tick({3: 9}, 9.0)
 
     assert [entry[:3] for entry in entries] == [
         (5.0, "policy", "command.issued"), (7.0, "desk", "command.armed"), (8.0, "rank 3", "ack"),
@@ -353,13 +353,13 @@ def test_every_change_is_audited(tmp_path):
 
 def test_what_is_remembered_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "MAX_REMEMBERED", 5)
-    desk = RunCommands(tmp_path)
+    run_commands = RunCommands(tmp_path)
     for number in range(10):
-        desk.withdraw(f"c{number}", now=0.0)
+        run_commands.withdraw(f"c{number}", now=0.0)
 
-    desk.tick({}, 0.0)
+    run_commands.tick({}, 0.0)
 
-    assert len(desk.statuses()) == 5
+    assert len(run_commands.statuses()) == 5
 
 
 def test_metrics_know_every_state():

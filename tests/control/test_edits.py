@@ -1,4 +1,4 @@
-"""Edits of the trainer's config file against the trainer's own code: a real file, the desk, ranks without a model."""
+"""Edits of the trainer's config file against the trainer's own code: a real file, the commands, ranks without a model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from sentinel.control.commands import RunCommands
 from sentinel.control.edits import MAX_TRIES, ConfigFileEdits, ConfigInUse
 from sentinel.control.policy import ControlConfig
 from sentinel.messages import Ack
-from sentinel.monitor_config import ConfigSource, as_told, read_source
+from sentinel.monitor_config import ConfigSource, as_reported, read_source
 from sentinel.place import Place
 from sentinel.record import Kind
-from sentinel.wire.control import ControlFolder
+from sentinel.wire.control_folder import ControlFolder
 
 STEP_S = 0.1
 
@@ -48,7 +48,7 @@ class Rank:
         return ConfigInUse(
             path=self.source.path,
             text_hash=self.plan.text_hash,
-            settings={**as_told(self.source.config), **as_told(self.plan.measurement)},
+            settings={**as_reported(self.source.config), **as_reported(self.plan.measurement)},
             host="here",
             ended=self.current_step - 1,
         )
@@ -89,24 +89,24 @@ class Run:
         self.ranks = [Rank(self.dir, source, number, step, self.attempt) for number in range(4)]
 
     def start_daemon(self, kept: tuple[bytes, bytes] | None = None, host: str = "here") -> None:
-        self.desk = RunCommands(self.dir, audit=lambda *entry: self.audit.append(entry))
-        self.edits = ConfigFileEdits(self.config, self.desk, lambda *entry: self.audit.append(entry), host)
+        self.run_commands = RunCommands(self.dir, audit=lambda *entry: self.audit.append(entry))
+        self.edits = ConfigFileEdits(self.config, self.run_commands, lambda *entry: self.audit.append(entry), host)
         if kept is not None:
-            self.desk.load(kept[0])
+            self.run_commands.load(kept[0])
             self.edits.load(kept[1])
 
     def kill_daemon(self) -> tuple[bytes, bytes]:
-        return self.desk.dump(), self.edits.dump()
+        return self.run_commands.dump(), self.edits.dump()
 
     def turn(self) -> None:
-        self.desk.attempt = self.attempt
+        self.run_commands.attempt = self.attempt
         for number, rank in enumerate(self.ranks):
             for ack in rank.answers:
-                self.desk.acknowledge(number, ack, self.now)
+                self.run_commands.acknowledge(number, ack, self.now)
             rank.answers.clear()
             rank.descriptor = rank.describe()
         newest = max(rank.current_step for rank in self.ranks)
-        self.desk.tick({number: rank.current_step - 1 for number, rank in enumerate(self.ranks)}, self.now)
+        self.run_commands.tick({number: rank.current_step - 1 for number, rank in enumerate(self.ranks)}, self.now)
         self.edits.turn(
             lambda: {number: rank.descriptor for number, rank in enumerate(self.ranks)},
             newest_step=newest, step_time_s=STEP_S, now=self.now, mono=self.now,
@@ -124,7 +124,7 @@ class Run:
             self.turn()
 
     def commands(self) -> list[dict[str, Any]]:
-        return [msgspec.to_builtins(one.command) | {"state": one.state} for one in self.desk.statuses()]
+        return [msgspec.to_builtins(one.command) | {"state": one.state} for one in self.run_commands.statuses()]
 
     def first(self, kind: str) -> list[int]:
         return [rank.collected[kind][0] for rank in self.ranks]
@@ -453,7 +453,7 @@ def test_switches_of_the_daemon(tmp_path: Path) -> None:
     dry.file.write_text("kinds: [activation]\n")
     dry.train(30)
     assert dry.commands() == []
-    assert dry.desk.counts["dry_run"] == 1
+    assert dry.run_commands.counts["dry_run"] == 1
 
     deaf = Run(tmp_path, "kinds: [param]\n", ControlConfig(follow_config=False))
     deaf.train(10)

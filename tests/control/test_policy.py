@@ -95,8 +95,8 @@ def test_the_first_step_leaves_time_to_read_the_command(step_time_s, latency_s, 
 class Bench:
     def __init__(self, tmp_path, **config):
         self.entries = []
-        self.desk = RunCommands(tmp_path, audit=self.note)
-        self.escalator = Escalator(ControlConfig(**config), self.desk, self.note)
+        self.run_commands = RunCommands(tmp_path, audit=self.note)
+        self.escalator = Escalator(ControlConfig(**config), self.run_commands, self.note)
         self.now = 1000.0
 
     def note(self, time, actor, action, details):
@@ -107,10 +107,10 @@ class Bench:
         return self.escalator.consider(proposal, newest_step=newest_step, step_time_s=0.1, now=self.now)
 
     def answer(self, command, state, rank=0):
-        self.desk.acknowledge(rank, Ack(command=command.id, state=state, step=0), self.now)
+        self.run_commands.acknowledge(rank, Ack(command=command.id, state=state, step=0), self.now)
 
     def tick(self, ended):
-        changed = self.desk.tick(ended, self.now)
+        changed = self.run_commands.tick(ended, self.now)
         return self.escalator.follow(changed, newest_step=max(ended.values()), step_time_s=0.1, now=self.now)
 
     def why_not(self):
@@ -134,7 +134,7 @@ def test_a_proposal_repeated_by_a_crash_is_one_command(tmp_path):
     assert bench.consider(1) is not None
     assert bench.consider(1) is None
     after = Bench(tmp_path)
-    after.desk.load(bench.desk.dump())
+    after.run_commands.load(bench.run_commands.dump())
     assert after.consider(1) is None
 
     assert len(list((tmp_path / "control").iterdir())) == 1
@@ -177,7 +177,7 @@ def test_a_command_that_came_too_late_is_issued_anew_with_more_time(tmp_path):
     assert bench.escalator.latency_s == 0.3
     bench.answer(issued[0], "armed")
     assert bench.tick({0: 46}) == []
-    assert bench.desk.counts["withdrawn"] == 1
+    assert bench.run_commands.counts["withdrawn"] == 1
 
 
 def test_reissues_end(tmp_path):
@@ -209,7 +209,7 @@ def test_a_dry_run_writes_no_command(tmp_path):
 
     assert bench.consider() is None
     assert not (tmp_path / "control").exists()
-    assert bench.desk.counts["dry_run"] == 1
+    assert bench.run_commands.counts["dry_run"] == 1
     assert [action for action, _ in bench.entries] == ["command.dry_run"]
 
 
@@ -285,7 +285,7 @@ def test_a_dump_that_was_obeyed_is_not_repeated(tmp_path):
             bench.answer(command, state, rank)
         assert bench.tick({2: 44, 3: 44}) == []
 
-    assert bench.desk.find(a_dump().key).state == "ended"
+    assert bench.run_commands.find(a_dump().key).state == "ended"
 
 
 def test_dumps_are_few_and_never_in_the_way_of_monitoring(tmp_path):

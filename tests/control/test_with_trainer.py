@@ -10,7 +10,7 @@ from sentinel.control.policy import ControlConfig, Escalator, Proposal, propose
 from sentinel.monitor_config import MonitorConfig
 from sentinel.place import Place
 from sentinel.record import Kind
-from sentinel.wire.control import ControlFolder
+from sentinel.wire.control_folder import ControlFolder
 
 
 class Rank:
@@ -54,8 +54,8 @@ class Run:
         }
         self.ranks = [Rank(run_dir, self.places[rank], step) for rank, step in enumerate(steps)]
         self.audit = []
-        self.desk = RunCommands(run_dir, audit=lambda *entry: self.audit.append(entry))
-        self.escalator = Escalator(ControlConfig(), self.desk, lambda *entry: self.audit.append(entry))
+        self.run_commands = RunCommands(run_dir, audit=lambda *entry: self.audit.append(entry))
+        self.escalator = Escalator(ControlConfig(), self.run_commands, lambda *entry: self.audit.append(entry))
         self.step_time_s, self.now = step_time_s, 1000.0
 
     def newest(self):
@@ -74,10 +74,10 @@ class Run:
         """The daemon reads the spools, and acts."""
         for number, rank in enumerate(self.ranks):
             for ack in rank.answers:
-                self.desk.acknowledge(number, ack, self.now)
+                self.run_commands.acknowledge(number, ack, self.now)
             rank.answers.clear()
         ended = {number: rank.current_step - 1 for number, rank in enumerate(self.ranks)}
-        changed = self.desk.tick(ended, self.now)
+        changed = self.run_commands.tick(ended, self.now)
         self.escalator.follow(changed, newest_step=self.newest(), step_time_s=self.step_time_s, now=self.now)
 
     def train(self, num_steps, deaf=()):
@@ -102,7 +102,7 @@ def test_command_obeyed_at_one_step(tmp_path, skew):
     assert command.ranks == (2, 3)
     steps = list(range(command.at_step, command.at_step + 20))
     assert [rank.measured for rank in run.ranks] == [[], [], steps, steps]
-    assert run.desk.counts["ended"] == 1
+    assert run.run_commands.counts["ended"] == 1
     assert [rank.refused for rank in run.ranks] == [[], [], [], []]
 
 
@@ -121,9 +121,9 @@ def test_late_command_is_withdrawn_and_its_successor_is_obeyed_at_one_step(tmp_p
     run.ranks[3].current_step = run.ranks[2].current_step
     run.train(40)
 
-    states = {status.command.id: status.state for status in run.desk.statuses()}
+    states = {status.command.id: status.state for status in run.run_commands.statuses()}
     assert states[first.id] == "withdrawn"
-    second = run.desk.find("k:again1").command
+    second = run.run_commands.find("k:again1").command
     steps = list(range(second.at_step, second.at_step + 20))
     assert [rank.measured for rank in run.ranks[2:]] == [steps, steps]
     assert run.escalator.latency_s == 0.3
@@ -136,7 +136,7 @@ def test_a_rank_that_is_deaf_leaves_a_partial_command(tmp_path):
     run.train(10, deaf=(3,))
     run.train(30)
 
-    assert run.desk.counts["partial"] == 1
+    assert run.run_commands.counts["partial"] == 1
     assert run.ranks[2].measured == list(range(command.at_step, command.at_step + 20))
     assert run.ranks[3].measured == []
 
@@ -149,4 +149,4 @@ def test_a_fault_that_comes_back_is_seen_with_monitoring_on(tmp_path):
     # The fault comes back every few steps: within the window, and sooner than it closes.
     assert command.at_step <= 53
     assert all(step in run.ranks[3].measured for step in range(command.at_step, 56))
-    assert run.desk.is_on(run.newest())
+    assert run.run_commands.is_on(run.newest())

@@ -46,7 +46,7 @@ def catch_up(run: ServedRun) -> None:
         pass
 
 
-def told(run_dir: Path) -> bytes:
+def notified(run_dir: Path) -> bytes:
     return b"".join(path.read_bytes() for path in sorted((run_dir / "anomalies").glob("*.jsonl")))
 
 
@@ -103,8 +103,8 @@ def test_crashes_and_replays_change_nothing(tmp_path: Path, pack: Path, monkeypa
     run.close()
     assert num_crashes > 2
 
-    expected = told(tmp_path / "calm" / "run")
-    assert told(tmp_path / "crashing" / "run") == expected
+    expected = notified(tmp_path / "calm" / "run")
+    assert notified(tmp_path / "crashing" / "run") == expected
     result = replay(RunPaths.of(tmp_path / "calm" / "run"), tmp_path / "replayed")
     assert result.first_difference is None and result.num_anomalies == len(expected.splitlines())
     found = [msgspec.json.decode(line, type=Anomaly) for line in expected.splitlines()]

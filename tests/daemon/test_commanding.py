@@ -23,9 +23,9 @@ def commanding(tmp_path: Path) -> Commanding:
 
 
 def written(tmp_path: Path) -> list[object]:
-    desk = RunCommands(tmp_path / "run")
-    desk.scan(1.0)
-    return [status.command for status in desk.statuses()]
+    commands = RunCommands(tmp_path / "run")
+    commands.scan(1.0)
+    return [status.command for status in commands.statuses()]
 
 
 def test_a_dump_is_ordered(commanding: Commanding, tmp_path: Path) -> None:

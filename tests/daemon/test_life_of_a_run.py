@@ -38,7 +38,7 @@ def worlds(
     for at, size in enumerate(sizes):
         source = run_of(directory, dp=size, ranks=(), first_step=at * num_steps, clock=clock, attempt=attempt)
         source.plant(*faults)
-        source._num_lives = 100 * at
+        source._num_incarnations = 100 * at
         for rank in range(size):
             source.start(rank)
         source.write(num_steps)
@@ -85,7 +85,7 @@ def test_baselines_survive_a_world_that_changes_size(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_replaced_loses_no_row(tmp_path: Path) -> None:
-    """test_new_life_is_not_a_duplicate, as it is served: the new life numbers its frames from the beginning again."""
+    """test_new_life_is_not_a_duplicate, as it is served: the new incarnation numbers its frames from the beginning again."""
     source = run_of(tmp_path / "run", dp=3)
     run = served(tmp_path / "run")
     source.write(10)

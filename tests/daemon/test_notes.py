@@ -88,8 +88,8 @@ def test_status_shows_the_notes_of_the_journal(tmp_path: Path, capsys: pytest.Ca
     text = capsys.readouterr().out
     assert ("steps_look_skipped: call monitor.step()" in text) == has_notes
     assert run_cli(["status", str(run), "--json"]) == CLEAN
-    told = json.loads(capsys.readouterr().out)["notes"]
-    assert len(told["found"]) == has_notes
+    notified = json.loads(capsys.readouterr().out)["notes"]
+    assert len(notified["found"]) == has_notes
 
 
 def test_notes_survive_a_restart_and_a_version_that_cannot_be_read(tmp_path: Path) -> None:

@@ -57,9 +57,9 @@ def test_systemd_hears_ready_and_alive(tmp_path: Path) -> None:
     import socket
 
     path = str(tmp_path / "notify")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
-        heard.bind(path)
-        heard.settimeout(5)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as received:
+        received.bind(path)
+        received.settimeout(5)
         systemd = Systemd(path, watchdog_us=60_000_000)
 
         systemd.ready()
@@ -68,10 +68,10 @@ def test_systemd_hears_ready_and_alive(tmp_path: Path) -> None:
         systemd.reloading()
         systemd.stopping()
 
-        assert heard.recv(100) == b"READY=1"
-        assert heard.recv(100) == b"WATCHDOG=1"
-        assert heard.recv(100).startswith(b"RELOADING=1\nMONOTONIC_USEC=")
-        assert heard.recv(100) == b"STOPPING=1"
+        assert received.recv(100) == b"READY=1"
+        assert received.recv(100) == b"WATCHDOG=1"
+        assert received.recv(100).startswith(b"RELOADING=1\nMONOTONIC_USEC=")
+        assert received.recv(100) == b"STOPPING=1"
 
 
 def test_without_systemd_nothing_is_said() -> None:

@@ -375,7 +375,7 @@ def test_a_replaced_rank_ends_the_episode(watched: Callable[..., Watched]) -> No
 
 
 def test_a_new_attempt_leaves_the_old_ranks_alone(watched: Callable[..., Watched]) -> None:
-    """The job dies and starts anew, takes long to come up, and its old lives never said bye."""
+    """The job dies and starts anew, takes long to come up, and its old incarnations never said bye."""
     run = watched(attempt=None)
     run.train(20)
     run.wait(5)
@@ -427,14 +427,14 @@ def test_gauges_show_who_is_stale_and_when_the_quietest_was_heard(watched: Calla
     assert run.daemon is not None
     before = run.daemon.status.metrics()
     run.silent = {2}
-    heard = run.clock.time()
+    received = run.clock.time()
     run.wait(60)
     after = run.daemon.status.metrics()
 
     assert before.ranks["stale"] == 0
     assert after.ranks["stale"] == 1
-    assert before.quietest_heard_time is not None and heard - before.quietest_heard_time <= 2.0
-    assert after.quietest_heard_time is not None and 0.0 <= heard - after.quietest_heard_time <= 2.0
+    assert before.quietest_received_time is not None and received - before.quietest_received_time <= 2.0
+    assert after.quietest_received_time is not None and 0.0 <= received - after.quietest_received_time <= 2.0
 
 
 def test_a_rank_that_dies_before_the_first_step_is_named(watched: Callable[..., Watched]) -> None:

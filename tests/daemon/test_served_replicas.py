@@ -32,7 +32,7 @@ def test_a_flipped_bit_is_one_incident_that_names_the_rank(tmp_path: Path) -> No
     found = [msgspec.json.decode(line, type=Anomaly) for line in lines.splitlines()]
     (onset,) = [one for one in found if one.rule == "replica-divergence"]
     opened, incident = [msgspec.json.decode(line, type=Incident) for line in revisions.splitlines()]
-    assert (opened.verdict, incident.verdict) == ("unknown", "hardware"), "it is told when it has held"
+    assert (opened.suspected, incident.suspected) == ("unknown", "hardware"), "it is told when it has held"
     assert (onset.step, onset.rank, onset.ranks, onset.group_mates) == (20, 2, (2,), (0, 1, 2, 3))
     assert onset.tag_name.startswith("layers.1.mlp")
     assert (incident.opened_step, incident.severity, incident.ranks, incident.state) == (20, Severity.CRITICAL, (2,), "open")

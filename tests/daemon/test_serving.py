@@ -132,9 +132,9 @@ def test_each_decision_is_in_the_journal_before_its_step_is_judged(tmp_path: Pat
     kept: list[tuple[int, int]] = []
     judge = Judge.judge
 
-    def judge_and_look(court: Judge, decision: Decision | None, view: Any) -> Any:
+    def judge_and_look(self: Judge, decision: Decision | None, view: Any) -> Any:
         kept.append((view.decision.seq, run.journal.last_seq))
-        return judge(court, decision, view)
+        return judge(self, decision, view)
 
     monkeypatch.setattr(Judge, "judge", judge_and_look)
     catch_up(run)
@@ -518,7 +518,7 @@ def test_alerts_are_queued_once_with_the_verdict(tmp_path: Path) -> None:
     catch_up(run)
 
     assert run.take_alerts()
-    assert len(run.standing(config.notify.routes())) == 1
+    assert len(run.open_alerts(config.notify.routes())) == 1
     abandon(run)
     judge_all(tmp_path / "run", config)
     alerts = [key for topic, key in queued(tmp_path / "run") if topic == "alert:hook"]

@@ -1,4 +1,4 @@
-"""What dies, after a life: gradients that are all zero, weights that stand still; and what only looks so."""
+"""What dies, after an incarnation: gradients that are all zero, weights that stand still; and what only looks so."""
 
 from __future__ import annotations
 

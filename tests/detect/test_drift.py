@@ -123,7 +123,7 @@ def autoregressive(rng, points, phi):
     return out
 
 
-def told(flagged):
+def reported(flagged):
     """Return how often a flag comes up after 256 points without one."""
     rows = np.flatnonzero(flagged)
     return len(rows[:1]) + int((np.diff(rows) > 256).sum())
@@ -144,12 +144,12 @@ def test_what_a_long_run_has_always_done_is_no_drift(rng, monkeypatch):
     )  # fmt: skip
 
     flagged, _ = judge(Drift(), level[:, None] * np.exp(z + noise))
-    monkeypatch.setattr(drift, "TOLD", 0.0)
+    monkeypatch.setattr(drift, "REPORTED", 0.0)
     unmeasured, _ = judge(Drift(slack_wander=0.0, slack_walk=0.0), level[:6000, None] * np.exp(z + noise)[:6000])
 
-    assert max(told(flagged[:, at]) for at in range(7)) <= 1
+    assert max(reported(flagged[:, at]) for at in range(7)) <= 1
     assert not flagged[:, 6].any()
-    assert told(unmeasured[:, 1]) > 3, "the case is one"
+    assert reported(unmeasured[:, 1]) > 3, "the case is one"
 
 
 @pytest.mark.parametrize("wander", [0.0, 0.015])
@@ -163,7 +163,7 @@ def test_one_slow_rise_is_one_message(wander, rng):
     flagged, settled = judge(Drift(), loss)
 
     assert not flagged[:begins].any()
-    assert [told(flagged[:, at]) for at in range(len(rows))] == [1, 1, 1]
+    assert [reported(flagged[:, at]) for at in range(len(rows))] == [1, 1, 1]
     assert settled[:, 0].sum() <= 1 and not (settled & (t < begins + rows)).any()
 
 

@@ -13,7 +13,7 @@ VALUES = np.array([[float.fromhex(one) for one in series] for series in GOLDEN["
 EACH_CASE = pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: f"{case['rule']}-{case['threshold']}")
 
 
-def verdicts(case):
+def judgements(case):
     arguments = {} if case["threshold"] is None else {"threshold": case["threshold"]}
     detector = DETECTORS[case["rule"]](compat="msprobe", **arguments)
     state = detector.state(VALUES.shape[1])
@@ -36,7 +36,7 @@ def test_msprobes_own_verdicts(case):
     expected = np.array([[one == "1" for one in series] for series in case["alarms"]]).T
     assert 0 < expected.sum() < expected.size
 
-    found, _ = verdicts(case)
+    found, _ = judgements(case)
 
     assert np.array_equal(found, expected)
 
@@ -45,7 +45,7 @@ def test_msprobes_own_history_to_the_last_bit():
     case = next(case for case in GOLDEN["cases"] if "history" in case)
     expected = np.array([[float.fromhex(one) for one in series] for series in case["history"]]).T
 
-    _, history = verdicts(case)
+    _, history = judgements(case)
 
     assert np.array_equal(history, expected, equal_nan=True)
 

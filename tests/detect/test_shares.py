@@ -98,7 +98,7 @@ def test_underflow_has_a_limit_and_must_last(follow):
 
 
 @pytest.mark.parametrize(
-    ("args", "value", "is_told"),
+    ("args", "value", "is_reported"),
     [
         ({"above": 5.0}, 5.1, True),
         ({"above": 5.0}, 5.0, False),
@@ -111,11 +111,11 @@ def test_underflow_has_a_limit_and_must_last(follow):
         ({"above": 5.0}, np.nan, False),
     ],
 )
-def test_a_threshold_is_what_its_user_says(follow, args, value, is_told):
+def test_a_threshold_is_what_its_user_says(follow, args, value, is_reported):
     values = np.ones((20, 1))
     values[10:] = value
 
-    assert bool(follow(Threshold(**args), values)[-1, 0] >= 1.0) is is_told
+    assert bool(follow(Threshold(**args), values)[-1, 0] >= 1.0) is is_reported
 
 
 # -- attention --------------------------------------------------------------------------------------------------------

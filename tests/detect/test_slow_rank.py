@@ -269,9 +269,9 @@ def by_turns(straggler: int | None, size: float = 3.0) -> list[tuple[int, int]]:
 
 
 def test_ranks_that_are_late_by_turns_are_told_once_and_not_each_time() -> None:
-    told = by_turns(None)
+    reported = by_turns(None)
 
-    assert 1 <= len(told) <= 4
+    assert 1 <= len(reported) <= 4
 
 
 @pytest.mark.parametrize(("size", "within"), [(3.0, 12), (12.0, 3)])

@@ -21,7 +21,7 @@ def facts_of(*ranks: dict[str, Any]) -> dict[str, np.ndarray]:
     }  # fmt: skip
     rows = [{**usual, "idle": rank.get("silent", usual["idle"]), **rank} for rank in ranks]
     columns = {name: np.array([row[name] for row in rows]) for name in usual}
-    columns["heard_at"], columns["moved_at"] = NOW - columns.pop("silent"), NOW - columns.pop("idle")
+    columns["received_at"], columns["moved_at"] = NOW - columns.pop("silent"), NOW - columns.pop("idle")
     return columns
 
 
@@ -86,7 +86,7 @@ def test_the_order_of_ranks_and_the_zero_of_the_clock_are_of_no_account(detector
     for _ in range(100):
         facts = wild(rng)
         shuffled = {name: column[order] for name, column in facts.items()}
-        later = {name: column + 5e5 if name in ("heard_at", "moved_at") else column for name, column in facts.items()}
+        later = {name: column + 5e5 if name in ("received_at", "moved_at") else column for name, column in facts.items()}
         straight = detector.score_at(facts, NOW, state).score
         assert np.allclose(straight[order], detector.score_at(shuffled, NOW, state).score)
         assert np.allclose(straight, detector.score_at(later, NOW + 5e5, state).score)

@@ -128,7 +128,7 @@ class Receiver(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.answers = list(answers)
         self.page = page
-        self.heard = []
+        self.received = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     @contextlib.contextmanager
@@ -143,7 +143,7 @@ class Receiver(http.server.ThreadingHTTPServer):
             thread.join()
 
     def bodies(self):
-        return [body for _, body in self.heard]
+        return [body for _, body in self.received]
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -158,7 +158,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.heard.append((dict(self.headers), body))
+        self.server.received.append((dict(self.headers), body))
         answer = self.server.answers.pop(0) if self.server.answers else (200, {})
         if answer == "hang up":
             self.close_connection = True

@@ -68,18 +68,18 @@ def test_a_signals_exit_code_is_128_and_its_number(number: signal.Signals) -> No
 
 
 def test_signals_reach_the_whole_group_once(tmp_path: Path) -> None:
-    script, heard = tmp_path / "listener.py", tmp_path / "heard"
+    script, received = tmp_path / "listener.py", tmp_path / "heard"
     script.write_text(LISTENER)
-    process = parent(sys.executable, str(script), str(heard), "launcher")
-    wait_for(heard, "launcher ready", "worker ready")
+    process = parent(sys.executable, str(script), str(received), "launcher")
+    wait_for(received, "launcher ready", "worker ready")
 
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         process.send_signal(number)
-        wait_for(heard, f"launcher {number.name}", f"worker {number.name}")
+        wait_for(received, f"launcher {number.name}", f"worker {number.name}")
     process.send_signal(signal.SIGTERM)
 
     assert process.wait(20) == 7
-    lines = wait_for(heard, "worker SIGTERM").splitlines()
+    lines = wait_for(received, "worker SIGTERM").splitlines()
     assert sorted(lines) == sorted(set(lines))
 
 
@@ -100,19 +100,19 @@ def test_an_unknown_command_is_a_users_mistake() -> None:
 
 
 def test_ctrl_c_on_a_terminal_reaches_the_command_once(tmp_path: Path) -> None:
-    script, heard = tmp_path / "listener.py", tmp_path / "heard"
+    script, received = tmp_path / "listener.py", tmp_path / "heard"
     script.write_text(LISTENER)
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execv(sys.executable, [sys.executable, "-c", PARENT, sys.executable, str(script), str(heard), "alone"])
-    wait_for(heard, "alone ready")
+        os.execv(sys.executable, [sys.executable, "-c", PARENT, sys.executable, str(script), str(received), "alone"])
+    wait_for(received, "alone ready")
 
     os.write(terminal, b"\x03")
 
     _, status = os.waitpid(pid, 0)
     os.close(terminal)
     assert os.WEXITSTATUS(status) == 7
-    assert heard.read_text().splitlines() == ["alone ready", "alone SIGINT"]
+    assert received.read_text().splitlines() == ["alone ready", "alone SIGINT"]
 
 
 def test_the_command_can_read_its_terminal(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def start(
         return subprocess.Popen([*watched, "--", *trains], env=environment, stdout=log, stderr=log)
 
 
-def told(folder: Path) -> list[Anomaly]:
+def notified(folder: Path) -> list[Anomaly]:
     return [one for one in anomalies(folder / "run") if one.rule in ("stale-rank", "run-ended")]
 
 
@@ -70,14 +70,14 @@ def test_ranks_that_wait_for_each_other_are_told_once_and_none_is_blamed(
     process = start(tmp_path, kind, at, num_ranks, pp, steps=100_000, deadlock_after_s=8, hang_after_s=8)
     try:
         until = time.monotonic() + 150
-        while not told(tmp_path):
+        while not notified(tmp_path):
             assert time.monotonic() < until and process.poll() is None, (tmp_path / "log").read_text()[-4000:]
             time.sleep(0.2)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
 
-    onset, *rest = told(tmp_path)
+    onset, *rest = notified(tmp_path)
     assert (onset.rank, onset.ranks, onset.severity) == (None, everybody, Severity.CRITICAL)
     named = ", ".join(map(str, everybody))
     assert onset.message.startswith(f"ranks {named} wait for each other: no progress for ")
@@ -101,5 +101,5 @@ def test_ranks_that_wait_for_what_takes_long_are_told_of_to_nobody(
     process = start(tmp_path, kind, at, num_ranks, pp, steps=3, waiting_s=14.0, deadlock_after_s=6, hang_after_s=120)
 
     assert process.wait(150) == 0, (tmp_path / "log").read_text()[-4000:]
-    assert told(tmp_path) == []
+    assert notified(tmp_path) == []
     assert run_status(tmp_path / "run")["ended"]["how"] == "goodbye"

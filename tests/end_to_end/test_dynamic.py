@@ -163,9 +163,9 @@ class Measured:
             while frames := reader.poll(final=True):
                 for frame in frames:
                     if frame.header.type in (FrameType.DESCRIPTOR, FrameType.CHANGE):
-                        told = decode_message(frame)
-                        assert isinstance(told, Descriptor | LayoutChange)
-                        names.update((tensor.id, (tensor.kind, tensor.name)) for tensor in told.tensors)
+                        notified = decode_message(frame)
+                        assert isinstance(notified, Descriptor | LayoutChange)
+                        names.update((tensor.id, (tensor.kind, tensor.name)) for tensor in notified.tensors)
                     elif frame.header.type == FrameType.ROWS:
                         rows = np.frombuffer(frame.payload, ROW_DTYPE)
                         self._found.update((*names[int(row["tensor"])], frame.header.step) for row in rows)

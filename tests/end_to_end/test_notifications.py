@@ -65,7 +65,7 @@ def test_every_way_to_answer(poster, answer, outcome, is_unknown):
         delivery = poster.post(f"{receiver.url}/secret-path", b"{}", {}, time.time())
 
         assert (delivery.outcome, delivery.is_unknown) == (outcome, is_unknown)
-        assert len(receiver.heard) == 1
+        assert len(receiver.received) == 1
         assert "secret-path" not in delivery.detail
         assert delivery.retry_after_s == (7.0 if answer[0] == 429 else None)
 
@@ -98,7 +98,7 @@ def test_a_sink_that_misbehaves_hears_each_alert_in_the_end():
         assert notifier.close()
 
         assert [body["alerts"][0]["repeated"] for body in receiver.bodies()] == [False, False, False, True]
-        assert len({headers["Idempotency-Key"] for headers, _ in receiver.heard}) == 1
+        assert len({headers["Idempotency-Key"] for headers, _ in receiver.received}) == 1
         assert notifier.counts()["webhook", "retried"] == 3
         assert notifier.problems() == {}
 
@@ -116,7 +116,7 @@ def test_a_sink_that_hangs_delays_no_other_and_no_judging():
         outbox.add([*alerts("slow", an_incident()), *alerts("quick", an_incident())])
         notifier.wake()
         waking_s = time.monotonic() - start
-        wait_for(lambda: quick.heard, interval_s=0.002)
+        wait_for(lambda: quick.received, interval_s=0.002)
         hearing_s = time.monotonic() - start
 
         assert waking_s < hearing_s < 15.0  # Half of what the other is waited for.
@@ -145,7 +145,7 @@ def test_kill_9_between_request_and_answer_repeats_once_and_says_so(tmp_path):
     journal.close()
     with Receiver(["hang"]).running() as receiver:
         child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(CHILD), str(path), receiver.url])
-        wait_for(lambda: receiver.heard)
+        wait_for(lambda: receiver.received)
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
 
@@ -155,7 +155,7 @@ def test_kill_9_between_request_and_answer_repeats_once_and_says_so(tmp_path):
             SinkWorker(journal, sink, RetryPolicy(), rng=random.Random(0)).turn(time.time())
 
         assert [body["alerts"][0]["repeated"] for body in receiver.bodies()] == [False, True]
-        assert len({headers["Idempotency-Key"] for headers, _ in receiver.heard}) == 1
+        assert len({headers["Idempotency-Key"] for headers, _ in receiver.received}) == 1
         assert journal.num_waiting(alert.topic) == 0
         journal.close()
 
@@ -171,15 +171,15 @@ def test_alertmanager_tells_once_what_it_hears_three_times_and_then_the_end(tmp_
 
         for incident in grown:
             assert sink.deliver([alerts("am", incident)[0]], time.time()).outcome == "sent"
-        (standing,) = wait_for(lambda: get_json(f"{url}/api/v2/alerts"))
-        wait_for(lambda: receiver.heard)
+        (open_alerts,) = wait_for(lambda: get_json(f"{url}/api/v2/alerts"))
+        wait_for(lambda: receiver.received)
         time.sleep(2.5)  # Two group intervals: a second notification would have come.
         assert [body["status"] for body in receiver.bodies()] == ["firing"]
-        assert standing["labels"]["incident"] == "i1"
+        assert open_alerts["labels"]["incident"] == "i1"
 
         closed = alerts("am", an_incident(), an_incident(revision=4, state="settled"))[-1]
         assert sink.deliver([closed], time.time()).outcome == "sent"
-        wait_for(lambda: len(receiver.heard) == 2)
+        wait_for(lambda: len(receiver.received) == 2)
 
         resolved = receiver.bodies()[1]["alerts"]
         assert [(one["status"], one["annotations"]["resolution"]) for one in resolved] == [("resolved", "settled")]
@@ -222,6 +222,6 @@ def test_alertmanager_that_is_away_hears_it_when_it_is_back(tmp_path):
         with alertmanager(tmp_path, receiver.url) as back:
             sink._urls = [f"{back}/api/v2/alerts"]
             worker.turn(time.time() + 100.0)
-            wait_for(lambda: receiver.heard)
+            wait_for(lambda: receiver.received)
 
         assert worker.counts["sent"] == 1

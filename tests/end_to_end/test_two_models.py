@@ -45,10 +45,10 @@ def test_both_are_watched_and_the_ill_one_decides_the_exit_code(tmp_path: Path) 
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
 
-    told = json.loads(report.read_text())
+    notified = json.loads(report.read_text())
     assert done.returncode == 1, done.stderr
-    assert (told["num_anomalies"], told["incidents"]) == (0, [])
-    (further,) = told["further_runs"]
+    assert (notified["num_anomalies"], notified["incidents"]) == (0, [])
+    (further,) = notified["further_runs"]
     assert further["run"] == "two+2"
     assert [one["severity"] for one in further["incidents"]] == ["critical"]
     assert "run two+2:" in done.stderr

@@ -39,9 +39,9 @@ BATCH = {
 def test_newest_revision_of_each_incident_counts(tmp_path: Path) -> None:
     run = write(
         tmp_path,
-        incident(1, 1), incident(1, 2, **BATCH), incident(2, 1, verdict="batch", skip_steps=(50,)),
-        incident(2, 2, verdict="model"), incident(3, 1, **(BATCH | {"skip_steps": (60,), "state": "merged"})),
-        incident(4, 1, verdict="hardware"), tail=b'{"id": "torn',
+        incident(1, 1), incident(1, 2, **BATCH), incident(2, 1, suspected="batch", skip_steps=(50,)),
+        incident(2, 2, suspected="model"), incident(3, 1, **(BATCH | {"skip_steps": (60,), "state": "merged"})),
+        incident(4, 1, suspected="hardware"), tail=b'{"id": "torn',
     )  # fmt: skip
 
     skips = sentinel.skip_list(run)
@@ -62,7 +62,7 @@ def test_run_in_which_nothing_happened_has_an_empty_list(tmp_path: Path) -> None
 
 def test_stretches_and_the_ranks_that_had_a_part(tmp_path: Path) -> None:
     part = {"verdict": "batch", "skip_steps": (50, 52), "skip_ranks": (1, 3)}
-    whole = incident(1, 1, verdict="batch", skip_steps=(42, 41, 43))
+    whole = incident(1, 1, suspected="batch", skip_steps=(42, 41, 43))
     skips = sentinel.skip_list(write(tmp_path, whole, incident(2, 1, **part)))
 
     assert skips.ranges == ((41, 43), (50, 50), (52, 52))
@@ -87,9 +87,9 @@ def test_what_is_no_skip_list_is_said(tmp_path: Path) -> None:
     run = write(tmp_path, incident(1, 1, **BATCH))
     good = (run / "incidents.jsonl").read_bytes()
     (run / "incidents.jsonl").write_bytes(b"{broken}\n" + good + b'{"id": "torn')
-    told = sentinel.skip_list(run)
-    assert (sorted(told.steps), len(told.problems)) == ([41, 42], 1), "the torn tail is no problem"
-    assert told.problems[0].startswith(f"{run / 'incidents.jsonl'}:1: ")
+    reported = sentinel.skip_list(run)
+    assert (sorted(reported.steps), len(reported.problems)) == ([41, 42], 1), "the torn tail is no problem"
+    assert reported.problems[0].startswith(f"{run / 'incidents.jsonl'}:1: ")
     (run / "steps.csv").write_text("step,loss\n1,2\n")
     with pytest.raises(ConfigError, match=r"steps.csv:1: .*no line of it is understood"):
         sentinel.skip_list(run / "steps.csv")

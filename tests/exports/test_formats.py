@@ -34,7 +34,7 @@ def synthetic(directory: Path, **options: Any) -> SyntheticRun:
     return SyntheticRun(directory, **{"pp": 2, "dp": 2, "layers": 4, "d_model": 16, "elements": 8, **options})
 
 
-def heard(run_dir: Path) -> list[ClosedStep]:
+def received(run_dir: Path) -> list[ClosedStep]:
     follower = RunFollower(run_dir)
     assembler = StepAssembler(run_dir.name, late_after_steps=0, late_after_s=0.0)
     views: list[ClosedStep] = []
@@ -93,7 +93,7 @@ def test_msprobe_csv_has_its_files_and_columns(tmp_path: Path) -> None:
 
 def test_msprobe_csv_has_each_ranks_own_numbers_with_all_digits(tmp_path: Path) -> None:
     synthetic(tmp_path / "run", dp=1).write(1)
-    (view,) = heard(tmp_path / "run")
+    (view,) = received(tmp_path / "run")
 
     found = lines_of(export(tmp_path / "run", "msprobe-csv", tmp_path / "out"))
 
@@ -244,7 +244,7 @@ def test_tensorboard_reads_msprobes_tags(tmp_path: Path) -> None:
 
 def test_tensorboard_of_groups_and_of_logged_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     synthetic(tmp_path / "run", layers=2).write(3)
-    (first, *_) = heard(tmp_path / "run")
+    (first, *_) = received(tmp_path / "run")
 
     layers = ["--aggregate", "layer{}=layers.{}.*", "--kind", "wgrad"]
     groups = export(tmp_path / "run", "tensorboard", tmp_path / "groups", *layers)
@@ -454,7 +454,7 @@ def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_time_ranges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     synthetic(tmp_path / "run", layers=2, pp=1, dp=1, step_time_s=10.0).write(6)
-    times = {view.step: view.time for view in heard(tmp_path / "run")}
+    times = {view.step: view.time for view in received(tmp_path / "run")}
 
     def steps(*arguments: str) -> set[int]:
         capsys.readouterr()
@@ -507,7 +507,7 @@ def test_a_torn_spool_is_said_and_what_is_whole_is_there(tmp_path: Path, capsys:
 
 def test_per_rank_rows_are_those_that_were_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     synthetic(tmp_path / "run", per_micro_step=True).write(1)
-    (view,) = heard(tmp_path / "run")
+    (view,) = received(tmp_path / "run")
 
     assert run_cli(["export", str(tmp_path / "run"), "--per-rank", "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -589,7 +589,7 @@ def test_anomalies_are_named_as_in_the_csv_files_and_of_tensors_alone(
         file.writelines(json.dumps(one) + "\n" for one in strangers)
 
     out = export(run, "msprobe", tmp_path / "out", "--json")
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    reported = json.loads(capsys.readouterr().out.splitlines()[-1])
     names = {
         (folder.rpartition("rank")[2].partition("-")[0], file.rsplit("_", 1)[0], row["vpp_stage"], row["name"])
         for (folder, file), rows in csv_rows(export(run, "msprobe-csv", tmp_path / "csv")).items()
@@ -602,7 +602,7 @@ def test_anomalies_are_named_as_in_the_csv_files_and_of_tensors_alone(
         tag, rank, word = one["tag_name"].split("/")
         vpp_stage, name = tag.split(":")[:2]
         assert (rank.removeprefix("rank"), files_of.get(word, word), vpp_stage, name) in names, one["tag_name"]
-    assert len(records) > 20 and told["left_out"][
+    assert len(records) > 20 and reported["left_out"][
         "of what its files have no tensor for: health, logged values"] == len(strangers)  # fmt: skip
 
 

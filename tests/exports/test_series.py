@@ -146,9 +146,9 @@ def test_a_run_that_fell_silent_is_let_go_of_and_read_from_its_spool(source: Syn
     catch_up(run)
     before = ask(run, kind="wgrad", aggregate="*")
 
-    run.turn(run.last_heard + FORGET_S - 1)
+    run.turn(run.last_received + FORGET_S - 1)
     assert len(run.recent.steps()) == 5
-    run.turn(run.last_heard + FORGET_S + 1)
+    run.turn(run.last_received + FORGET_S + 1)
 
     assert (run.recent.steps(), run.recent.num_bytes) == ([], 0)
     assert ask(run, kind="wgrad", aggregate="*") == before
@@ -256,10 +256,10 @@ def test_a_slow_spool_neither_holds_up_judging_nor_other_answers(
 
     monkeypatch.setattr(series_api, "recorded_views", slow)
     monkeypatch.setattr(series_api, "WAIT_S", 0.01)
-    desk = SeriesQueries()
+    commands = SeriesQueries()
     old = SeriesRequest.parse([("kind", "wgrad"), ("aggregate", "*"), ("from", "0")])
     answers: list[dict[str, Any]] = []
-    thread = threading.Thread(target=lambda: answers.append(desk.answer([run], old)))
+    thread = threading.Thread(target=lambda: answers.append(commands.answer([run], old)))
     thread.start()
     try:
         assert reading.wait(30)
@@ -267,8 +267,8 @@ def test_a_slow_spool_neither_holds_up_judging_nor_other_answers(
         catch_up(run)
         assert run.status.metrics().judged_step == 5, "steps are judged meanwhile"
         with pytest.raises(Busy):
-            desk.answer([run], old)
-        assert desk.answer([run], SeriesRequest.parse([("kind", "wgrad")]))["series"], "memory is answered meanwhile"
+            commands.answer([run], old)
+        assert commands.answer([run], SeriesRequest.parse([("kind", "wgrad")]))["series"], "memory is answered meanwhile"
     finally:
         go_on.set()
         thread.join(30)
@@ -347,13 +347,13 @@ def test_a_glob_that_matches_nothing_names_what_is_near(source: SyntheticRun, ru
 def test_over_http_with_tokens_and_json_errors(source: SyntheticRun, run: ServedRun) -> None:
     source.write(3)
     catch_up(run)
-    desk = SeriesQueries()
+    commands = SeriesQueries()
 
     class OneRun:
         def series(self, request: SeriesRequest) -> dict[str, Any]:
             if request.run not in (None, "run"):
                 raise UnknownRun(f'run "{request.run}": expected one that is served here')
-            return desk.answer([run], request)
+            return commands.answer([run], request)
 
     def client_of(listen: str) -> TestClient:
         gate = RequestGate(HttpConfig.parse(listen), TOKENS)

@@ -25,9 +25,9 @@ def test_a_rank_that_is_stopped_is_to_be_continued_and_not_called_late() -> None
 
     (incident,) = IncidentTracker().update(40, [stopped])
 
-    told = " ".join(incident.evidence)
-    assert "kill -CONT" in told
-    assert "py-spy" not in told and "late or silent" not in told
+    notified = " ".join(incident.evidence)
+    assert "kill -CONT" in notified
+    assert "py-spy" not in notified and "late or silent" not in notified
 
 
 @pytest.mark.parametrize(
@@ -41,10 +41,10 @@ def test_a_rank_that_is_stopped_is_to_be_continued_and_not_called_late() -> None
     ],
 )
 def test_a_router_that_collapsed_is_not_mended_by_a_lower_learning_rate(kind: str, name: str, is_router: bool) -> None:
-    case = Evidence(opened=40, is_liveness=False)
-    case.join([anomaly(kind, name, "norm", "ExplodingTensor"), anomaly("scalar", "loss", "value", "LossSpike")], None)
+    evidence = Evidence(opened=40, is_liveness=False)
+    evidence.join([anomaly(kind, name, "norm", "ExplodingTensor"), anomaly("scalar", "loss", "value", "LossSpike")], None)
 
-    text = advice(case, Diagnosis(verdict="model"))
+    text = advice(evidence, Diagnosis(suspected="model"))
 
     assert ("loads of the router layers.1.mlp." in text) == is_router
     assert ("learning rate" in text) == (not is_router)

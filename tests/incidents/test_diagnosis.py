@@ -92,14 +92,14 @@ class Run:
     def take(self, *anomalies: Anomaly, going: tuple[Anomaly, ...] = (), **facts: object) -> Incident | None:
         """Close a step; returns the newest revision so far."""
         of_step = [msgspec.structs.replace(one, step=self.step) for one in anomalies]
-        told = {**self.usual, "ongoing": frozenset(one.id for one in (*of_step, *going)), **facts}
+        notified = {**self.usual, "ongoing": frozenset(one.id for one in (*of_step, *going)), **facts}
         skipped = bool(facts.get("is_skipped"))
         self.revisions += self.tracker.update(
             self.step,
             of_step,
             time=float(self.step),
             is_skipped=skipped,
-            facts=StepFacts(**told),  # type: ignore[arg-type]
+            facts=StepFacts(**notified),  # type: ignore[arg-type]
         )
         self.step += 1
         return self.revisions[-1] if self.revisions else None
@@ -113,7 +113,7 @@ class Run:
     @property
     def ever(self) -> set[str]:
         """All verdicts that were given."""
-        return {one.verdict for one in self.revisions}
+        return {one.suspected for one in self.revisions}
 
 
 def said(incident: Incident) -> str:
@@ -123,11 +123,11 @@ def said(incident: Incident) -> str:
 def test_one_step_that_passes_is_the_batch_and_is_listed() -> None:
     run = Run()
     run.take(loss(30, moved_ranks=(0, 1, 2, 3)), samples={0: (7, 8), 1: ("a",)})
-    assert run.revisions[-1].verdict == "unknown"
+    assert run.revisions[-1].suspected == "unknown"
 
     found = run.well()
 
-    assert (found.verdict, found.skip_steps, found.skip_ranks) == ("batch", (30,), ())
+    assert (found.suspected, found.skip_steps, found.skip_ranks) == ("batch", (30,), ())
     assert found.skip_samples == (7, 8, "a")
     assert "all 4 data-parallel replicas moved alike" in said(found)
     assert "9 against 1" in said(found)
@@ -139,7 +139,7 @@ def test_one_replicas_part_of_a_batch_is_no_hardware() -> None:
 
     found = run.well()
 
-    assert (found.verdict, found.skip_ranks, found.skip_samples) == ("batch", (2,), ("s2",))
+    assert (found.suspected, found.skip_ranks, found.skip_samples) == ("batch", (2,), ("s2",))
     assert "hardware" not in run.ever
 
 
@@ -150,12 +150,12 @@ def test_what_does_not_pass_is_the_model() -> None:
     for _ in range(4):
         run.take(going=(spike,))
 
-    assert run.revisions[-1].verdict == "model"
-    assert run.well(5).verdict == "model", "that it ended later makes no batch of it"
+    assert run.revisions[-1].suspected == "model"
+    assert run.well(5).suspected == "model", "that it ended later makes no batch of it"
 
 
 @pytest.mark.parametrize(
-    ("norms", "verdict", "skipped"),
+    ("norms", "suspected", "skipped"),
     [
         ((9.0, 3.0, 2.0, 1.5, 1.2, 1.1), "batch", (30,)),  # the mark that a bad batch leaves
         ((9.0, 8.5, 3.0, 2.0, 1.5, 1.2), "batch", (30, 31)),
@@ -165,19 +165,19 @@ def test_what_does_not_pass_is_the_model() -> None:
     ],
 )
 def test_aftermath_of_a_batch_fades_and_what_the_model_does_stays(
-    norms: tuple[float, ...], verdict: str, skipped: tuple[int, ...]
+    norms: tuple[float, ...], suspected: str, skipped: tuple[int, ...]
 ) -> None:
     run = Run()
     spike = anomaly(
         "scalar", "grad_norm", 30, rule="grad-norm-spike", detector="GradNormSpike", statistic="value", value=norms[0]
     )
-    for at, norm in enumerate(norms * 2 if verdict == "model" else norms):
+    for at, norm in enumerate(norms * 2 if suspected == "model" else norms):
         going = (spike,) if norm > 1.4 and at else ()
         run.take(*((spike,) if not at else ()), going=going, results={"grad_norm": norm})
-    found = run.well(results={"grad_norm": 1.0}) if verdict == "batch" else run.revisions[-1]
+    found = run.well(results={"grad_norm": 1.0}) if suspected == "batch" else run.revisions[-1]
 
-    assert (found.verdict, found.skip_steps) == (verdict, skipped)
-    assert ({"batch", "model"} - {verdict}).isdisjoint(run.ever), "nothing else was said before"
+    assert (found.suspected, found.skip_steps) == (suspected, skipped)
+    assert ({"batch", "model"} - {suspected}).isdisjoint(run.ever), "nothing else was said before"
 
 
 def test_one_replica_that_keeps_moving_is_not_known() -> None:
@@ -199,7 +199,7 @@ def test_a_jump_of_the_learning_rate_explains_what_follows() -> None:
 
     found = run.well()
 
-    assert found.verdict == "model"
+    assert found.suspected == "model"
     assert "lr rose from 0.001 to 0.1 (100 times) at step 30" in said(found)
 
 
@@ -215,7 +215,7 @@ def test_what_a_raised_rate_brings_later_is_one_incident_until_it_is_put_back() 
     run.well(6, **raised)
 
     assert len({one.id for one in run.revisions}) == 1
-    assert {one.verdict for one in run.revisions[2:]} == {"model"}
+    assert {one.suspected for one in run.revisions[2:]} == {"model"}
     for _ in range(20):
         run.take(going=(first,))
     run.take(loss(80), going=(first,))
@@ -228,19 +228,19 @@ def test_warm_up_is_no_jump() -> None:
         run.take(rates={"lr": 1e-4 * (step + 1)})
     run.take(loss(30), rates={"lr": 3e-3})
 
-    assert run.well().verdict == "batch"
+    assert run.well().suspected == "batch"
 
 
-@pytest.mark.parametrize(("score", "verdict"), [(1.4, "batch"), (0.2, "unknown"), (None, "batch")])
-def test_sister_runs_convict_or_acquit_the_batch(score: float | None, verdict: str) -> None:
+@pytest.mark.parametrize(("score", "suspected"), [(1.4, "batch"), (0.2, "unknown"), (None, "batch")])
+def test_reference_runs_convict_or_acquit_the_batch(score: float | None, suspected: str) -> None:
     run = Run()
     run.take(loss(30, reference_score=score))
     soon = run.well(2)
 
     found = run.well()
 
-    assert found.verdict == verdict
-    assert soon.verdict == ("batch" if score == 1.4 else "unknown")
+    assert found.suspected == suspected
+    assert soon.suspected == ("batch" if score == 1.4 else "unknown")
     assert ("not the batch" in said(found)) is (score == 0.2)
 
 
@@ -250,7 +250,7 @@ def test_growth_then_nan_is_the_model() -> None:
     run.take(loss(31, value=30.0))
     run.take(*(nan("layers.2.mlp", 32, lane) for lane in range(4)), is_skipped=True)
 
-    assert run.well().verdict == "model"
+    assert run.well().suspected == "model"
 
 
 def test_copy_that_differs_from_all_others_is_hardware() -> None:
@@ -258,13 +258,13 @@ def test_copy_that_differs_from_all_others_is_hardware() -> None:
     run.take(diverged(30), num_differing=1, divergences=(differing(),))
     found = run.well(num_differing=1, divergences=(differing(),))
 
-    assert found.verdict == "hardware"
+    assert found.suspected == "hardware"
     assert "bit-identical on all 4 copies until step 29" in said(found)
     assert "rank 2 alone differs" in said(found)
 
 
 @pytest.mark.parametrize(
-    ("case", "facts"),
+    ("evidence", "facts"),
     [
         ("nobody has a majority", {"num_differing": 1, "divergences": (differing(is_sure=False, accused=(0, 1, 2, 3)),)}),
         ("rank 0 alone, and more than one element", {"num_differing": 1, "divergences": (differing(accused=(0,)),)}),
@@ -272,13 +272,13 @@ def test_copy_that_differs_from_all_others_is_hardware() -> None:
         ("reduced gradients alone", {"num_differing": 1, "divergences": (differing(kind="wgrad"),)}),
     ],
 )
-def test_copies_that_a_program_may_have_changed_are_not_hardware(case: str, facts: dict[str, object]) -> None:
+def test_copies_that_a_program_may_have_changed_are_not_hardware(evidence: str, facts: dict[str, object]) -> None:
     run = Run()
-    kind = "wgrad" if "gradients" in case else "param"
+    kind = "wgrad" if "gradients" in evidence else "param"
     run.take(msgspec.structs.replace(diverged(30), kind=kind), **facts)
     run.well()
 
-    assert run.ever == {"unknown"}, case
+    assert run.ever == {"unknown"}, evidence
     assert len(said(run.revisions[-1])) > 40
 
 
@@ -288,7 +288,7 @@ def test_many_tensors_that_differ_at_once_are_the_programs() -> None:
     run.take(diverged(30), num_differing=30, divergences=of)
     found = run.well(num_differing=30, divergences=of)
 
-    assert found.verdict == "program"
+    assert found.suspected == "program"
     assert "drain" in said(found) and "no machine need be drained" in said(found)
 
 
@@ -298,12 +298,12 @@ def test_reduced_gradients_that_differ_in_every_step_were_left_out_of_the_exchan
     run.take(diverged(30), num_differing=2, divergences=of)
     found = run.well(num_differing=2, divergences=of)
 
-    assert found.verdict == "program"
+    assert found.suspected == "program"
     assert "no_sync" in said(found)
 
 
-@pytest.mark.parametrize(("is_before", "verdict"), [(False, "hardware"), (True, "program")])
-def test_gradients_that_differ_behind_one_bit_of_a_weight_follow_from_it(is_before: bool, verdict: str) -> None:
+@pytest.mark.parametrize(("is_before", "suspected"), [(False, "hardware"), (True, "program")])
+def test_gradients_that_differ_behind_one_bit_of_a_weight_follow_from_it(is_before: bool, suspected: str) -> None:
     bit = differing(is_sure=False, accused=(0, 1), num_copies=2, change="bit", change_words="differ by one bit, 2**20")
     gradient = differing(kind="wgrad", name="pos.weight", is_sure=False, accused=(0, 1), num_copies=2)
     run = Run(dp=2)
@@ -315,17 +315,17 @@ def test_gradients_that_differ_behind_one_bit_of_a_weight_follow_from_it(is_befo
         run.take(first, num_differing=1, divergences=(bit, gradient))
     found = run.well(num_differing=9, divergences=(bit, gradient))
 
-    assert found.verdict == verdict
+    assert found.suspected == suspected
 
 
-@pytest.mark.parametrize(("number", "verdict"), [(1, "unknown"), (20, "program")])
-def test_copies_that_never_were_alike_are_not_hardware(number: int, verdict: str) -> None:
+@pytest.mark.parametrize(("number", "suspected"), [(1, "unknown"), (20, "program")])
+def test_copies_that_never_were_alike_are_not_hardware(number: int, suspected: str) -> None:
     run = Run(healthy=0)
     of = tuple(differing(name=f"w{i}") for i in range(number))
     run.take(diverged(0), num_differing=number, divergences=of)
     run.well(num_differing=number, divergences=of)
 
-    assert run.ever == {"unknown", verdict}
+    assert run.ever == {"unknown", suspected}
 
 
 def test_one_bit_between_two_copies_is_hardware_of_either() -> None:
@@ -335,7 +335,7 @@ def test_one_bit_between_two_copies_is_hardware_of_either() -> None:
     run.take(diverged(30), num_differing=1, divergences=(two,))
     found = run.well(num_differing=1, divergences=(two,))
 
-    assert found.verdict == "hardware"
+    assert found.suspected == "hardware"
     assert "one of ranks 0, 1" in said(found)
 
 
@@ -398,7 +398,7 @@ def test_nan_of_several_replicas_at_several_steps_is_the_model() -> None:
         run.take()
         origin(run, lane=lane)
 
-    assert run.well(8).verdict == "model"
+    assert run.well(8).suspected == "model"
     assert "hardware" not in run.ever
 
 
@@ -408,7 +408,7 @@ def test_nan_on_every_replica_that_passes_is_the_batch() -> None:
 
     found = run.well()
 
-    assert (found.verdict, found.skip_steps) == ("batch", (30,))
+    assert (found.suspected, found.skip_steps) == ("batch", (30,))
 
 
 def test_infinities_of_half_precision_are_precision() -> None:
@@ -416,7 +416,7 @@ def test_infinities_of_half_precision_are_precision() -> None:
     run.take(nan("layers.2.mlp", 30, statistic="infs", dtype="float16"), is_skipped=True, upstream={}, has_narrow=True)
     found = run.well(loss_scale=65536.0)
 
-    assert found.verdict == "precision"
+    assert found.suspected == "precision"
     assert "before anything held a NaN" in said(found)
 
 
@@ -435,11 +435,11 @@ def test_loss_scale_that_keeps_falling_is_precision() -> None:
     for scale in (16384.0, 8192.0, 4096.0, 2048.0):
         run.take(going=(spike,), loss_scale=scale)
 
-    assert run.revisions[-1].verdict == "precision"
+    assert run.revisions[-1].suspected == "precision"
 
 
 def test_share_of_overflow_says_nothing_where_nobody_trains_in_that_format() -> None:
-    for has_narrow, verdict in ((True, "precision"), (False, "model")):
+    for has_narrow, suspected in ((True, "precision"), (False, "model")):
         run = Run(has_narrow=has_narrow)
         share = anomaly("precision", "fc1.fp16_overflow", 30, detector="PrecisionLoss", severity=Severity.INFO)
         spike = loss(30)
@@ -447,7 +447,7 @@ def test_share_of_overflow_says_nothing_where_nobody_trains_in_that_format() -> 
         for _ in range(4):
             run.take(going=(spike,))
 
-        assert run.revisions[-1].verdict == verdict
+        assert run.revisions[-1].suspected == suspected
 
 
 def test_slow_rank_is_never_called_hardware() -> None:
@@ -464,17 +464,17 @@ def test_a_diagnosis_is_changed_by_evidence_once_and_says_why() -> None:
     spike = loss(30)
     run.take(spike)
     run.well(6)
-    assert run.revisions[-1].verdict == "batch"
+    assert run.revisions[-1].suspected == "batch"
     again = msgspec.structs.replace(loss(37), id="again")
     run.take(again)
     for _ in range(8):
         run.take(going=(again,))
 
     found = run.revisions[-1]
-    assert (found.verdict, found.skip_steps) == ("model", ())
+    assert (found.suspected, found.skip_steps) == ("model", ())
     assert found.evidence[0].startswith("batch -> model at step ")
     assert ", because " in found.evidence[0]
-    assert sum(b.verdict != a.verdict for a, b in itertools.pairwise(run.revisions)) == 2
+    assert sum(b.suspected != a.suspected for a, b in itertools.pairwise(run.revisions)) == 2
 
 
 def test_a_diagnosis_that_comes_and_goes_is_not_told_each_time() -> None:
@@ -485,19 +485,19 @@ def test_a_diagnosis_that_comes_and_goes_is_not_told_each_time() -> None:
         run.take(*(() if at else (root,)), going=(root,), is_skipped=True)
         run.well(9)
 
-    changes = [b.verdict for a, b in itertools.pairwise(run.revisions) if a.verdict != b.verdict]
+    changes = [b.suspected for a, b in itertools.pairwise(run.revisions) if a.suspected != b.suspected]
     assert len(changes) <= 2, changes
 
 
 def test_the_end_of_an_incident_tells_what_was_not_held_for_long() -> None:
     run = Run()
     run.take(diverged(30), num_differing=1, divergences=(differing(),))
-    assert run.revisions[-1].verdict == "unknown"
+    assert run.revisions[-1].suspected == "unknown"
     assert "not settled yet: hardware: " in said(run.revisions[-1])
 
     (ended,) = run.tracker.update(31, [], ended=RunEnd(how="signal", rank=2))
 
-    assert (ended.state, ended.verdict) == ("ended", "hardware")
+    assert (ended.state, ended.suspected) == ("ended", "hardware")
 
 
 def test_nothing_is_said_anew_while_nothing_changes() -> None:
@@ -542,7 +542,7 @@ OF_INPUT = TensorReading(name="layers.2.norm", smallest=0.1, largest=1.1, num_ze
 
 
 @pytest.mark.parametrize(
-    ("verdict", "words", "maker", "fields"),
+    ("suspected", "words", "maker", "fields"),
     [
         ("program", "layers.2.mlp computes log", LOG, {}),
         ("program", "clamp its argument", LOG, {}),
@@ -560,7 +560,7 @@ OF_INPUT = TensorReading(name="layers.2.norm", smallest=0.1, largest=1.1, num_ze
     ],
 )  # fmt: skip
 def test_a_function_outside_its_domain_is_the_program_and_is_named(
-    verdict: str, words: str, maker: Maker | dict[str, object], fields: dict[str, object]
+    suspected: str, words: str, maker: Maker | dict[str, object], fields: dict[str, object]
 ) -> None:
     made = maker if isinstance(maker, Maker) else msgspec.structs.replace(LOG, **maker)
     run = Run()
@@ -568,7 +568,7 @@ def test_a_function_outside_its_domain_is_the_program_and_is_named(
     run.take(one, is_skipped=True, upstream={one.id: WELL}, makers={"1/activation/layers.2.mlp": made})
     found = run.well(4)
 
-    assert found.verdict == verdict, said(found)
+    assert found.suspected == suspected, said(found)
     assert words in said(found)
 
 
@@ -578,11 +578,11 @@ def test_an_infinity_is_not_called_a_square_root() -> None:
     made = msgspec.structs.replace(LOG, functions=("sqrt",), is_inf=True)
     run.take(one, is_skipped=True, upstream={one.id: WELL}, makers={"1/activation/layers.2.mlp": made})
 
-    assert run.well().verdict == "unknown"
+    assert run.well().suspected == "unknown"
 
 
 def test_weights_that_finite_gradients_made_no_numbers_are_the_update() -> None:
-    for gradients, number, verdict in ((40, 64.0, "program"), (0, 64.0, "unknown"), (40, 1.0, "unknown")):
+    for gradients, number, suspected in ((40, 64.0, "program"), (0, 64.0, "unknown"), (40, 1.0, "unknown")):
         run = Run(num_gradients=gradients)
         bad = anomaly(
             "param", "layers.1.weight", 30, rank=0, statistic="nans", value=number, rule="non-finite", detector="AnomalyNan",
@@ -592,7 +592,7 @@ def test_weights_that_finite_gradients_made_no_numbers_are_the_update() -> None:
         for _ in range(4):
             run.take(going=(bad,), num_gradients=0)
 
-        assert run.revisions[-1].verdict == verdict, said(run.revisions[-1])
+        assert run.revisions[-1].suspected == suspected, said(run.revisions[-1])
 
 
 def test_a_loss_that_is_back_at_once_was_its_batch_however_long_the_optimizer_remembers() -> None:
@@ -613,7 +613,7 @@ def test_gradients_of_a_young_run_alone_are_no_batch_to_skip() -> None:
     run.take(*wide, anomaly("scalar", "grad_norm", 30, value=2.3))
     found = run.well()
 
-    assert (found.verdict, found.skip_steps) == ("unknown", ())
+    assert (found.suspected, found.skip_steps) == ("unknown", ())
     assert "ordinary of a run that is 30 steps old" in said(found)
 
 
@@ -703,7 +703,7 @@ def test_an_output_of_nothing_but_zeros_is_the_model_once_it_stays() -> None:
     for _ in range(6):
         run.take(going=(out,))
 
-    assert run.revisions[-1].verdict == "model"
+    assert run.revisions[-1].suspected == "model"
     assert "exactly 0" in said(run.revisions[-1])
 
 
@@ -716,7 +716,7 @@ def test_gradients_that_one_rank_got_wrong_once_are_the_exchange() -> None:
     weights = tuple(differing(name=f"layers.1.{part}.weight") for part in ("attn", "mlp", "norm"))
     first = msgspec.structs.replace(diverged(30), kind="wgrad")
     later = diverged(31)
-    for rank, again, verdict in ((2, False, "hardware"), (3, False, "unknown"), (2, True, "unknown")):
+    for rank, again, suspected in ((2, False, "hardware"), (3, False, "unknown"), (2, True, "unknown")):
         run = Run()
         run.take(first, **odd_gradients(30, rank))
         run.take(later, num_differing=3, divergences=weights)
@@ -725,8 +725,8 @@ def test_gradients_that_one_rank_got_wrong_once_are_the_exchange() -> None:
         for _ in range(4):
             run.take(going=(later,), num_differing=3, divergences=weights)
 
-        assert run.revisions[-1].verdict == verdict, said(run.revisions[-1])
-        assert ("hardware" in run.ever) is (verdict == "hardware")
+        assert run.revisions[-1].suspected == suspected, said(run.revisions[-1])
+        assert ("hardware" in run.ever) is (suspected == "hardware")
 
 
 @pytest.mark.parametrize("border", ["", "block_output"])
@@ -734,13 +734,13 @@ def test_whole_rows_that_went_bad_once_are_the_data(border: str) -> None:
     run = Run(dp=1)
     one = nan("layers.2.mlp", 30, dp_size=1, place={}, value=64.0, border=border)
     run.take(one, is_skipped=True, samples={0: ("a", "b")})
-    assert run.well(3).verdict == "unknown"
+    assert run.well(3).suspected == "unknown"
     found = run.well(4)
 
     if border:
         assert run.ever == {"unknown"}, "behind a whole block one lost number is a row as well"
         return
-    assert (found.verdict, found.skip_steps, found.skip_samples) == ("batch", (30,), ("a", "b"))
+    assert (found.suspected, found.skip_steps, found.skip_samples) == ("batch", (30,), ("a", "b"))
     assert "64 elements of layers.2" in said(found)
 
 
@@ -749,16 +749,16 @@ def test_what_is_made_of_the_data_first_tells_of_the_data() -> None:
     run.take(anomaly("activation", "stem", 30, dp_size=1, depth=0, border="block_input", value=5.0))
     found = run.well()
 
-    assert (found.verdict, found.skip_steps) == ("batch", (30,))
+    assert (found.suspected, found.skip_steps) == ("batch", (30,))
     assert "before the first block" in said(found)
 
 
 @pytest.mark.parametrize(
-    ("values", "verdict", "skipped"),
+    ("values", "suspected", "skipped"),
     [((9, 8.8, 9.1, 8.9, 1, 1), "batch", (30, 31, 32, 33)), ((9, 8.8, 8.9, 9, 8.7, 8.8, 8.9, 8.8), "model", ())],
 )
 def test_a_loss_that_comes_back_at_once_was_a_stretch_of_data(
-    values: tuple[float, ...], verdict: str, skipped: tuple[int, ...]
+    values: tuple[float, ...], suspected: str, skipped: tuple[int, ...]
 ) -> None:
     run = Run()
     spike = loss(30)
@@ -766,16 +766,16 @@ def test_a_loss_that_comes_back_at_once_was_a_stretch_of_data(
         run.take(*(() if at else (spike,)), going=(spike,) if value > 2 else (), results={"loss": value})
     found = run.well(3, results={"loss": values[-1]})
 
-    assert (found.verdict, found.skip_steps) == (verdict, skipped)
+    assert (found.suspected, found.skip_steps) == (suspected, skipped)
 
 
 @pytest.mark.parametrize(
-    ("apart", "verdict"),
+    ("apart", "suspected"),
     [(None, "batch"), (ReplicaDeviation(name="embed", times=1.6, is_entry=True), "batch"),
      (ReplicaDeviation(name="layers.2", times=3.0, is_entry=False), "unknown")],
 )  # fmt: skip
 def test_one_replica_that_keeps_moving_while_its_forward_is_like_the_others_reads_other_data(
-    apart: ReplicaDeviation | None, verdict: str
+    apart: ReplicaDeviation | None, suspected: str
 ) -> None:
     run = Run()
     spike = loss(30, moved_ranks=(1,))
@@ -783,27 +783,27 @@ def test_one_replica_that_keeps_moving_while_its_forward_is_like_the_others_read
     for _ in range(6):
         run.take(going=(spike,), num_outputs=12)
 
-    assert run.revisions[-1].verdict == verdict
-    assert run.well(6).skip_steps == (tuple(range(30, 37)) if verdict == "batch" else ())
+    assert run.revisions[-1].suspected == suspected
+    assert run.well(6).skip_steps == (tuple(range(30, 37)) if suspected == "batch" else ())
 
 
 def test_gradients_of_a_narrow_type_that_are_zero_together_are_precision() -> None:
-    for dtype, number, verdict in (("float16", 4, "precision"), ("float32", 4, "unknown"), ("float16", 1, "unknown")):
+    for dtype, number, suspected in (("float16", 4, "precision"), ("float32", 4, "unknown"), ("float16", 1, "unknown")):
         run = Run()
         zero = [anomaly("wgrad", f"layers.{at}.weight", 30, value=0.0, dtype=dtype) for at in range(number)]
         run.take(*zero)
         run.take(going=tuple(zero))
         run.take(going=tuple(zero))
 
-        assert run.revisions[-1].verdict == verdict, (dtype, number)
+        assert run.revisions[-1].suspected == suspected, (dtype, number)
 
 
 def test_optimizer_state_that_falls_faster_than_a_mean_can_was_lost() -> None:
-    for value, verdict in ((0.1, "model"), (0.8, "unknown")):
+    for value, suspected in ((0.1, "model"), (0.8, "unknown")):
         run = Run()
         run.take(*(anomaly("exp_avg_sq", f"layers.{at}.weight", 30, value=value) for at in range(3)))
 
-        assert run.well(3).verdict == verdict
+        assert run.well(3).suspected == suspected
     assert Run().tracker.open_incidents == []
 
 
@@ -829,6 +829,6 @@ def test_a_rank_that_is_gone_is_not_called_late_nor_looked_into_with_a_debugger(
 
     (incident,) = IncidentTracker().update(40, [gone])
 
-    told = " ".join(incident.evidence)
-    assert "the process is gone" in told
-    assert "py-spy" not in told and "late or silent" not in told
+    notified = " ".join(incident.evidence)
+    assert "the process is gone" in notified
+    assert "py-spy" not in notified and "late or silent" not in notified

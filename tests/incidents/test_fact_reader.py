@@ -1,4 +1,4 @@
-"""What verdicts ask of a closed step, read from real rows: copies that differ, what lay before a NaN, sample ids."""
+"""What diagnoses ask of a closed step, read from real rows: copies that differ, what lay before a NaN, sample ids."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Steps:
         self.run = SyntheticRun(
             folder / "run", dp=dp, pp=pp, layers=3, d_model=32, elements=32, ranks=(), kinds=("param", "wgrad", "activation")
         )
-        self._told = {rank: self.run.descriptor(rank) for rank in range(self.run.num_ranks)}
-        self._layout = ModelLayout(self._told)
+        self._notified = {rank: self.run.descriptor(rank) for rank in range(self.run.num_ranks)}
+        self._layout = ModelLayout(self._notified)
 
     def view(self, step: int, change: Change | None = None) -> ClosedStep:
         parts = []
-        for rank, told in self._told.items():
+        for rank, notified in self._notified.items():
             rows, end = self.run.observe(rank, step)
             rows = rows.copy()
             end = (change(rank, rows, end) if change is not None else None) or end
-            parts.append(RankStep(rank=rank, descriptor=told, rows=rows, end_step=end, time=float(step)))
+            parts.append(RankStep(rank=rank, descriptor=notified, rows=rows, end_step=end, time=float(step)))
         return ClosedStep(run="run", attempt=0, step=step, layout=self._layout, parts=parts)
 
     def judged(self, until: int, num_steps: int, change: Change | None) -> list[Incident]:
@@ -86,9 +86,9 @@ def test_what_parts_two_copies(tmp_path: Path, what: str, change: str, differ: i
 
     def differing(rank: int, rows: np.ndarray, end: EndStep) -> None:
         at = weight_row(steps, rank, rows)
-        told = of(odd if rank else well)
+        notified = of(odd if rank else well)
         for name in ("count", "mean", "m2", "m3", "m4", "min", "max"):
-            rows[name][at] = told[name]
+            rows[name][at] = notified[name]
         rows["checksum"][at] = 10**15 + (differ if rank else 0)
 
     facts = FactReader().read(steps.view(3, differing), (), ())
@@ -145,8 +145,8 @@ def test_one_bit_on_one_of_two_replicas_is_hardware_and_weights_loaded_anew_are_
         if rank == 1:
             rows["checksum"][rows["kind"] == Kind.PARAM] += np.uint64(99991)
 
-    assert [one.verdict for one in steps.judged(12, 4, flip)][-1] == "hardware"
-    assert {one.verdict for one in steps.judged(12, 4, reload)} == {"unknown", "program"}
+    assert [one.suspected for one in steps.judged(12, 4, flip)][-1] == "hardware"
+    assert {one.suspected for one in steps.judged(12, 4, reload)} == {"unknown", "program"}
     assert steps.judged(12, 4, None) == []
 
 
@@ -161,7 +161,7 @@ def test_batch_names_the_samples_of_the_replica_that_moved(tmp_path: Path) -> No
 
     found = [one for one in steps.judged(50, 5, spike) if "LossSpike" in one.detectors][-1]
 
-    assert (found.verdict, found.skip_steps, found.skip_ranks) == ("batch", (50,), (1,))
+    assert (found.suspected, found.skip_steps, found.skip_ranks) == ("batch", (50,), (1,))
     assert found.skip_samples == (501, "r1")
 
 
@@ -222,7 +222,7 @@ def test_one_element_that_is_nearly_all_of_a_weight_is_read_where_something_is_a
     assert not reader.read(steps.view(16), (), ()).odd_weights
 
     found = steps.judged(20, 4, change)
-    assert found[-1].verdict == "hardware"
+    assert found[-1].suspected == "hardware"
     assert "no update reaches that" in " ".join(found[-1].evidence)
 
 

@@ -44,7 +44,7 @@ def loss(step: int, value: float, severity: Severity = CRITICAL) -> Anomaly:
     return anomaly("scalar", "loss", step, severity, statistic="value", rule="loss-spike", detector="LossSpike", value=value)
 
 
-class Told:
+class Notified:
     """A tracker, and what a sink that hears warnings and pages is told of its revisions."""
 
     def __init__(self, **config: object) -> None:
@@ -72,164 +72,164 @@ class Told:
 
 
 def test_an_older_note_about_one_rank_does_not_hide_a_true_straggler_elsewhere() -> None:
-    told = Told()
-    told.step(16, slow(1, 16, 0.139, INFO))
-    told.quiet(17, 21)
-    told.step(22, slow(0, 22, 0.141, INFO))
-    told.quiet(23, 40)
+    notified = Notified()
+    notified.step(16, slow(1, 16, 0.139, INFO))
+    notified.quiet(17, 21)
+    notified.step(22, slow(0, 22, 0.141, INFO))
+    notified.quiet(23, 40)
 
     for step in range(41, 50):
-        told.step(step, *([slow(3, step, 4.0)] if step == 43 else []))
+        notified.step(step, *([slow(3, step, 4.0)] if step == 43 else []))
 
-    assert told.messages == [(43, "opened", "rank 3 works 4.0 s")]
+    assert notified.messages == [(43, "opened", "rank 3 works 4.0 s")]
 
 
 def test_the_same_ranks_older_note_does_not_hide_it_either() -> None:
-    told = Told()
-    told.step(30, slow(3, 30, 0.139, INFO))
-    told.quiet(31, 42)
+    notified = Notified()
+    notified.step(30, slow(3, 30, 0.139, INFO))
+    notified.quiet(31, 42)
 
-    told.step(43, slow(3, 43, 4.0))
+    notified.step(43, slow(3, 43, 4.0))
 
-    assert told.messages == [(43, "opened", "rank 3 works 4.0 s")]
+    assert notified.messages == [(43, "opened", "rank 3 works 4.0 s")]
 
 
 def test_a_note_that_lasts_becomes_the_warning_and_tells_its_own_figures() -> None:
-    told = Told()
-    told.step(41, slow(3, 41, 0.139, INFO))
-    told.step(42)
-    told.step(43, slow(3, 43, 2.0))
+    notified = Notified()
+    notified.step(41, slow(3, 41, 0.139, INFO))
+    notified.step(42)
+    notified.step(43, slow(3, 43, 2.0))
 
-    (incident,) = told.tracker.open_incidents
-    assert told.messages == [(43, "opened", "rank 3 works 2.0 s")]
+    (incident,) = notified.tracker.open_incidents
+    assert notified.messages == [(43, "opened", "rank 3 works 2.0 s")]
     assert incident.root == slow(3, 43, 2.0).id
     assert any("told before: rank 3 works 0.139 s" in line for line in incident.evidence)
 
 
 def test_two_slow_ranks_are_two_incidents() -> None:
-    told = Told()
-    told.step(41, slow(1, 41, 2.0), slow(3, 41, 3.0))
+    notified = Notified()
+    notified.step(41, slow(1, 41, 2.0), slow(3, 41, 3.0))
 
-    assert sorted(title for _, _, title in told.messages) == ["rank 1 works 2.0 s", "rank 3 works 3.0 s"]
+    assert sorted(title for _, _, title in notified.messages) == ["rank 1 works 2.0 s", "rank 3 works 3.0 s"]
 
 
 def test_what_is_several_times_worse_is_told_once_with_its_own_figures() -> None:
-    told = Told()
-    told.step(41, slow(3, 41, 0.06))
-    told.quiet(42, 45)
-    told.step(46, slow(3, 46, 2.0))
-    told.quiet(47, 49)
-    told.step(50, slow(3, 50, 2.2))
-    told.quiet(51, 55)
+    notified = Notified()
+    notified.step(41, slow(3, 41, 0.06))
+    notified.quiet(42, 45)
+    notified.step(46, slow(3, 46, 2.0))
+    notified.quiet(47, 49)
+    notified.step(50, slow(3, 50, 2.2))
+    notified.quiet(51, 55)
 
-    assert told.messages == [(41, "opened", "rank 3 works 0.06 s"), (46, "worse", "rank 3 works 2.0 s")]
+    assert notified.messages == [(41, "opened", "rank 3 works 0.06 s"), (46, "worse", "rank 3 works 2.0 s")]
 
 
 def test_an_explosion_is_one_more_message_however_many_steps_it_grows() -> None:
-    told = Told()
+    notified = Notified()
     for step, value in enumerate([1.5, 6.0, 40.0, 900.0, 901.0, 902.0], start=41):
-        told.step(step, loss(step, value))
-    told.quiet(47, 52)
+        notified.step(step, loss(step, value))
+    notified.quiet(47, 52)
 
-    assert [change for _, change, _ in told.messages] == ["opened", "worse"]
-    assert "901" in told.messages[1][2] or "900" in told.messages[1][2]
+    assert [change for _, change, _ in notified.messages] == ["opened", "worse"]
+    assert "901" in notified.messages[1][2] or "900" in notified.messages[1][2]
 
 
 def test_a_slow_rank_that_falls_silent_is_told_as_silent() -> None:
-    told = Told()
-    told.step(41, slow(3, 41, 2.0))
-    told.step(44, silent(3, 44))
+    notified = Notified()
+    notified.step(41, slow(3, 41, 2.0))
+    notified.step(44, silent(3, 44))
 
-    assert told.messages == [(41, "opened", "rank 3 works 2.0 s"), (44, "opened", "rank 3 is silent")]
+    assert notified.messages == [(41, "opened", "rank 3 works 2.0 s"), (44, "opened", "rank 3 is silent")]
 
 
 def test_a_slow_rank_that_falls_silent_at_once_is_the_same_incident_and_told_as_silent() -> None:
-    told = Told()
-    told.step(41, slow(3, 41, 2.0))
-    told.step(42, silent(3, 42))
+    notified = Notified()
+    notified.step(41, slow(3, 41, 2.0))
+    notified.step(42, silent(3, 42))
 
-    assert told.messages == [(41, "opened", "rank 3 works 2.0 s"), (42, "raised", "rank 3 is silent")]
+    assert notified.messages == [(41, "opened", "rank 3 works 2.0 s"), (42, "raised", "rank 3 is silent")]
 
 
 def test_ill_timing_and_ill_numbers_never_share_an_incident() -> None:
-    told = Told()
-    told.step(41, slow(3, 41, 2.0), loss(41, 9.0))
+    notified = Notified()
+    notified.step(41, slow(3, 41, 2.0), loss(41, 9.0))
 
-    assert len(told.tracker.open_incidents) == 2
+    assert len(notified.tracker.open_incidents) == 2
 
 
 def test_a_note_does_not_take_in_other_tensors_and_grow_grave_by_them() -> None:
-    told = Told()
-    told.step(26, anomaly("wgrad", "blocks.0.fc.weight", 26, INFO))
+    notified = Notified()
+    notified.step(26, anomaly("wgrad", "blocks.0.fc.weight", 26, INFO))
     for step in (36, 38, 40):
-        told.step(step, anomaly("activation", "blocks.5.attn", step, INFO))
-    told.step(42, anomaly("activation", "blocks.5.attn", 42, WARNING))
+        notified.step(step, anomaly("activation", "blocks.5.attn", step, INFO))
+    notified.step(42, anomaly("activation", "blocks.5.attn", 42, WARNING))
 
-    assert [(step, change) for step, change, _ in told.messages] == [(42, "opened")]
-    (first,) = [one for one in told.tracker.open_incidents if one.opened_step == 26]
+    assert [(step, change) for step, change, _ in notified.messages] == [(42, "opened")]
+    (first,) = [one for one in notified.tracker.open_incidents if one.opened_step == 26]
     assert (first.severity, first.num_members) == (INFO, 1)
 
 
 def test_what_follows_of_a_spike_in_the_next_steps_is_not_told_again() -> None:
-    told = Told()
-    told.step(41, loss(41, 9.0))
-    told.step(42, anomaly("wgrad", "blocks.0.fc.weight", 42), anomaly("exp_avg", "blocks.0.fc.weight", 42))
-    told.step(44, anomaly("param", "blocks.0.fc.weight", 44))
-    told.step(55, anomaly("exp_avg_sq", "blocks.0.fc.weight", 55))
+    notified = Notified()
+    notified.step(41, loss(41, 9.0))
+    notified.step(42, anomaly("wgrad", "blocks.0.fc.weight", 42), anomaly("exp_avg", "blocks.0.fc.weight", 42))
+    notified.step(44, anomaly("param", "blocks.0.fc.weight", 44))
+    notified.step(55, anomaly("exp_avg_sq", "blocks.0.fc.weight", 55))
 
-    assert [change for _, change, _ in told.messages] == ["opened"]
+    assert [change for _, change, _ in notified.messages] == ["opened"]
 
 
 def test_a_skipped_step_carries_nothing_on() -> None:
-    told = Told()
-    told.step(41, loss(41, 9.0), is_skipped=True)
-    told.step(42, anomaly("activation", "blocks.7", 42))
+    notified = Notified()
+    notified.step(41, loss(41, 9.0), is_skipped=True)
+    notified.step(42, anomaly("activation", "blocks.7", 42))
 
-    assert [change for _, change, _ in told.messages] == ["opened", "opened"]
+    assert [change for _, change, _ in notified.messages] == ["opened", "opened"]
 
 
 def test_an_old_incident_explains_of_its_step_only_what_a_path_leads_to() -> None:
-    told = Told(quiet_steps=10)
+    notified = Notified(quiet_steps=10)
     early = {"rank": 0, "micro_step": 0, "call_id": 3, "depth": 0, "site_pos": 1, "place": {"dp": 0}, "dp_size": 2}
     other = early | {"rank": 1, "place": {"dp": 1}}
     for step in range(41, 71, 5):
-        told.step(step, anomaly("activation", "blocks.1", step, **early))
-    told.step(71, anomaly("activation", "blocks.1", 71, **early), anomaly("activation", "blocks.4", 71, **other))
+        notified.step(step, anomaly("activation", "blocks.1", step, **early))
+    notified.step(71, anomaly("activation", "blocks.1", 71, **early), anomaly("activation", "blocks.4", 71, **other))
 
-    assert [(step, change) for step, change, _ in told.messages] == [(41, "opened"), (71, "opened")]
+    assert [(step, change) for step, change, _ in notified.messages] == [(41, "opened"), (71, "opened")]
 
 
 def test_one_ranks_deviation_is_not_explained_by_anothers() -> None:
-    told = Told()
+    notified = Notified()
     skew = {"rule": "rank-skew", "detector": "RankSkew", "statistic": "value"}
-    told.step(41, anomaly("scalar", "loss", 41, rank=1, ranks=(1,), **skew))
-    told.step(43, anomaly("scalar", "loss", 43, rank=3, ranks=(3,), **skew))
+    notified.step(41, anomaly("scalar", "loss", 41, rank=1, ranks=(1,), **skew))
+    notified.step(43, anomaly("scalar", "loss", 43, rank=3, ranks=(3,), **skew))
 
-    assert [change for _, change, _ in told.messages] == ["opened", "opened"]
+    assert [change for _, change, _ in notified.messages] == ["opened", "opened"]
 
 
 def test_a_mask_of_minus_infinity_explains_no_nan() -> None:
-    told = Told()
+    notified = Notified()
     bad = {"rule": "non-finite", "detector": "AnomalyNan", "value": None, "baseline": None, "rank": 0, "micro_step": 0}
     mask = anomaly("activation", "attn.scores", 41, INFO, statistic="infs", value_text="-inf", **bad)
     nan = anomaly("activation", "attn.out", 42, CRITICAL, statistic="nans", value_text="nan", **bad)
-    told.step(41, mask)
-    told.step(42, nan)
+    notified.step(41, mask)
+    notified.step(42, nan)
 
-    assert [(step, change) for step, change, _ in told.messages] == [(42, "opened")]
-    assert told.messages[0][2].startswith("NaN born in attn.out")
+    assert [(step, change) for step, change, _ in notified.messages] == [(42, "opened")]
+    assert notified.messages[0][2].startswith("NaN born in attn.out")
 
 
 def test_the_end_of_a_run_ends_what_is_open_and_whoever_heard_of_it_hears_that() -> None:
-    told = Told()
-    told.step(41, loss(41, 9.0), slow(2, 41, 0.05, INFO))
-    told.step(41, ended=RunEnd(how="signal", rank=2, step=41, detail="SIGKILL"))
-    told.quiet(42, 43)
+    notified = Notified()
+    notified.step(41, loss(41, 9.0), slow(2, 41, 0.05, INFO))
+    notified.step(41, ended=RunEnd(how="signal", rank=2, step=41, detail="SIGKILL"))
+    notified.quiet(42, 43)
 
-    assert [(change) for _, change, _ in told.messages] == ["opened", "ended"]
-    assert {one.state for one in told.newest.values()} == {"ended"}
-    assert told.tracker.open_incidents == []
-    assert any("the run ended (signal, rank 2 first): SIGKILL" in line for line in told.worst().evidence)
+    assert [(change) for _, change, _ in notified.messages] == ["opened", "ended"]
+    assert {one.state for one in notified.newest.values()} == {"ended"}
+    assert notified.tracker.open_incidents == []
+    assert any("the run ended (signal, rank 2 first): SIGKILL" in line for line in notified.worst().evidence)
 
 
 def act(incident: Incident, what: str, **fields: object) -> IncidentAct:
@@ -237,29 +237,29 @@ def act(incident: Incident, what: str, **fields: object) -> IncidentAct:
 
 
 def test_people_acknowledge_close_and_reopen_and_each_is_told_once() -> None:
-    told = Told()
-    told.step(41, loss(41, 9.0))
-    (incident,) = told.tracker.open_incidents
+    notified = Notified()
+    notified.step(41, loss(41, 9.0))
+    (incident,) = notified.tracker.open_incidents
 
     for what in ("ack", "resolve", "reopen"):
-        told.take(42, told.tracker.act(act(incident, what)))
-    told.quiet(43, 50)
+        notified.take(42, notified.tracker.act(act(incident, what)))
+    notified.quiet(43, 50)
 
-    assert [change for _, change, _ in told.messages] == ["opened", "acknowledged", "closed", "reopened"]
-    (now,) = told.tracker.open_incidents
+    assert [change for _, change, _ in notified.messages] == ["opened", "acknowledged", "closed", "reopened"]
+    (now,) = notified.tracker.open_incidents
     assert [one.act for one in now.acts] == ["ack", "resolve", "reopen"]
-    told.quiet(51, 61)
-    assert told.messages[-1][:2] == (61, "resolved")
+    notified.quiet(51, 61)
+    assert notified.messages[-1][:2] == (61, "resolved")
 
 
 def test_an_acknowledgement_runs_out() -> None:
-    told = Told()
-    told.step(41, loss(41, 9.0))
-    (incident,) = told.tracker.open_incidents
+    notified = Notified()
+    notified.step(41, loss(41, 9.0))
+    (incident,) = notified.tracker.open_incidents
 
-    told.take(42, told.tracker.act(act(incident, "ack", until=100.0)))
+    notified.take(42, notified.tracker.act(act(incident, "ack", until=100.0)))
 
-    (now,) = told.tracker.open_incidents
+    (now,) = notified.tracker.open_incidents
     assert now.acknowledged(99.0) is not None
     assert now.acknowledged(100.0) is None
 
@@ -273,17 +273,17 @@ def test_an_acknowledgement_runs_out() -> None:
     ],
 )
 def test_acts_that_cannot_be_are_refused_and_change_nothing(before: tuple[str, ...], what: str, says: str) -> None:
-    told = Told()
-    told.step(41, loss(41, 9.0))
-    (incident,) = told.tracker.open_incidents
+    notified = Notified()
+    notified.step(41, loss(41, 9.0))
+    (incident,) = notified.tracker.open_incidents
     for one in before:
-        told.tracker.act(act(incident, one))
-    snapshot = told.tracker.snapshot()
+        notified.tracker.act(act(incident, one))
+    snapshot = notified.tracker.snapshot()
 
     with pytest.raises(ConfigError, match=says):
-        told.tracker.act(act(incident, what))
+        notified.tracker.act(act(incident, what))
 
-    assert told.tracker.snapshot() == snapshot
+    assert notified.tracker.snapshot() == snapshot
 
 
 def test_an_unknown_incident_is_refused() -> None:
@@ -292,16 +292,16 @@ def test_an_unknown_incident_is_refused() -> None:
 
 
 def test_acts_survive_a_restart() -> None:
-    told = Told()
-    told.step(41, loss(41, 9.0))
-    (incident,) = told.tracker.open_incidents
-    told.tracker.act(act(incident, "resolve"))
+    notified = Notified()
+    notified.step(41, loss(41, 9.0))
+    (incident,) = notified.tracker.open_incidents
+    notified.tracker.act(act(incident, "resolve"))
     fresh = IncidentTracker(IncidentConfig(episode_quiet_steps=0))
-    fresh.restore(told.tracker.snapshot())
+    fresh.restore(notified.tracker.snapshot())
 
     reopening = act(incident, "reopen")
     (again,) = fresh.act(reopening)
 
-    assert again == told.tracker.act(reopening)[0]
+    assert again == notified.tracker.act(reopening)[0]
     assert again.state == "open"
     assert msgspec.structs.asdict(again)["acts"][-1].act == "reopen"

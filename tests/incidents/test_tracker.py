@@ -58,7 +58,7 @@ def test_title_says_what_where_and_when():
     assert (incident.root, incident.first_causes) == (born.id, (born.id,))
     assert (incident.state, incident.severity, incident.paged) == ("open", Severity.CRITICAL, True)
     assert (incident.num_members, set(incident.members)) == (2, {born.id, later.id})
-    assert (incident.segment, incident.module, incident.verdict) == ("blocks.2", "blocks.2.mlp.fc1", "unknown")
+    assert (incident.segment, incident.module, incident.suspected) == ("blocks.2", "blocks.2.mlp.fc1", "unknown")
 
 
 @pytest.mark.parametrize(
@@ -342,9 +342,9 @@ def test_what_follows_of_an_episode_that_goes_on_opens_nothing():
     for step in range(42, 51):
         tracker.update(step, [], facts=StepFacts())
 
-    told = tracker.update(51, [storm(51, **REPLICAS)], is_skipped=True, facts=StepFacts(ongoing=frozenset({root.id})))
+    notified = tracker.update(51, [storm(51, **REPLICAS)], is_skipped=True, facts=StepFacts(ongoing=frozenset({root.id})))
 
-    assert [one.id for one in told] == [opened.id]
+    assert [one.id for one in notified] == [opened.id]
     assert len(tracker.open_incidents) == 1
 
 
@@ -369,7 +369,7 @@ def test_what_an_episode_cannot_have_made_is_an_incident_of_its_own(other, ongoi
 
 
 def test_a_consequence_stays_one_after_a_restart():
-    def told(restart):
+    def notified(restart):
         tracker = IncidentTracker()
         root = anomaly("activation", "blocks.2", 41, segment="blocks.2", **REPLICAS)
         found = tracker.update(41, [root], is_skipped=True, facts=StepFacts(ongoing=frozenset({root.id})))
@@ -380,7 +380,7 @@ def test_a_consequence_stays_one_after_a_restart():
         facts = StepFacts(ongoing=frozenset({root.id}))
         return [*found, *tracker.update(49, [storm(49, **REPLICAS)], is_skipped=True, facts=facts)]
 
-    assert told(True) == told(False)
+    assert notified(True) == notified(False)
 
 
 def test_a_value_seen_while_a_rank_was_not_heard_is_not_called_born_there():
@@ -402,11 +402,11 @@ def test_an_incident_that_goes_on_without_a_new_anomaly_says_until_when():
     for step in range(42, 120):
         facts = StepFacts(ongoing=frozenset({root.id}) if step == 51 else frozenset())
         over = [end(root, 90)] if step == 90 else []
-        told = [one for one in tracker.update(step, over, facts=facts) if one.state == "resolved"]
-        if told:
+        notified = [one for one in tracker.update(step, over, facts=facts) if one.state == "resolved"]
+        if notified:
             break
 
-    (closed,) = told
+    (closed,) = notified
     assert (opened.steps, closed.steps, closed.last_step) == ("41 to 41", "41 to 51", 41)
 
 
@@ -418,14 +418,14 @@ def test_a_note_that_turns_grave_is_told_with_what_came_of_it():
     tracker = IncidentTracker()
     note = lost_state(41)
     tracker.update(41, [note])
-    (told,) = tracker.update(42, [finite("param", "tok.weight2", 42, severity=Severity.WARNING), loss_spike(42)])
+    (notified,) = tracker.update(42, [finite("param", "tok.weight2", 42, severity=Severity.WARNING), loss_spike(42)])
 
     revisions = tracker.update(43, [lost_state(43, severity=Severity.WARNING), end(note, 43)])
 
     merged = [one for one in revisions if one.state == "merged"]
-    assert [one.merged_into for one in merged] == [told.id]
+    assert [one.merged_into for one in merged] == [notified.id]
     assert all(one.severity is Severity.INFO for one in merged)
-    assert [one.id for one in tracker.open_incidents] == [told.id]
+    assert [one.id for one in tracker.open_incidents] == [notified.id]
 
 
 def test_a_note_of_another_time_that_turns_grave_is_an_incident_of_its_own():

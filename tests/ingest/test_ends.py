@@ -1,4 +1,4 @@
-"""Who went first, by cause before by time; and what the table of processes tells of a life."""
+"""Who went first, by cause before by time; and what the table of processes tells of an incarnation."""
 
 from __future__ import annotations
 
@@ -124,8 +124,9 @@ def test_ranks_that_lose_one_whose_handler_of_sigterm_left_in_order_were_asked_t
 )
 def test_how_a_run_ended_that_nobody_ended_first(ends: list[RankEnd], expected: tuple[Any, ...]) -> None:
     ranks = [
-        RankFacts(rank=rank, life=bytes([rank]), heard_at=0.0, moved_at=0.0, end=one) for rank, one in enumerate(ends)
-    ]  # fmt: skip
+        RankFacts(rank=rank, incarnation=bytes([rank]), received_at=0.0, moved_at=0.0, end=one)
+        for rank, one in enumerate(ends)
+    ]
     found = run_end(ranks, 20.0)
 
     assert found is not None
@@ -200,7 +201,7 @@ def test_a_process_that_is_not_there_is_gone(tmp_path: Path) -> None:
 
 
 class Lives:
-    """Lives of one run whose processes and witnesses a test sets: rank -> what is known."""
+    """Incarnations of one run whose processes and witnesses a test sets: rank -> what is known."""
 
     def __init__(self, tmp_path: Path, states: dict[int, Seen], seen: dict[int, list[Witnessed]], *, kills: int = 0) -> None:
         run = SyntheticRun(tmp_path / "run", dp=len(states), layers=1)
@@ -208,16 +209,17 @@ class Lives:
         self.now = 0.0
         follower = RunFollower(tmp_path / "run")
         follower.poll()
-        self.lives = follower.lives
+        self.incarnations = follower.incarnations
         self.processes = {
-            life.id: ProcessId(host="here", pid=70 + life.rank, start=5, space="s", boot="b") for life in self.lives.values()
+            incarnation.id: ProcessId(host="here", pid=70 + incarnation.rank, start=5, space="s", boot="b")
+            for incarnation in self.incarnations.values()
         }
         table = cast(ProcessTable, self)
         (tmp_path / "vmstat").write_text("oom_kill 0\n")
         self.memory = MemoryKills(tmp_path, tmp_path)
-        witnesses = Witnesses(lambda: self.lives, lambda life: seen.get(life.rank, []))
+        witnesses = Witnesses(lambda: self.incarnations, lambda incarnation: seen.get(incarnation.rank, []))
         self.states = dict.fromkeys(states, Seen(LIVES, letter="R", resident_bytes=3 * 2**30))
-        self.ends = Ends(table, lambda life: 0, lambda life: 3.0, witnesses, self.memory)
+        self.ends = Ends(table, lambda incarnation: 0, lambda incarnation: 3.0, witnesses, self.memory)
         self._settle()
         (tmp_path / "vmstat").write_text(f"oom_kill {kills}\n")
         self.states |= states
@@ -230,30 +232,37 @@ class Lives:
         return self.states[process.pid - 70]
 
     def _settle(self) -> None:
-        for life in self.lives.values():
-            self.ends._process[life.id] = self.processes[life.id]
-            life.descriptor = msgspec.structs.replace(
-                cast(Descriptor, life.descriptor), environment=self.processes[life.id].as_told()
+        for incarnation in self.incarnations.values():
+            self.ends._process[incarnation.id] = self.processes[incarnation.id]
+            incarnation.descriptor = msgspec.structs.replace(
+                cast(Descriptor, incarnation.descriptor), environment=self.processes[incarnation.id].as_reported()
             )
         for _ in range(4):
             self.now += 0.6
-            self.ends.look(self.lives.values(), (), self.now)
+            self.ends.look(self.incarnations.values(), (), self.now)
 
-    def told(self, asked: str = "") -> tuple[RankFacts, ...]:
+    def reported(self, asked: str = "") -> tuple[RankFacts, ...]:
         ranks = tuple(
-            RankFacts(rank=life.rank, life=life.id, heard_at=self.now, moved_at=self.now, time=10.0, step=12)
-            for life in sorted(self.lives.values(), key=lambda life: life.rank)
+            RankFacts(
+                rank=incarnation.rank,
+                incarnation=incarnation.id,
+                received_at=self.now,
+                moved_at=self.now,
+                time=10.0,
+                step=12,
+            )
+            for incarnation in sorted(self.incarnations.values(), key=lambda incarnation: incarnation.rank)
         )
-        return self.ends.told(ranks, self.lives, self.now, lambda time: asked)
+        return self.ends.reported(ranks, self.incarnations, self.now, lambda time: asked)
 
 
 KILL, TERM = Seen(GONE, int(signal.SIGKILL)), Seen(GONE, int(signal.SIGTERM))
 SAW_1 = [Witnessed(pid=71, start=5, status=int(signal.SIGKILL))]
 
 
-@pytest.mark.parametrize("nobody_told", [Seen(GONE), Seen(UNSEEN)], ids=["found later", "another host"])
-def test_what_another_rank_saw_tells_how_one_was_killed_and_that_it_was_first(tmp_path: Path, nobody_told: Seen) -> None:
-    one = Lives(tmp_path, {0: Seen(GONE), 1: nobody_told}, {0: SAW_1}).told()
+@pytest.mark.parametrize("nobody_notified", [Seen(GONE), Seen(UNSEEN)], ids=["found later", "another host"])
+def test_what_another_rank_saw_tells_how_one_was_killed_and_that_it_was_first(tmp_path: Path, nobody_notified: Seen) -> None:
+    one = Lives(tmp_path, {0: Seen(GONE), 1: nobody_notified}, {0: SAW_1}).reported()
 
     ended = run_end(one, 10.0)
 
@@ -262,7 +271,7 @@ def test_what_another_rank_saw_tells_how_one_was_killed_and_that_it_was_first(tm
 
 
 def test_ends_of_other_children_of_the_launcher_say_nothing(tmp_path: Path) -> None:
-    one = Lives(tmp_path, {0: Seen(GONE), 1: Seen(GONE)}, {0: [Witnessed(pid=9999, start=5, status=9)]}).told()
+    one = Lives(tmp_path, {0: Seen(GONE), 1: Seen(GONE)}, {0: [Witnessed(pid=9999, start=5, status=9)]}).reported()
 
     ended = run_end(one, 10.0)
 
@@ -271,7 +280,7 @@ def test_ends_of_other_children_of_the_launcher_say_nothing(tmp_path: Path) -> N
 
 
 def test_a_kill_by_the_kernel_says_how_much_was_held(tmp_path: Path) -> None:
-    (end, _) = (one.end for one in Lives(tmp_path, {0: KILL, 1: TERM}, {}, kills=1).told())
+    (end, _) = (one.end for one in Lives(tmp_path, {0: KILL, 1: TERM}, {}, kills=1).reported())
 
     assert end is not None
     assert (end.how, end.cause) == (OUT_OF_MEMORY, OWN)
@@ -279,7 +288,7 @@ def test_a_kill_by_the_kernel_says_how_much_was_held(tmp_path: Path) -> None:
 
 
 def test_a_kill_while_the_kernel_counts_none_is_not_for_want_of_memory(tmp_path: Path) -> None:
-    (end, other) = (one.end for one in Lives(tmp_path, {0: KILL, 1: TERM}, {}).told())
+    (end, other) = (one.end for one in Lives(tmp_path, {0: KILL, 1: TERM}, {}).reported())
 
     assert end is not None and other is not None
     assert (end.how, end.detail, end.has_memory) == (SIGNAL, "SIGKILL", True)
@@ -288,19 +297,19 @@ def test_a_kill_while_the_kernel_counts_none_is_not_for_want_of_memory(tmp_path:
 
 
 def test_of_a_rank_that_was_killed_it_is_known_that_it_ignored_sigterm(tmp_path: Path) -> None:
-    lives = Lives(tmp_path, {0: Seen(LIVES, ignores_sigterm=True), 1: Seen(LIVES)}, {})
-    lives.states |= {0: KILL, 1: KILL}
-    lives._settle()
-    first, second = (one.end for one in lives.told())
+    incarnations = Lives(tmp_path, {0: Seen(LIVES, ignores_sigterm=True), 1: Seen(LIVES)}, {})
+    incarnations.states |= {0: KILL, 1: KILL}
+    incarnations._settle()
+    first, second = (one.end for one in incarnations.reported())
 
     assert first is not None and second is not None
     assert (first.ignored_sigterm, second.ignored_sigterm) == (True, False)
 
 
 def test_what_ends_a_rank_that_was_asked_to_end_follows_from_that(tmp_path: Path) -> None:
-    told = Lives(tmp_path, {0: KILL, 1: TERM}, {}, kills=1).told(asked="SIGTERM")
+    reported = Lives(tmp_path, {0: KILL, 1: TERM}, {}, kills=1).reported(asked="SIGTERM")
 
-    ended = run_end(told, 10.0)
+    ended = run_end(reported, 10.0)
 
     assert ended is not None
     assert (ended.rank, ended.is_asked) == (None, True)
@@ -308,7 +317,7 @@ def test_what_ends_a_rank_that_was_asked_to_end_follows_from_that(tmp_path: Path
 
 
 def test_a_stopped_process_is_there(tmp_path: Path) -> None:
-    (one, other) = Lives(tmp_path, {0: Seen(STOPPED, letter="T"), 1: Seen(LIVES, letter="S")}, {}).told()
+    (one, other) = Lives(tmp_path, {0: Seen(STOPPED, letter="T"), 1: Seen(LIVES, letter="S")}, {}).reported()
 
     assert (one.is_stopped, one.process_state, one.pid, one.host, one.end) == (True, "T", 70, "here", None)
     assert (other.is_stopped, other.process_state) == (False, "S")

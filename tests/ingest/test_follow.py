@@ -23,7 +23,7 @@ def drain(follower: RunFollower, *, final: bool = False) -> list[SpoolRecord]:
 
 def spoken(records: list[SpoolRecord]) -> list[tuple[int, int]]:
     """(rank, step) of the ends of steps."""
-    return [(r.life.rank, r.message.step) for r in records if isinstance(r.message, EndStep)]
+    return [(r.incarnation.rank, r.message.step) for r in records if isinstance(r.message, EndStep)]
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_ranks_are_found_as_they_appear(run_dir: Path) -> None:
     run.write(1)
 
     assert sorted(spoken(drain(follower))) == [(0, 1), (1, 1)]
-    assert len(follower.lives) == 2
+    assert len(follower.incarnations) == 2
 
 
 def test_strange_folders_are_left_alone(run_dir: Path) -> None:
@@ -240,7 +240,7 @@ def test_whoever_is_furthest_behind_is_read_first(run_dir: Path, monkeypatch: py
     follower = RunFollower(run_dir)
     widest = 0
     while follower.poll():
-        steps = [life.last_step for life in follower.lives.values()]
+        steps = [incarnation.last_step for incarnation in follower.incarnations.values()]
         widest = max(widest, max(steps) - min(steps))
 
     assert steps == [39, 39, 39]
@@ -257,7 +257,7 @@ def test_who_has_more_on_disk_is_known_to_be_behind(run_dir: Path, monkeypatch: 
 
     follower.poll()
 
-    assert follower.behind == {run.life(0), run.life(1)}
+    assert follower.behind == {run.incarnation(0), run.incarnation(1)}
 
 
 def test_health_of_a_life_is_heard(run_dir: Path) -> None:

@@ -69,16 +69,24 @@ class Judged:
 def header(run: SyntheticRun, frame_type: int, **changed: Any) -> Header:
     spool = run._ranks[1].spool
     assert spool is not None
-    told = Header(
-        type=frame_type, life=run.life(1), run_id=run_id_of("run"), rank=1, seq=spool._seq + 1, attempt=0, step=run.step,
-        layout_id=spool._layouts.id, wall_ns=1_800_000_000 * 10**9, mono_ns=10**9,
-    )  # fmt: skip
-    return msgspec.structs.replace(told, **changed)
+    reported = Header(
+        type=frame_type,
+        incarnation=run.incarnation(1),
+        run_id=run_id_of("run"),
+        rank=1,
+        seq=spool._seq + 1,
+        attempt=0,
+        step=run.step,
+        layout_id=spool._layouts.id,
+        wall_ns=1_800_000_000 * 10**9,
+        mono_ns=10**9,
+    )
+    return msgspec.structs.replace(reported, **changed)
 
 
-def forge(run: SyntheticRun, told: Header, payload: bytes, *, is_counted: bool = True) -> None:
+def forge(run: SyntheticRun, reported: Header, payload: bytes, *, is_counted: bool = True) -> None:
     """Put a frame into the spool of rank 1, as if the rank had written it."""
-    head, body = encode_frame(told, payload)
+    head, body = encode_frame(reported, payload)
     run._append_raw(run._ranks[1], head + bytes(body))
     spool = run._ranks[1].spool
     if is_counted and spool is not None:
@@ -104,14 +112,14 @@ def nested(depth: int) -> bytes:
 
 def changed(run: SyntheticRun, path: tuple[Any, ...], value: Any) -> bytes:
     """Return the descriptor of rank 1 with one value in it replaced."""
-    told = msgspec.to_builtins(run.descriptor(1))
-    at = told
+    reported = msgspec.to_builtins(run.descriptor(1))
+    at = reported
     for key in path[:-1]:
         if isinstance(at[key], tuple):
             at[key] = [list(one) if isinstance(one, tuple) else one for one in at[key]]
         at = at[key]
     at[path[-1]] = value
-    return msgspec.msgpack.encode(told)
+    return msgspec.msgpack.encode(reported)
 
 
 DESCRIPTORS: list[tuple[tuple[Any, ...], Any]] = [
@@ -193,7 +201,7 @@ def _layout(run: SyntheticRun) -> int:
 HEADERS: list[dict[str, Any]] = [
     {"rank": 2**32 - 1},
     {"rank": 0},
-    {"life": b"x" * 16},
+    {"incarnation": b"x" * 16},
     {"step": 2**62},
     {"step": -5},
     {"step": 2**39},
@@ -211,14 +219,14 @@ HEADERS: list[dict[str, Any]] = [
 def test_an_impossible_header_is_left_out_and_named(fields: dict[str, Any], tmp_path: Path) -> None:
     def put(run: SyntheticRun) -> None:
         step = fields.get("step", run.step)
-        told = encode_message(EndStep(step=max(0, min(step, 2**40)), num_rows=0, num_calls=1))
-        forge(run, header(run, FrameType.END_STEP, **fields), told, is_counted=False)
+        reported = encode_message(EndStep(step=max(0, min(step, 2**40)), num_rows=0, num_calls=1))
+        forge(run, header(run, FrameType.END_STEP, **fields), reported, is_counted=False)
 
     found = judged(tmp_path, put)
 
     check(found)
     assert found.whole[1] == list(range(STEPS))
-    assert sorted(life.rank for life in found.follower.lives.values()) == [0, 1]
+    assert sorted(incarnation.rank for incarnation in found.follower.incarnations.values()) == [0, 1]
 
 
 def check(found: Judged) -> None:
@@ -230,9 +238,9 @@ def check(found: Judged) -> None:
     assert "000000.spool at byte " in problem
     assert "the frame is left out" in problem
     assert [rank for rank, one in found.health if one.code == IMPOSSIBLE] == [1]
-    [told] = [one for one in found.anomalies if one.rule == "impossible-frame"]
-    assert told.rank == 1
-    assert told.message == problem
+    [reported] = [one for one in found.anomalies if one.rule == "impossible-frame"]
+    assert reported.rank == 1
+    assert reported.message == problem
     assert found.took_s < 5.0
 
 
@@ -241,7 +249,7 @@ def test_a_restart_does_not_tell_of_an_impossible_frame_again(tmp_path: Path) ->
     run.write(2)
     forge_into(run, 0)
     run.write(2)
-    judge, told = Judge(RulePacks([]).load()), []
+    judge, reported = Judge(RulePacks([]).load()), []
     follower = RunFollower(run.directory, on_problem=lambda problem: None)
     assembler = StepAssembler("run")
 
@@ -249,14 +257,14 @@ def test_a_restart_does_not_tell_of_an_impossible_frame_again(tmp_path: Path) ->
         assembler.take(follower.poll(), 0.0)
         for view in assembler.close(0.0):
             assert not isinstance(view, Tick)
-            told += [one.event for one in judge.judge(view.decision, view).anomalies if one.rule == "impossible-frame"]
+            reported += [one.event for one in judge.judge(view.decision, view).anomalies if one.rule == "impossible-frame"]
         again = Judge(RulePacks([]).load())
         again.restore(judge.snapshot())
         judge = again
         forge_into(run, 0)
         run.write(2)
 
-    assert told == ["onset"]
+    assert reported == ["onset"]
 
 
 def forge_into(run: SyntheticRun, rank: int) -> None:
@@ -307,7 +315,7 @@ def test_a_rank_all_of_whose_ends_are_impossible_is_not_called_hung(tmp_path: Pa
         tracker.hear(follower.poll())
         tracker.look(tracker.now + 1.0, (), is_caught_up=True)
 
-    [_, one] = tracker.facts(0, lambda life: 0)
+    [_, one] = tracker.facts(0, lambda incarnation: 0)
 
     assert one.rank == 1
     assert tracker.now - one.moved_at <= 2.0
@@ -360,9 +368,9 @@ def test_a_rank_that_errs_about_the_number_of_ranks_opens_no_attempt_and_is_name
 
     assert found.whole == {rank: list(range(STEPS)) for rank in range(dp)}
     assert {one.attempt for one in found.anomalies} == {0}
-    told = [one for one in found.anomalies if one.rule == "impossible-frame"]
-    assert [(one.rank, one.event) for one in told] == [(liar, "onset")]
-    assert f"rank {liar} says that the run has {world_size} ranks" in told[0].message
+    reported = [one for one in found.anomalies if one.rule == "impossible-frame"]
+    assert [(one.rank, one.event) for one in reported] == [(liar, "onset")]
+    assert f"rank {liar} says that the run has {world_size} ranks" in reported[0].message
     assert any(one.rule == "non-finite" and one.rank == 0 for one in found.anomalies)
 
 
@@ -394,7 +402,7 @@ def test_a_run_that_is_started_again_with_other_ranks_is_another_attempt_and_nob
         tmp_path / "run", dp=after, layers=1, d_model=8, elements=8, micro_steps=1, attempt=0, first_step=STEPS, ranks=(),
         clock=first.clock,
     )  # fmt: skip
-    second._num_lives = 50
+    second._num_incarnations = 50
     for rank in range(after):
         second.start(rank)
     second.write(STEPS)

@@ -22,7 +22,7 @@ from sentinel.record import NONE_ID, ROW_DTYPE, STATS_DTYPE, Kind
 from sentinel.rules.language.loader import load_pack
 from sentinel.testing import FakeClock
 from sentinel.wire.frame import FrameType, encode_message, row_fields, run_id_of
-from sentinel.wire.spool import SpoolWriter, life_folder
+from sentinel.wire.spool import SpoolWriter, incarnation_folder
 
 NUM_RANKS = 2
 KINDS = ("activation", "dgrad", "saturation")
@@ -42,9 +42,9 @@ class Rank:
 
     def __init__(self, run_dir: Path, rank: int, *, is_lavish: bool) -> None:
         """is_lavish: the reference, which describes everything whole before each step."""
-        life = rank.to_bytes(4, "big") * 4
-        folder = life_folder(run_dir, rank, life)
-        self.out = SpoolWriter(folder, life, rank, run_id_of("r"), 0, clock=FakeClock(), file_bytes=60_000)
+        incarnation = rank.to_bytes(4, "big") * 4
+        folder = incarnation_folder(run_dir, rank, incarnation)
+        self.out = SpoolWriter(folder, incarnation, rank, run_id_of("r"), 0, clock=FakeClock(), file_bytes=60_000)
         self.is_lavish, self.rng = is_lavish, random.Random(rank)
         self.tensors: list[TensorInfo] = []
         self.place = Place(rank=rank, world_size=NUM_RANKS, dp_rank=rank, dp_size=NUM_RANKS)
@@ -130,15 +130,15 @@ class Daemon:
         self.assembler = StepAssembler("r", late_after_steps=0, late_after_s=0.0)
         if saved is not None:
             self.follower.restore(snapshot_positions(saved[0]))
-            self.assembler.restore(saved[0], self.follower.lives)
+            self.assembler.restore(saved[0], self.follower.incarnations)
             self.judge.restore(saved[1])
 
     def listen(self) -> None:
         while records := self.follower.poll():
             self.assembler.take(records, 0.0)
             for view in self.assembler.close(0.0, self.follower.behind):
-                verdict = self.judge.judge(view.decision, view)
-                self.found += [msgspec.json.encode(one) for one in verdict.anomalies]
+                judgement = self.judge.judge(view.decision, view)
+                self.found += [msgspec.json.encode(one) for one in judgement.anomalies]
                 if not any(one is view.layout for one in self.layouts):
                     self.layouts.append(view.layout)
 

@@ -64,9 +64,9 @@ def test_beats_without_progress_are_heard_and_do_not_move(tracked: Tracked) -> N
     third = tracked.look()[0]
 
     assert (first.step, first.call_id, first.module, first.micro_step) == (3, 5, "layers.0.mlp", 2)
-    assert second.heard_at - first.heard_at >= 10
+    assert second.received_at - first.received_at >= 10
     assert second.moved_at == first.moved_at
-    assert third.moved_at == third.heard_at == tracked.tracker.now
+    assert third.moved_at == third.received_at == tracked.tracker.now
 
 
 def test_a_wait_is_counted_from_its_first_beat_and_anew_after_each_move(tracked: Tracked) -> None:
@@ -76,7 +76,7 @@ def test_a_wait_is_counted_from_its_first_beat_and_anew_after_each_move(tracked:
 
     assert (wait(0).waiting_at, wait(-1).waiting_at) == (None, None)
     first = wait(1)
-    assert {wait(1).waiting_at for _ in range(20)} == {first.waiting_at} == {first.heard_at}
+    assert {wait(1).waiting_at for _ in range(20)} == {first.waiting_at} == {first.received_at}
     moved = wait(1, call_id=6)
     assert moved.waiting_at == moved.moved_at
     assert wait(0, call_id=6).waiting_at is None
@@ -90,7 +90,7 @@ def test_a_rank_whose_waits_end_moves_though_each_beat_finds_it_waiting(tracked:
 
     first, second, third = wait(7), wait(8), wait(8)
 
-    assert (second.moved_at, second.waiting_at) == (second.heard_at, second.heard_at)
+    assert (second.moved_at, second.waiting_at) == (second.received_at, second.received_at)
     assert second.moved_at > first.moved_at
     assert (third.moved_at, third.waiting_at) == (second.moved_at, second.waiting_at)
 
@@ -119,10 +119,10 @@ def test_time_that_nobody_watched_does_not_pass(tracked: Tracked) -> None:
 
 
 def test_who_is_still_being_read_is_heard(tracked: Tracked) -> None:
-    facts = tracked.pass_time(20, behind={tracked.run.life(1)})
+    facts = tracked.pass_time(20, behind={tracked.run.incarnation(1)})
 
-    assert facts[1].heard_at == tracked.tracker.now
-    assert tracked.tracker.now - facts[0].heard_at >= 19
+    assert facts[1].received_at == tracked.tracker.now
+    assert tracked.tracker.now - facts[0].received_at >= 19
 
 
 def test_only_what_comes_after_all_was_read_is_live(tracked: Tracked) -> None:
@@ -142,12 +142,12 @@ def test_a_rank_that_comes_back_has_the_whole_limit_to_move(tracked: Tracked) ->
 
 
 def test_a_newer_life_takes_the_place_of_a_rank(tracked: Tracked) -> None:
-    former = tracked.look()[1].life
+    former = tracked.look()[1].incarnation
     tracked.run.kill(1, in_frame=False)
     tracked.run.start(1)
 
     facts = tracked.look()
-    assert facts[1].life == tracked.run.life(1) != former
+    assert facts[1].incarnation == tracked.run.incarnation(1) != former
     assert not facts[1].has_stepped
 
 
@@ -167,7 +167,7 @@ def test_ranks_of_an_older_attempt_and_of_a_larger_world_do_not_count(tmp_path: 
     smaller = SyntheticRun(
         tmp_path / "run", dp=2, layers=1, d_model=16, elements=8, attempt=1, first_step=2, ranks=(), clock=run.clock
     )
-    smaller._num_lives = 50
+    smaller._num_incarnations = 50
     smaller.start(0), smaller.start(1)
     assert set(tracked.look()) == {0, 1}
     smaller.write(2)
@@ -193,8 +193,8 @@ def test_why_a_rank_left_is_known_after_a_restart(tracked: Tracked) -> None:
 
     again = Tracked(tracked.run)
     again.follower.restore(positions)
-    again.assembler.restore(snapshot, again.follower.lives)
-    again.tracker.restore(again.follower.lives.values())
+    again.assembler.restore(snapshot, again.follower.incarnations)
+    again.tracker.restore(again.follower.incarnations.values())
 
     facts = again.pass_time(5)
     assert {rank: one.left for rank, one in facts.items()} == {0: "", 1: "exception"}

@@ -16,7 +16,7 @@ from sentinel.place import Place
 from sentinel.record import NONE_ID, ROW_DTYPE, STATS_DTYPE, Kind
 from sentinel.testing import FakeClock, Nan, SyntheticRun
 from sentinel.wire.frame import FrameType, encode_message, row_fields, run_id_of
-from sentinel.wire.spool import SpoolWriter, life_folder
+from sentinel.wire.spool import SpoolWriter, incarnation_folder
 
 from .daemon import Ears
 
@@ -38,8 +38,10 @@ def speak(
     left_out: kinds that it holds and does not measure in this step.
     """
     rank = place.rank
-    life = rank.to_bytes(4, "big") * 4
-    out = SpoolWriter(life_folder(run_dir, rank, life), life, rank, run_id_of(run_dir.name), 0, clock=FakeClock())
+    incarnation = rank.to_bytes(4, "big") * 4
+    out = SpoolWriter(
+        incarnation_folder(run_dir, rank, incarnation), incarnation, rank, run_id_of(run_dir.name), 0, clock=FakeClock()
+    )
     tensors = tuple(
         TensorInfo(id=at, name=name, kind=kind, shape=values.shape, placements=placements, site_pos=at)
         for at, (name, (kind, placements, values)) in enumerate(held.items())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sentinel.decision import Decision
-from sentinel.ingest.attempts import MAX_UNHEARD
+from sentinel.ingest.attempts import MAX_SILENT
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.steps import StepAssembler, snapshot_positions
 from sentinel.messages import Health
@@ -38,7 +38,7 @@ def test_a_step_closes_when_every_rank_has_spoken(run_dir: Path) -> None:
     assert (decision.seq, decision.run, decision.attempt, decision.step) == (1, "run", 0, 0)
     assert (decision.why, decision.missing) == ("complete", {})
     assert [part.rank for part in decision.ranks] == [0, 1, 2, 3]
-    assert [part.life for part in decision.ranks] == [run.life(rank) for rank in range(4)]
+    assert [part.incarnation for part in decision.ranks] == [run.incarnation(rank) for rank in range(4)]
     assert view.num_rows == view.num_expected == run.rows_per_step == sum(part.num_rows for part in decision.ranks)
     assert view.time == decision.time == run.clock.time()
 
@@ -100,7 +100,7 @@ def test_nobody_is_late_whose_records_are_still_on_disk(run_dir: Path) -> None:
     run.write(5, skip=[1])
     ears.assembler.take(ears.follower.poll(), 0.0)
 
-    assert list(ears.assembler.close(99.0, behind={run.life(1)})) == []
+    assert list(ears.assembler.close(99.0, behind={run.incarnation(1)})) == []
 
 
 def test_a_rank_that_never_started_is_waited_for_until_it_is_late(run_dir: Path) -> None:
@@ -206,7 +206,7 @@ def test_new_life_is_not_a_duplicate(run_dir: Path) -> None:
     run.kill(1)
     run.write_rank(0, 2)
     assert ears.listen() == []
-    life = run.start(1)
+    incarnation = run.start(1)
     run.write_rank(1, 2)
     run.step = 3
     run.write(1)
@@ -216,19 +216,19 @@ def test_new_life_is_not_a_duplicate(run_dir: Path) -> None:
     assert steps(ears) == [(0, step) for step in range(4)]
     assert ears.follower.num_duplicates == 0
     assert all(decision.missing == {} for decision in ears.decisions)
-    assert ears.decisions[3].ranks[1].life == life
+    assert ears.decisions[3].ranks[1].incarnation == incarnation
 
 
 def test_a_replaced_life_that_had_spoken_gives_way_in_an_open_step(run_dir: Path) -> None:
     run, ears = SyntheticRun(run_dir, dp=2), Ears(run_dir)
     run.write_rank(1, 0)
     ears.listen()
-    life = run.start(1)
+    incarnation = run.start(1)
     run.write_rank(1, 0)
     run.write(1, ranks=[0])
     ears.listen()
 
-    assert ears.decisions[0].ranks[1].life == life
+    assert ears.decisions[0].ranks[1].incarnation == incarnation
     assert ears.views[0].num_rows == run.rows_per_step
 
 
@@ -421,9 +421,9 @@ def test_kill_9_loses_nothing(run_dir: Path, seed: int, snapshot_every: int) -> 
         assembler = StepAssembler("run")
         if saved is not None:
             follower.restore(snapshot_positions(saved[1]))
-            assembler.restore(saved[1], follower.lives)
+            assembler.restore(saved[1], follower.incarnations)
         assembler.replay_decisions([one for one in journal if saved is None or one.seq > saved[0]])
-        lives_left = rng.randrange(1, 8)
+        incarnations_left = rng.randrange(1, 8)
         while records := follower.poll():
             assembler.take(records, 0.0)
         for view in assembler.close(0.0, follower.behind):
@@ -434,8 +434,8 @@ def test_kill_9_loses_nothing(run_dir: Path, seed: int, snapshot_every: int) -> 
             assert judged.setdefault(seq, seen(view)) == seen(view)
             if seq % snapshot_every == 0:
                 saved = (seq, assembler.snapshot())
-            lives_left -= 1
-            if not lives_left:
+            incarnations_left -= 1
+            if not incarnations_left:
                 break
         else:
             break
@@ -462,7 +462,7 @@ def test_what_is_acknowledged_is_not_needed_again(run_dir: Path) -> None:
     again = Ears(run_dir)
     again.follower.restore(positions)
     records = again.follower.poll()
-    assert sorted((r.life.rank, r.frame.header.step) for r in records) == [(0, 3), (0, 3)]
+    assert sorted((r.incarnation.rank, r.frame.header.step) for r in records) == [(0, 3), (0, 3)]
 
 
 def test_a_replay_whose_frames_are_gone_goes_on_and_counts_it(run_dir: Path) -> None:
@@ -491,13 +491,13 @@ def test_rows_judged_equals_rows_expected(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("has_snapshot", [False, True])
-@pytest.mark.parametrize("is_heard_before", [False, True], ids=["late while down", "late before the crash"])
-def test_late_rows_are_told_once_across_a_restart(run_dir: Path, has_snapshot: bool, is_heard_before: bool) -> None:
+@pytest.mark.parametrize("is_received_before", [False, True], ids=["late while down", "late before the crash"])
+def test_late_rows_are_told_once_across_a_restart(run_dir: Path, has_snapshot: bool, is_received_before: bool) -> None:
     run, ears = SyntheticRun(run_dir, dp=2), Ears(run_dir)
     run.hold(1)
     run.write(4)
     ears.listen()
-    if is_heard_before:
+    if is_received_before:
         run.release(1)
         ears.listen()
     snapshot = ears.assembler.snapshot()
@@ -507,12 +507,12 @@ def test_late_rows_are_told_once_across_a_restart(run_dir: Path, has_snapshot: b
     again = Ears(run_dir)
     if has_snapshot:
         again.follower.restore(snapshot_positions(snapshot))
-        again.assembler.restore(snapshot, again.follower.lives)
+        again.assembler.restore(snapshot, again.follower.incarnations)
     again.replay([] if has_snapshot else ears.decisions)
     again.listen()
 
-    told = [one.blindness.get("late_rows", 0) for one in ears.decisions + again.decisions]
-    assert sum(told) == 2 * run.num_rows(1)
+    reported = [one.blindness.get("late_rows", 0) for one in ears.decisions + again.decisions]
+    assert sum(reported) == 2 * run.num_rows(1)
     assert again.assembler.num_late_rows == {1: 2 * run.num_rows(1)}
 
 
@@ -537,5 +537,5 @@ def test_of_ranks_that_nobody_heard_only_the_first_are_named(run_dir: Path) -> N
     run.write(2)
     ears.finish()
 
-    assert [len(decision.missing) for decision in ears.decisions] == [MAX_UNHEARD] * 2
-    assert list(ears.decisions[0].missing) == list(range(1, MAX_UNHEARD + 1))
+    assert [len(decision.missing) for decision in ears.decisions] == [MAX_SILENT] * 2
+    assert list(ears.decisions[0].missing) == list(range(1, MAX_SILENT + 1))

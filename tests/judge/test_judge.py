@@ -11,7 +11,7 @@ from sentinel.anomaly import Anomaly, Severity
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.merge import ClosedStep
 from sentinel.ingest.steps import StepAssembler
-from sentinel.judge.judge import Judge, Verdict, truncate
+from sentinel.judge.judge import Judge, Judgement, truncate
 from sentinel.order.causal import sort_key
 from sentinel.rules.language.loader import load_pack
 from sentinel.testing import LossJump, Nan, SyntheticRun
@@ -31,12 +31,12 @@ def views(tmp_path_factory: pytest.TempPathFactory) -> list[ClosedStep]:
     return found
 
 
-def judge_all(judge: Judge, views: list[ClosedStep]) -> list[Verdict]:
-    verdicts = []
+def judge_all(judge: Judge, views: list[ClosedStep]) -> list[Judgement]:
+    judgements = []
     for view in views:
         assert view.decision is not None
-        verdicts.append(judge.judge(view.decision, view))
-    return verdicts
+        judgements.append(judge.judge(view.decision, view))
+    return judgements
 
 
 def test_the_same_steps_give_the_same_verdicts(views: list[ClosedStep]) -> None:
@@ -61,10 +61,10 @@ def test_a_restored_judge_goes_on_as_the_other_would(views: list[ClosedStep], at
 
 
 def test_anomalies_come_in_total_order_with_the_records_time(views: list[ClosedStep]) -> None:
-    for view, verdict in zip(views, judge_all(Judge(load_pack()), views), strict=True):
-        assert list(verdict.anomalies) == sorted(verdict.anomalies, key=sort_key)
+    for view, judgement in zip(views, judge_all(Judge(load_pack()), views), strict=True):
+        assert list(judgement.anomalies) == sorted(judgement.anomalies, key=sort_key)
         times = {part.time for part in view.parts}
-        assert all(min(times) <= one.time <= max(times) for one in verdict.anomalies)
+        assert all(min(times) <= one.time <= max(times) for one in judgement.anomalies)
 
 
 def test_the_same_rules_again_change_nothing(views: list[ClosedStep]) -> None:
@@ -106,12 +106,12 @@ def test_nothing_is_said_when_nothing_is_left_out() -> None:
 
 
 def test_a_capped_step_has_one_truncated_record(views: list[ClosedStep]) -> None:
-    verdicts = judge_all(Judge(load_pack(), max_anomalies=3), views)
+    judgements = judge_all(Judge(load_pack(), max_anomalies=3), views)
 
-    for verdict in verdicts:
-        *kept, last = verdict.anomalies or (None,)
+    for judgement in judgements:
+        *kept, last = judgement.anomalies or (None,)
         if last is not None and last.event == "truncated":
             assert len(kept) == 3
-        assert sum(one.event == "truncated" for one in verdict.anomalies) <= 1
-        assert len(verdict.anomalies) <= 4
-    assert any(one.event == "truncated" for verdict in verdicts for one in verdict.anomalies)
+        assert sum(one.event == "truncated" for one in judgement.anomalies) <= 1
+        assert len(judgement.anomalies) <= 4
+    assert any(one.event == "truncated" for judgement in judgements for one in judgement.anomalies)

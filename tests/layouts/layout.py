@@ -139,7 +139,7 @@ def _weights_of(trainer: Trainer) -> float:
     return found
 
 
-def heard(folder: Path) -> list[ClosedStep]:
+def received(folder: Path) -> list[ClosedStep]:
     """Return the steps as a daemon closes them."""
     ears = Ears(folder / "run")
     ears.listen(final=True)

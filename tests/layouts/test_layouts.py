@@ -12,7 +12,7 @@ from sentinel.ingest.merge import ClosedStep
 from sentinel.kinds import MODULE_KINDS, is_of_kind
 
 from .builds import LAYOUTS, REFERENCES, one
-from .layout import EVERYTHING, Build, differences, gradient_norm, heard, statistics, train
+from .layout import EVERYTHING, Build, differences, gradient_norm, received, statistics, train
 from .net import NUM_STEPS
 
 LOCAL_ACTIVATIONS = ("tp", "tp_x_dp", "tp_x_fsdp2", "tp_x_pp")
@@ -43,7 +43,7 @@ def alone(build: Build) -> list[ClosedStep]:
     """The steps of one process, as heard."""
     with tempfile.TemporaryDirectory() as folder:
         train(Path(folder), build, 1, config=EVERYTHING)
-        return heard(Path(folder))
+        return received(Path(folder))
 
 
 VARIANTS = ("ddp_tied", "fsdp1_grad_op", "fsdp1_no_shard", "fsdp2_4", "tp_x_dp", "cp_x_dp", "ep_x_dp")
@@ -59,7 +59,7 @@ def test_statistics_are_those_of_one_process(name: str, tmp_path: Path) -> None:
 
     bare = train(tmp_path / "bare", build, world)
     watched = train(tmp_path / "watched", build, world, config=EVERYTHING)
-    views = heard(tmp_path / "watched")
+    views = received(tmp_path / "watched")
 
     assert repr([r.losses for r in watched]) == repr([r.losses for r in bare])  # NaN where another rank has the loss
     assert [r.weights for r in watched] == [r.weights for r in bare]

@@ -25,7 +25,7 @@ from sentinel.record import ROW_DTYPE, Flag
 
 from ..end_to_end.ranks import Spoken
 from .builds import CPU, LAYOUTS, mine, tp
-from .layout import Trainer, differences, heard, statistics, train
+from .layout import Trainer, differences, received, statistics, train
 from .net import Block, Net, loss_of, optimizer_of, tokens
 
 KINDS = ["param", "wgrad", "wgrad_unreduced", "update", "update_ratio", "grad_momentum_alignment", "weight_spectrum"]
@@ -104,7 +104,7 @@ def build_one() -> Trainer:
 def alone() -> list[ClosedStep]:
     with tempfile.TemporaryDirectory() as folder:
         train(Path(folder), build_one, 1, config=CONFIG)
-        return heard(Path(folder))
+        return received(Path(folder))
 
 
 BUILDS = {"ddp": build_ddp, "fsdp1": build_fsdp1, "fsdp2": build_fsdp2, "fsdp2_kept": partial(build_fsdp2, False)}
@@ -122,7 +122,7 @@ def test_two_ranks_with_two_micro_batches_merge_to_one_process(name: str, tmp_pa
 
     bare = train(tmp_path / "bare", BUILDS[name], 2)
     watched = train(tmp_path / "watched", BUILDS[name], 2, config=CONFIG)
-    views = heard(tmp_path / "watched")
+    views = received(tmp_path / "watched")
 
     assert [r.losses for r in watched] == [r.losses for r in bare]
     assert [r.weights for r in watched] == [r.weights for r in bare]
@@ -172,7 +172,7 @@ def test_ratios_of_shards_are_those_of_the_whole_on_layouts(name: str, tmp_path:
     build, world = LAYOUTS[name]
     train(tmp_path, build, world, config=CONFIG)
 
-    for view, whole in zip(heard(tmp_path), one_of_layouts(), strict=True):
+    for view, whole in zip(received(tmp_path), one_of_layouts(), strict=True):
         assert_formed(view, whole)
 
 
@@ -193,7 +193,7 @@ def test_updates_merge_to_those_of_one_process_on_layouts(name: str, tmp_path: P
     whole = one_of_layouts()
 
     train(tmp_path, build, world, config=CONFIG)
-    views = heard(tmp_path)
+    views = received(tmp_path)
 
     for view, truth in zip(views, whole, strict=True):
         wrong = differences(statistics(view, "update"), statistics(truth, "update"), rel=2e-3)
@@ -206,12 +206,12 @@ def one_of_layouts() -> list[ClosedStep]:
 
     with tempfile.TemporaryDirectory() as folder:
         train(Path(folder), one, 1, config=CONFIG)
-        return heard(Path(folder))
+        return received(Path(folder))
 
 
 def test_unreduced_gradients_of_tensor_parallel_shards_merge(tmp_path: Path) -> None:
     train(tmp_path, tp, 2, config=CONFIG)
-    views = heard(tmp_path)
+    views = received(tmp_path)
 
     for view, truth in zip(views, one_of_layouts(), strict=True):
         cut = {key for key in statistics(view, "wgrad_unreduced") if "@" not in key and ("attn" in key or "mlp" in key)}

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from .builds import ddp, one
-from .layout import differences, heard, statistics, train
+from .layout import differences, received, statistics, train
 
 
 def test_only_shares_of_a_fixed_measure_are_merged_over_ranks(tmp_path: Path) -> None:
     config = {"kinds": ["saturation"]}
     train(tmp_path / "one", one, 1, config=config, num_steps=1)
     train(tmp_path / "two", ddp, 2, config=config, num_steps=1)
-    (whole,), (view,) = heard(tmp_path / "one"), heard(tmp_path / "two")
+    (whole,), (view,) = received(tmp_path / "one"), received(tmp_path / "two")
 
     ours, truth = statistics(view, "saturation"), statistics(whole, "saturation")
 

@@ -15,7 +15,7 @@ from torch import nn
 from sentinel.ingest.merge import ClosedStep
 
 from .builds import one, pipeline
-from .layout import Build, differences, heard, statistics, train
+from .layout import Build, differences, received, statistics, train
 from .net import Net
 
 KINDS = [
@@ -52,7 +52,7 @@ class WithTables(Net):
 def alone(build: Build, kinds: tuple[str, ...]) -> list[ClosedStep]:
     with tempfile.TemporaryDirectory() as folder:
         train(Path(folder), build, 1, config={"kinds": list(kinds)}, num_steps=2)
-        return heard(Path(folder))
+        return received(Path(folder))
 
 
 def rows_of(view: ClosedStep) -> set[tuple[str, str]]:
@@ -70,7 +70,7 @@ def test_every_row_of_every_probe_has_the_name_of_one_process(schedule: str, chu
     whole = alone(partial(one, WithTables), tuple(KINDS))
 
     train(tmp_path, partial(pipeline, schedule, chunks=chunks, net=WithTables), 2, config={"kinds": KINDS}, num_steps=2)
-    views = heard(tmp_path)
+    views = received(tmp_path)
 
     for view, truth in zip(views, whole, strict=True):
         assert rows_of(view) == rows_of(truth)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from sentinel.ingest.merge import ClosedStep
 
 from .builds import LAYOUTS, fsdp2, one
-from .layout import Build, heard, statistics, train
+from .layout import Build, received, statistics, train
 from .net import Net
 
 SWITCHED = 1
@@ -80,7 +80,7 @@ def test_series_of_the_black_box_go_on_while_modules_are_measured(name: str, tmp
 
     assert [one.weights for one in watched] == [one.weights for one in bare]
     assert [one.num_collectives for one in watched] == [one.num_collectives for one in bare]
-    for view, alone in zip(heard(tmp_path / "switched"), heard(tmp_path / "alone"), strict=True):
+    for view, alone in zip(received(tmp_path / "switched"), received(tmp_path / "alone"), strict=True):
         expected = borders(alone)
         assert len(expected) >= 12
         assert borders(view) == expected

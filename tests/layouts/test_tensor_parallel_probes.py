@@ -11,7 +11,7 @@ import pytest
 from sentinel.ingest.merge import ClosedStep
 
 from .builds import LAYOUTS, one
-from .layout import differences, heard, statistics, train
+from .layout import differences, received, statistics, train
 
 KINDS = ["attention"]
 
@@ -20,7 +20,7 @@ KINDS = ["attention"]
 def alone() -> list[ClosedStep]:
     with tempfile.TemporaryDirectory() as folder:
         train(Path(folder), one, 1, config={"kinds": KINDS})
-        return heard(Path(folder))
+        return received(Path(folder))
 
 
 @pytest.mark.parametrize("name", ["tp", "tp_x_dp", "tp_x_pp"])
@@ -28,7 +28,7 @@ def test_attention_written_out_merges_over_heads_to_that_of_one_process(name: st
     build, world = LAYOUTS[name]
     train(tmp_path, build, world, config={"kinds": KINDS})
 
-    for view, truth in zip(heard(tmp_path), alone(), strict=True):
+    for view, truth in zip(received(tmp_path), alone(), strict=True):
         ours, theirs = statistics(view, "attention"), statistics(truth, "attention")
         assert len(theirs) == 8
         wrong = differences(ours, theirs, rel=1e-3)

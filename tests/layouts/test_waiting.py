@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from .builds import ddp, fsdp2, pipeline, tp
-from .layout import Trainer, heard, train
+from .layout import Trainer, received, train
 
 SLOW, SLEEP_S = 1, 0.25
 
@@ -42,7 +42,7 @@ GPIPE = partial(pipeline, "ScheduleGPipe", micro=2)
 def test_only_the_slow_rank_does_not_wait(build: Any, world: int, tmp_path: Path) -> None:
     train(tmp_path, partial(with_straggler, build), world, config={"kinds": ["param"]}, num_steps=5)
 
-    views = heard(tmp_path)
+    views = received(tmp_path)
 
     assert len(views) == 5
     for view in views[2:4]:  # DDP orders its buckets anew, and waits, between the first two; the last step has no next one

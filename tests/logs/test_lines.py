@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sentinel.logs.reading import read_log
+from sentinel.logs.log_file import read_log
 
 SAMPLES = Path(__file__).with_name("printed_lines.txt")
 ESCAPES = {r"\r": "\r", r"\t": "\t", r"\x1b": "\x1b", r"\x08": "\b"}
@@ -19,8 +19,8 @@ def samples() -> dict[str, tuple[dict[str, list[float]], str]]:
     for sample in SAMPLES.read_text(encoding="utf-8").split("### ")[1:]:
         head, _, text = sample.partition("\n")
         name, *columns = head.split(" | ")
-        told = {column.split(" = ")[0]: [float(one) for one in column.split(" = ")[1].split()] for column in columns}
-        found[name] = told, re.sub(r"\\(r|t|x1b|x08)", lambda match: ESCAPES[match[0]], text)
+        given = {column.split(" = ")[0]: [float(one) for one in column.split(" = ")[1].split()] for column in columns}
+        found[name] = given, re.sub(r"\\(r|t|x1b|x08)", lambda match: ESCAPES[match[0]], text)
     return found
 
 
@@ -51,22 +51,22 @@ def read(text: str, tmp_path: Path) -> dict[str, list[float]]:
 def test_what_an_evaluation_prints_under_its_heading_is_no_point(tmp_path: Path) -> None:
     training = "".join(f"Train: [{at}/9]  Loss: {2.5 - at / 4}  LR: 0.5\n" for at in range(3))
 
-    told = read(training + "Test: [0/5]  Loss: 9.5\nvalid on 'valid' subset | loss 8.5 | lr 0.25\n" + training, tmp_path)
+    given = read(training + "Test: [0/5]  Loss: 9.5\nvalid on 'valid' subset | loss 8.5 | lr 0.25\n" + training, tmp_path)
 
-    assert told["loss"] == [2.5, 2.25, 2.0] * 2 and told["lr"] == [0.5] * 6
-    assert (told["test/loss"], told["val/loss"]) == ([9.5], [8.5])
+    assert given["loss"] == [2.5, 2.25, 2.0] * 2 and given["lr"] == [0.5] * 6
+    assert (given["test/loss"], given["val/loss"]) == ([9.5], [8.5])
 
 
 def test_a_heading_that_every_line_has_says_nothing(tmp_path: Path) -> None:
-    told = read("".join(f"INFO - test - step {at} loss {2.5 - at / 4}\n" for at in range(3)), tmp_path)
+    given = read("".join(f"INFO - test - step {at} loss {2.5 - at / 4}\n" for at in range(3)), tmp_path)
 
-    assert told == {"loss": [2.5, 2.25, 2.0]}
+    assert given == {"loss": [2.5, 2.25, 2.0]}
 
 
 def test_a_rate_among_the_settings_is_no_point(tmp_path: Path) -> None:
-    told = read("learning_rate = 0.5\nbatch_size = 8\n" + "step 1 loss 2.5 lr 0.25\nstep 2 loss 2.5 lr 0.25\n", tmp_path)
+    given = read("learning_rate = 0.5\nbatch_size = 8\n" + "step 1 loss 2.5 lr 0.25\nstep 2 loss 2.5 lr 0.25\n", tmp_path)
 
-    assert told == {"loss": [2.5, 2.5], "lr": [0.25, 0.25]}
+    assert given == {"loss": [2.5, 2.5], "lr": [0.25, 0.25]}
 
 
 def test_a_step_told_again_by_a_line_of_another_form_is_left_out(tmp_path: Path) -> None:

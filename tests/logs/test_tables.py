@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sentinel.errors import LogError
-from sentinel.logs.reading import read_log
+from sentinel.logs.log_file import read_log
 from sentinel.logs.rows import Log
 
 STEPS, LOSS, NORM = [1000, 2000, 3000, 4000], [3.0, 2.75, 2.5, 2.25], [1.5, 1.25, 1.125, 1.0]
@@ -136,8 +136,8 @@ def test_deepspeeds_word_for_no_norm_is_none_and_said(tmp_path: Path) -> None:
 
 
 def test_tags_like_formulas_are_read_as_they_were(tmp_path: Path) -> None:
-    told = ("loss", 3.0), ("'-val_loss", 1.0)
-    rows = "".join(f"{step},{tag},{value - step}\n" for step in range(4) for tag, value in told)
+    given = ("loss", 3.0), ("'-val_loss", 1.0)
+    rows = "".join(f"{step},{tag},{value - step}\n" for step in range(4) for tag, value in given)
     (tmp_path / "a.csv").write_text("step,tag,value\n" + rows)
 
     assert "-val_loss" in read_log(tmp_path / "a.csv").sources.values()

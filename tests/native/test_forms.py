@@ -1,4 +1,4 @@
-"""Forms judged in C against the numpy of sentinel/detect/forms.py, on streams that no trainer would dare."""
+"""Forms judged in C against the numpy of sentinel/detect/vectorised.py, on streams that no trainer would dare."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sentinel.detect import grow
-from sentinel.detect.forms import BaselineForm, Form, LimitForm, StillForm
+from sentinel.detect.vectorised import BaselineForm, Form, LimitForm, StillForm
 from sentinel.moments import Moments
 from sentinel.native.layout import FORM, HIT, HIT_SETTLED
 from sentinel.native.library import ISAS, Library, find_library

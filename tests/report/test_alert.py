@@ -4,7 +4,7 @@ import pytest
 from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
 from sentinel.incident import Incident
-from sentinel.report.alert import Alert, RouteConfig, alerts_for, change_of, facts, headline, standing
+from sentinel.report.alert import Alert, RouteConfig, alerts_for, change_of, facts, headline, open_alerts
 
 INFO, WARNING, CRITICAL = Severity.INFO, Severity.WARNING, Severity.CRITICAL
 
@@ -29,7 +29,7 @@ OPEN = an_incident()
         (OPEN, an_incident(severity=CRITICAL), "raised"),
         (OPEN, an_incident(paged=True), "raised"),
         (OPEN, an_incident(module="blocks.3.mlp"), "refined"),
-        (OPEN, an_incident(verdict="hardware"), "refined"),
+        (OPEN, an_incident(suspected="hardware"), "refined"),
         (OPEN, an_incident(state="resolved"), "resolved"),
         (OPEN, an_incident(state="settled"), "settled"),
         (OPEN, an_incident(state="merged"), "merged"),
@@ -48,13 +48,13 @@ def test_only_changes_that_matter_are_told(before, after, change):
 def test_slack_by_default_hears_loss_spikes_and_critical_incidents():
     route = RouteConfig(min_severity=CRITICAL, detectors=("LossSpike",))
 
-    heard = [
+    received = [
         route.hears(an_incident(severity=severity, detectors=detectors))
         for severity in (INFO, WARNING, CRITICAL)
         for detectors in (("LossSpike", "AnomalyNan"), ("AnomalyNan",))
     ]
 
-    assert heard == [False, False, True, False, True, True]
+    assert received == [False, False, True, False, True, True]
 
 
 def test_an_incident_pages_once_however_it_grows():
@@ -84,7 +84,7 @@ def test_an_incident_that_is_the_end_of_its_run_pages_though_it_is_over_at_once(
     (alert,) = alerts_for(None, died, [("slack", RouteConfig())], 1.0)
 
     assert (alert.change, alert.is_page, alert.is_closed) == ("opened", True, True)
-    assert standing([died], "slack", RouteConfig(), 1.0) == []
+    assert open_alerts([died], "slack", RouteConfig(), 1.0) == []
 
 
 def test_a_sink_not_told_of_openings_still_hears_the_page():
@@ -117,7 +117,7 @@ def test_facts_leave_out_what_is_unknown_and_cut_long_lists():
 def test_what_stands_after_a_restart_is_what_was_heard_and_is_open():
     incidents = [OPEN, an_incident(id="i2", severity=INFO), an_incident(id="i3", state="resolved")]
 
-    assert [alert.incident.id for alert in standing(incidents, "am", RouteConfig(), 1.0)] == ["i1"]
+    assert [alert.incident.id for alert in open_alerts(incidents, "am", RouteConfig(), 1.0)] == ["i1"]
 
 
 def test_an_unknown_change_is_refused_by_name():
@@ -127,17 +127,21 @@ def test_an_unknown_change_is_refused_by_name():
 
 def test_what_to_do_comes_first_and_reasons_are_not_mixed_with_facts():
     lines = ("suspected batch: loss 9 at step 12 alone", "suspected batch: to do: skip step 12", "first bad: loss")
-    told = facts(an_incident(evidence=lines, verdict="batch", title="loss 9 against 1 at step 12", opened_step=12))
+    notified = facts(an_incident(evidence=lines, suspected="batch", title="loss 9 against 1 at step 12", opened_step=12))
 
-    assert told[:3] == [("what to do", "skip step 12"), ("cause", "batch"), ("because", "loss 9 at step 12 alone")]
-    assert ("known", "first bad: loss") in told
+    assert notified[:3] == [("what to do", "skip step 12"), ("cause", "batch"), ("because", "loss 9 at step 12 alone")]
+    assert ("known", "first bad: loss") in notified
 
 
 def test_an_unknown_cause_is_said_to_be_unknown():
     lines = ("suspected unknown: one replica alone", "suspected unknown: to do: run it again")
-    told = dict(facts(an_incident(evidence=lines)))
+    notified = dict(facts(an_incident(evidence=lines)))
 
-    assert (told["what to do"], told["cause"], told["because"]) == ("run it again", "not known", "one replica alone")
+    assert (notified["what to do"], notified["cause"], notified["because"]) == (
+        "run it again",
+        "not known",
+        "one replica alone",
+    )
     assert "cause" not in dict(facts(an_incident()))
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from sentinel.report.alert import CHANGES
 from sentinel.report.metrics import OUTCOMES
-from sentinel.report.sinks.table import NotifyConfig
+from sentinel.report.sinks.sink_table import NotifyConfig
 
 
 @pytest.fixture

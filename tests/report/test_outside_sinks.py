@@ -14,7 +14,7 @@ from sentinel.cli.main import CLEAN, FOUND, run_cli
 from sentinel.daemon.config import load_config
 from sentinel.errors import ConfigError
 from sentinel.report.alert import sample_alert
-from sentinel.report.sinks.table import build_sink, build_sinks
+from sentinel.report.sinks.sink_table import build_sink, build_sinks
 
 FILE_SINK = """
 import msgspec

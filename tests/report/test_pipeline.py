@@ -6,7 +6,7 @@ import pytest
 
 from sentinel.anomaly import Severity
 from sentinel.incident import Incident
-from sentinel.report.alert import RouteConfig, alerts_for, sample_alert, standing
+from sentinel.report.alert import RouteConfig, alerts_for, open_alerts, sample_alert
 from sentinel.report.outbox import MemoryOutbox
 from sentinel.report.pipeline import Notifier, RetryPolicy, SinkWorker, TokenBucket
 from sentinel.report.sinks.delivery import SENT, Delivery
@@ -24,19 +24,19 @@ class FakeSink:
     def __init__(self, answers=(), digest_after=0):
         self.answers = list(answers)
         self.digest_after = digest_after
-        self.heard = []
+        self.received = []
 
     def deliver(self, alerts, now):
-        self.heard.append(list(alerts))
+        self.received.append(list(alerts))
         answer = self.answers.pop(0) if self.answers else SENT
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
 
-class FakeStandingSink(FakeSink):
-    def restore(self, standing):
-        self.standing = list(standing)
+class FakeResendingSink(FakeSink):
+    def restore(self, open_alerts):
+        self.open_alerts = list(open_alerts)
 
     def keep_alive(self, now):
         return None, now + 60.0
@@ -76,8 +76,8 @@ class Bench:
     def outcomes(self):
         return [row.outcome for row in self.outbox.rows.values()]
 
-    def heard(self):
-        return [[(alert.incident.id, alert.change) for alert in alerts] for alerts in self.sink.heard]
+    def received(self):
+        return [[(alert.incident.id, alert.change) for alert in alerts] for alerts in self.sink.received]
 
 
 def test_an_alert_is_sent_once():
@@ -88,7 +88,7 @@ def test_an_alert_is_sent_once():
     bench.run()
     bench.run()
 
-    assert bench.heard() == [[("i1", "opened")]]
+    assert bench.received() == [[("i1", "opened")]]
     assert bench.outcomes() == ["sent"]
     assert bench.worker.counts["sent"] == 1
     assert bench.worker.num_waiting() == 0
@@ -109,7 +109,7 @@ def test_failures_are_retried_with_growing_waits_and_counted():
     assert waits[2] >= 4.0
     assert bench.worker.counts["retried"] == 3
     assert bench.outcomes() == ["sent"]
-    assert [alerts[0].repeated for alerts in bench.sink.heard] == [False] * 4
+    assert [alerts[0].repeated for alerts in bench.sink.received] == [False] * 4
 
 
 def test_the_servers_own_wish_is_honoured():
@@ -120,7 +120,7 @@ def test_the_servers_own_wish_is_honoured():
 
     assert due == pytest.approx(bench.now + 37.0)
     assert bench.worker.turn(bench.now + 36.0) == due
-    assert len(bench.sink.heard) == 1
+    assert len(bench.sink.received) == 1
     bench.worker.turn(due)
     assert bench.outcomes() == ["sent"]
 
@@ -133,7 +133,7 @@ def test_a_refusal_is_permanent():
 
     assert bench.outcomes() == ["failed"]
     assert bench.worker.counts["failed"] == 1
-    assert len(bench.sink.heard) == 1
+    assert len(bench.sink.received) == 1
 
 
 def test_after_kill_9_a_repeat_is_marked():
@@ -146,7 +146,7 @@ def test_after_kill_9_a_repeat_is_marked():
     after = Bench(FakeSink(), outbox)
     after.run()
 
-    assert [[alert.repeated for alert in alerts] for alerts in after.sink.heard] == [[True]]
+    assert [[alert.repeated for alert in alerts] for alerts in after.sink.received] == [[True]]
     assert after.outcomes() == ["repeated"]
 
 
@@ -156,7 +156,7 @@ def test_a_lost_answer_makes_the_next_try_a_repeat():
 
     bench.run()
 
-    assert [alerts[0].repeated for alerts in bench.sink.heard] == [False, True]
+    assert [alerts[0].repeated for alerts in bench.sink.received] == [False, True]
 
 
 def test_only_the_newest_word_on_an_incident_is_sent():
@@ -169,9 +169,9 @@ def test_only_the_newest_word_on_an_incident_is_sent():
 
     bench.run()
 
-    assert bench.heard() == [[("i1", "opened")]]
-    assert bench.sink.heard[0][0].is_page
-    assert bench.sink.heard[0][0].incident.module == "m"
+    assert bench.received() == [[("i1", "opened")]]
+    assert bench.sink.received[0][0].is_page
+    assert bench.sink.received[0][0].incident.module == "m"
     assert sorted(bench.outcomes()) == ["sent", "superseded", "superseded"]
 
 
@@ -182,7 +182,7 @@ def test_a_storm_becomes_a_digest():
 
     bench.run()
 
-    assert [len(alerts) for alerts in bench.sink.heard] == [40]
+    assert [len(alerts) for alerts in bench.sink.received] == [40]
     assert bench.worker.counts["digested"] == 40
 
 
@@ -194,7 +194,7 @@ def test_pages_go_first():
 
     bench.run()
 
-    assert [alerts[0].incident.id for alerts in bench.sink.heard] == ["i3", "i2", "i1"]
+    assert [alerts[0].incident.id for alerts in bench.sink.received] == ["i3", "i2", "i1"]
 
 
 def test_one_alert_that_a_sink_cannot_stomach_holds_up_no_other():
@@ -235,7 +235,7 @@ def test_the_rate_is_limited():
 
     bench.run()
 
-    assert len(bench.sink.heard) == 10
+    assert len(bench.sink.received) == 10
     assert bench.now - start >= 6.9
 
 
@@ -280,7 +280,7 @@ def test_an_outcome_the_disk_refused_is_not_a_second_message():
     bench.outbox.is_full = False
     bench.run()
 
-    assert len(bench.sink.heard) == 1
+    assert len(bench.sink.received) == 1
     assert bench.outcomes() == ["sent"]
 
 
@@ -306,12 +306,12 @@ def test_a_clock_set_back_does_not_silence_a_sink():
 
 
 def test_standing_sinks_are_told_what_was_open():
-    sink = FakeStandingSink()
+    sink = FakeResendingSink()
     bench = Bench(sink)
 
-    bench.worker.restore(standing([an_incident()], "fake", RouteConfig(), 1.0))
+    bench.worker.restore(open_alerts([an_incident()], "fake", RouteConfig(), 1.0))
 
-    assert [alert.incident.id for alert in sink.standing] == ["i1"]
+    assert [alert.incident.id for alert in sink.open_alerts] == ["i1"]
 
 
 def test_a_bucket_refills_at_its_rate():
@@ -335,24 +335,24 @@ def test_the_notifier_counts_every_outcome_of_every_sink_from_the_start():
 def test_a_delivery_that_does_not_come_back_is_told_while_it_lasts():
     class Stuck(FakeSink):
         def deliver(self, alerts, now):
-            told.append(notifier.problems())
+            notified.append(notifier.problems())
             clock[0] += 75.0
-            told.append(notifier.problems())
+            notified.append(notifier.problems())
             return SENT
 
-    told, clock = [], [1000.0]
+    notified, clock = [], [1000.0]
     notifier = Notifier(MemoryOutbox(), [Stuck()], RetryPolicy(), clock=lambda: clock[0])
     worker = notifier.workers["fake"]
     worker._outbox.add(alerts_for(None, an_incident(), ROUTES, 1000.0))
 
     worker.turn(1000.0)
 
-    assert told == [{}, {"fake": "a delivery has been under way for 75 s"}]
+    assert notified == [{}, {"fake": "a delivery has been under way for 75 s"}]
     assert notifier.problems() == {}
 
 
 def test_a_keep_alive_that_works_again_ends_the_problem():
-    class Forgetful(FakeStandingSink):
+    class Forgetful(FakeResendingSink):
         def keep_alive(self, now):
             return self.answers.pop(0), now + 60.0
 
@@ -379,4 +379,4 @@ def test_threads_send_what_was_queued_and_end_when_told():
         notifier._threads[0].join(0.005)
 
     assert notifier.close()
-    assert len(sink.heard) == 1
+    assert len(sink.received) == 1

@@ -117,10 +117,10 @@ def test_a_proxy_that_drips_its_consent_is_cut():
 
 
 def test_a_name_that_is_looked_up_for_ever_leaves_one_thread_and_sends_nothing_late(monkeypatch):
-    heard = []
+    received = []
 
     def serve(connection, is_over):
-        heard.append(connection.recv(65536))
+        received.append(connection.recv(65536))
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
 
     is_found = threading.Event()
@@ -138,12 +138,12 @@ def test_a_name_that_is_looked_up_for_ever_leaves_one_thread_and_sends_nothing_l
         (late,) = [one for one in threading.enumerate() if one.name == "sentinel-post"]
         is_found.set()
         late.join(60)
-        unheard = list(heard)
+        silent = list(received)
         third = poster.post(url, b"{}", {}, time.time())
 
     assert first.detail.endswith("no connection within 1 s") and not first.is_unknown
     assert "the request before has not ended" in second.detail and not second.is_unknown
-    assert [one for one in unheard if one] == []
+    assert [one for one in silent if one] == []
     assert third.outcome == "sent"
 
 

@@ -13,8 +13,8 @@ from sentinel.report.alert import RouteConfig, alerts_for
 from sentinel.report.sinks.alertmanager import AlertmanagerConfig, AlertmanagerSink
 from sentinel.report.sinks.console import ConsoleConfig, ConsoleSink
 from sentinel.report.sinks.delivery import SENT, Delivery, judge_answer, retry_after
+from sentinel.report.sinks.sink_table import NotifyConfig, build_sinks
 from sentinel.report.sinks.slack import MAX_BLOCKS, MAX_SECTION, MAX_TOTAL, SlackConfig, SlackSink, clip, escape
-from sentinel.report.sinks.table import NotifyConfig, build_sinks
 from sentinel.report.sinks.webhook import WebhookConfig, WebhookSink
 
 ENVIRON = {"SLACK": "https://hooks.slack.example/services/T/B/secret", "KEY": "k3y"}

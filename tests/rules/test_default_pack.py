@@ -54,8 +54,15 @@ def judged(paper_run):
             values[: len(CASES)] = [case[3](step - HEALTHY_STEPS) for case in CASES.values()]
 
         def tell(rank, rows, values=values):
-            for name, told in (("count", 1), ("mean", values), ("min", values), ("max", values), ("m2", 0.0), ("m4", 0.0)):
-                rows[name] = told
+            for name, reported in (
+                ("count", 1),
+                ("mean", values),
+                ("min", values),
+                ("max", values),
+                ("m2", 0.0),
+                ("m4", 0.0),
+            ):
+                rows[name] = reported
 
         found += engine.judge(run.view(step, change=tell))
     return found, engine

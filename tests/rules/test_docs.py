@@ -89,9 +89,9 @@ def test_every_rule_of_every_pack_stands_there_as_it_is(name: str) -> None:
     pack = default if name == "default" else load_pack([name])
     body = SECTIONS["The default pack" if name == "default" else f"`{name}`"]
     table = {cells[0].strip("`"): cells[1:] for cells in rows(body, 4) if cells[0] != "rule"}
-    told = [rule for rule in pack.rules if pack is default or rule not in default.rules]
-    assert [rule.name for rule in told] == list(table)
-    for rule in told:
+    reported = [rule for rule in pack.rules if pack is default or rule not in default.rules]
+    assert [rule.name for rule in reported] == list(table)
+    for rule in reported:
         detector, watches, severity = table[rule.name]
         assert detector.startswith(f"`{rule.detector}`"), rule.name
         assert severity == rule.severity.value + (", escalates" if "escalate" in rule.actions else ""), rule.name

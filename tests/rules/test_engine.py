@@ -285,7 +285,7 @@ def test_a_loss_scale_that_keeps_falling_after_a_raise_is_told(paper_run):
     for step in range(30):
         engine.judge(run.view(step, scalars={"loss": 2.0, "loss_scale": 2.0 ** (14 + step // 10), "grad_norm": 1.0}))
 
-    told = []
+    reported = []
     for step in range(30, 36):
 
         def overflow(_, rows, at=step % 6):
@@ -293,9 +293,9 @@ def test_a_loss_scale_that_keeps_falling_after_a_raise_is_told(paper_run):
 
         said = {"loss": 2.0, "loss_scale": 2.0 ** (46 - step), "grad_norm": math.inf}
         found = engine.judge(run.view(step, change=overflow, is_skipped=True, scalars=said))
-        told.append(any(a.severity is not Severity.INFO for a in found if a.event == "onset"))
+        reported.append(any(a.severity is not Severity.INFO for a in found if a.event == "onset"))
 
-    assert told[:2] == [False, False] and any(told[2:])
+    assert reported[:2] == [False, False] and any(reported[2:])
 
 
 def test_a_search_for_the_loss_scale_survives_a_snapshot(paper_run):
@@ -541,5 +541,5 @@ def test_gradients_of_a_loss_of_zero_are_zero_by_right(loss, severity, paper_run
         engine.judge(run.view(step, noisy(rng, 2), scalars={"loss": 1.0 + 0.1 * float(rng.standard_normal())}))
     found = [one for step in range(40, 46) for one in engine.judge(run.view(step, change=zero, scalars={"loss": loss}))]
 
-    told = [one.severity for one in found if one.rule == "dead-gradient" and one.event == "onset"]
-    assert max(told, key=lambda one: one.level) is severity
+    reported = [one.severity for one in found if one.rule == "dead-gradient" and one.event == "onset"]
+    assert max(reported, key=lambda one: one.level) is severity

@@ -68,12 +68,12 @@ def engine_of(fails):
     return Engine(Pack(rules=rules), detectors={**DETECTORS, "Own": Own})
 
 
-def steps_told(engine, run, steps):
-    told = {"own": [], "ours": []}
+def steps_reported(engine, run, steps):
+    reported = {"own": [], "ours": []}
     for step in steps:
         for one in engine.judge(run.view(step, [1.0, 1.0, 50.0, 1.0])):
-            told[one.rule].append(step)
-    return told
+            reported[one.rule].append(step)
+    return reported
 
 
 @pytest.mark.parametrize("fails", ["raise", "nan", "negative", "short", "bare", "exit", "writes", "learn", "more", "cut"])
@@ -81,9 +81,9 @@ def test_a_failing_detector_is_off_and_says_why(paper_run, fails):
     engine, run = engine_of(fails), paper_run(TENSORS)
     first = 4 if fails in ("learn", "more", "cut") else 3
 
-    told = steps_told(engine, run, range(8))
+    reported = steps_reported(engine, run, range(8))
 
-    assert told == {"own": list(range(first)), "ours": list(range(8))}
+    assert reported == {"own": list(range(first)), "ours": list(range(8))}
     assert engine.num_rows_judged == 8 * len(TENSORS)
     (said,) = engine.blind_groups
     assert said.startswith('detector "Own" of rule "own" is off, because it failed: ')
@@ -93,7 +93,7 @@ def test_a_failing_detector_is_off_and_says_why(paper_run, fails):
 def test_one_that_does_not_fail_is_heard(paper_run, does):
     engine, run = engine_of(does), paper_run(TENSORS)
 
-    assert steps_told(engine, run, range(8)) == {"own": list(range(8)), "ours": list(range(8))}
+    assert steps_reported(engine, run, range(8)) == {"own": list(range(8)), "ours": list(range(8))}
     assert engine.blind_groups == []
     assert engine._watches[0].state["points"].dtype == np.int64 and (engine._watches[0].state["points"] == 8).all()
 
@@ -101,14 +101,14 @@ def test_one_that_does_not_fail_is_heard(paper_run, does):
 def test_it_stays_off_after_a_restart(paper_run):
     run = paper_run(TENSORS)
     engine = engine_of("raise")
-    steps_told(engine, run, range(5))
+    steps_reported(engine, run, range(5))
 
     # The detector that comes back is well; what it learned before is not whole.
     again = engine_of("raise")
     again._watches[0].detector._detector.fails = ""
     again.restore(engine.snapshot())
 
-    assert steps_told(again, run, range(5, 8)) == {"own": [], "ours": [5, 6, 7]}
+    assert steps_reported(again, run, range(5, 8)) == {"own": [], "ours": [5, 6, 7]}
 
 
 class Mean:
@@ -137,11 +137,11 @@ class Greedy(Mean):
 def test_a_value_that_is_not_finite_switches_nothing_off(paper_run, bad):
     rule = Rule(name="own", detector="Mean", match=Match(kind=("wgrad",)), severity=Severity.WARNING, episode_quiet_steps=0)
     engine, run = Engine(Pack(rules=(rule,)), detectors={**DETECTORS, "Mean": Mean}), paper_run(TENSORS)
-    told = {}
+    reported = {}
     for step, values in enumerate([[1.0] * 4, [1.0, bad, 1.0, 50.0], [bad] * 4, [1.0, 50.0, 1.0, 1.0]]):
-        told[step] = [one.tag_name for one in engine.judge(run.view(step, values))]
+        reported[step] = [one.tag_name for one in engine.judge(run.view(step, values))]
 
-    assert told == {0: [], 1: ["layers.3.mlp"], 2: [], 3: ["layers.1.mlp", "layers.3.mlp"]}
+    assert reported == {0: [], 1: ["layers.3.mlp"], 2: [], 3: ["layers.1.mlp", "layers.3.mlp"]}
     assert engine.blind_groups == []
     state = engine._watches[0].state
     assert np.isfinite(state["sum"]).all() and state["num"].tolist() == [3, 2, 3, 3]
@@ -202,10 +202,10 @@ def test_a_detector_without_a_state_is_asked_about_the_rows_of_each_rank(paper_r
     rule = Rule(name="own", detector="Limit", match=Match(kind=("wgrad",)), severity=Severity.WARNING)
     engine, run = Engine(Pack(rules=(rule,)), detectors={**DETECTORS, "Limit": Limit}), paper_run(TENSORS)
 
-    (told,) = engine.judge(run.view(0, [1.0, 30.0, 1.0, 1.0]))
+    (reported,) = engine.judge(run.view(0, [1.0, 30.0, 1.0, 1.0]))
 
-    assert (told.tag_name, told.rank, told.statistic, told.baseline) == ("layers.1.mlp", 0, "norm", 10.0)
-    assert told.value == pytest.approx(30.0, rel=1e-3) and told.score == pytest.approx(3.0, rel=1e-3)
+    assert (reported.tag_name, reported.rank, reported.statistic, reported.baseline) == ("layers.1.mlp", 0, "norm", 10.0)
+    assert reported.value == pytest.approx(30.0, rel=1e-3) and reported.score == pytest.approx(3.0, rel=1e-3)
 
 
 class Peers:

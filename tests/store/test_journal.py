@@ -1,4 +1,4 @@
-"""The journal: one transaction a verdict, nothing twice, nothing lost, no network disk."""
+"""The journal: one transaction a judgement, nothing twice, nothing lost, no network disk."""
 
 from __future__ import annotations
 

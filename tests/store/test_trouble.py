@@ -57,17 +57,17 @@ def test_what_the_disk_did_is_told_as_that_and_nobody_is_told_to_move_the_file(
     found = None if probed is None else OSError(probed, os.strerror(probed))
     monkeypatch.setattr(trouble, "_probe", lambda path: found)
 
-    told = str(journal_trouble(tmp_path / "journal.sqlite", error))
+    reported = str(journal_trouble(tmp_path / "journal.sqlite", error))
 
-    assert told.startswith(f"{tmp_path}/journal.sqlite: ") and words in told
-    assert "move" not in told
+    assert reported.startswith(f"{tmp_path}/journal.sqlite: ") and words in reported
+    assert "move" not in reported
 
 
 @pytest.mark.parametrize(("name", "what"), [("SQLITE_NOTADB", "is no journal"), ("SQLITE_CORRUPT_INDEX", "is damaged")])
 def test_a_file_at_fault_is_to_be_moved_away(name: str, what: str, tmp_path: Path) -> None:
-    told = str(journal_trouble(tmp_path / "journal.sqlite", sqlite_error(name)))
+    reported = str(journal_trouble(tmp_path / "journal.sqlite", sqlite_error(name)))
 
-    assert told.endswith(f"the file {what} (what SQLite says); move it away to judge the run anew")
+    assert reported.endswith(f"the file {what} (what SQLite says); move it away to judge the run anew")
 
 
 def test_a_damaged_journal_is_told_from_a_torn_one_and_neither_leaks_a_file(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ def main(address: str) -> None:
     os.umask(mask)
     ignored = [int(number) for number in FORWARDED if signal.getsignal(number) is signal.SIG_IGN]
     folder = os.getcwd()  # noqa: PTH109  (pathlib takes longer to import than all of this)
-    told = json.dumps([sys.argv[1:], dict(os.environ), folder, mask, ignored]).encode()
+    reported = json.dumps([sys.argv[1:], dict(os.environ), folder, mask, ignored]).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
         server.connect(address)
-        socket.send_fds(server, [told], [0, 1, 2])
+        socket.send_fds(server, [reported], [0, 1, 2])
         pid = int(server.recv(64))
         for number in FORWARDED:
             signal.signal(number, lambda number, _: forward(pid, number))

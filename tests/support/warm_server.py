@@ -31,8 +31,8 @@ class Program:
 
     def begin(self) -> list[str] | None:
         """Fork; returns in the child its arguments, and None here."""
-        told, streams, _, _ = socket.recv_fds(self.stand_in, 2**20, 3)
-        arguments, environment, folder, mask, ignored = json.loads(told)
+        reported, streams, _, _ = socket.recv_fds(self.stand_in, 2**20, 3)
+        arguments, environment, folder, mask, ignored = json.loads(reported)
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()

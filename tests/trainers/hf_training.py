@@ -49,23 +49,23 @@ def scalar(said: Said, name: str) -> dict[int, float]:
     return {end.step: end.scalars[name] for end in said.ends if name in end.scalars}
 
 
-def lives(run: Path, rank: int = 0) -> list[Said]:
-    """What each life of a rank said, by attempt."""
+def incarnations(run: Path, rank: int = 0) -> list[Said]:
+    """What each incarnation of a rank said, by attempt."""
     found: dict[int, Said] = {}
     for folder in run.glob(f"spool/r{rank:05d}-*"):
-        life = Said(run, rank=99_999)
+        incarnation = Said(run, rank=99_999)
         for path in sorted(folder.glob("*.spool")):
             data = path.read_bytes()
-            life._read(data)
+            incarnation._read(data)
             frame = scan(data, 0)
             assert isinstance(frame, Frame)
-            assert found.setdefault(frame.header.attempt, life) is life
+            assert found.setdefault(frame.header.attempt, incarnation) is incarnation
     return [found[attempt] for attempt in sorted(found)]
 
 
 def steps(run: Path) -> list[list[int]]:
     """The steps that each attempt ended."""
-    return [[end.step for end in life.ends] for life in lives(run)]
+    return [[end.step for end in incarnation.ends] for incarnation in incarnations(run)]
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:

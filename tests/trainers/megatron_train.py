@@ -82,7 +82,7 @@ def train(job: Job, monitor: Any, model: list[Any], optimizer: Any, scheduler: A
     dp = parallel_state.get_data_parallel_world_size()
     now = {"iteration": 0, "forwards": 0, "evaluating": 0}
     forward_step = make_forward_step(job, now)
-    told: list[dict[str, Any]] = []
+    reported: list[dict[str, Any]] = []
     truth: list[dict[str, Any]] = []
     start = 0
     if job.resume:
@@ -108,7 +108,7 @@ def train(job: Job, monitor: Any, model: list[Any], optimizer: Any, scheduler: A
             optimizer.take(model[0])
             grad_norm = float(torch.nn.utils.clip_grad_norm_(list(model[0].parameters()), job.clip))
             optimizer.step()
-            told.append({"line": "", "loss": float(torch.stack([one["lm loss"] for one in reduced]).mean()),
+            reported.append({"line": "", "loss": float(torch.stack([one["lm loss"] for one in reduced]).mean()),
                          "grad_norm": grad_norm, "success": True, "lr": 0.01})  # fmt: skip
             continue
         truth.append(reference(job, model, optimizer))
@@ -128,7 +128,7 @@ def train(job: Job, monitor: Any, model: list[Any], optimizer: Any, scheduler: A
             monitor.log(loss=loss, custom=iteration)
         line = f" iteration {iteration:8d}/{start + job.steps:8d} | learning rate: {lr!r} | lm loss: {loss!r} |"
         line += f" grad norm: {grad_norm!r} | number of skipped iterations: {int(not success)} |"
-        told.append({"line": line, "loss": loss, "grad_norm": grad_norm, "success": bool(success), "lr": lr})
+        reported.append({"line": line, "loss": loss, "grad_norm": grad_norm, "success": bool(success), "lr": lr})
         if iteration == job.evaluate_after:
             for chunk in model:
                 chunk.eval()
@@ -140,7 +140,7 @@ def train(job: Job, monitor: Any, model: list[Any], optimizer: Any, scheduler: A
                 chunk.train()
     if job.checkpoint:
         save(job, monitor, model, optimizer, scheduler, start + job.steps)
-    return {"told": told, "truth": truth, "weights": digest(model)}
+    return {"told": reported, "truth": truth, "weights": digest(model)}
 
 
 def digest(model: list[Any]) -> float:

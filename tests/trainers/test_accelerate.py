@@ -27,7 +27,7 @@ from sentinel.record import Flag
 
 from ..collect import conftest
 from ..collect.conftest import ALL_KINDS, Said, TinyModel, norm
-from .hf_training import lives, scalar, steps
+from .hf_training import incarnations, scalar, steps
 
 pytestmark = pytest.mark.trainer
 
@@ -434,8 +434,8 @@ def test_saved_state_is_loaded_with_its_numbers(run: Path, tmp_path: Path) -> No
 
     assert activities == ["checkpoint"]
     assert steps(run) == [[0, 1, 2, 3], [4, 5]]
-    assert scalar(lives(run)[1], "loss") == pytest.approx({step: whole.losses[step] for step in (4, 5)})
-    assert lives(run)[1].descriptor.first_step == 4
+    assert scalar(incarnations(run)[1], "loss") == pytest.approx({step: whole.losses[step] for step in (4, 5)})
+    assert incarnations(run)[1].descriptor.first_step == 4
 
 
 def test_checkpoint_from_before_sentinel_and_one_with_it_load_either_way(run: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from ..layouts.layout import differences, gradient_norm, heard, statistics
+from ..layouts.layout import differences, gradient_norm, received, statistics
 from .hf_ranks import MAX_NORM, NUM_STEPS, launch
 
 pytestmark = pytest.mark.trainer
@@ -27,7 +27,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, 
     def one(mode: str, **settings: Any) -> tuple[Any, Any]:
         if mode not in known:
             folder = tmp_path_factory.mktemp(mode)
-            known[mode] = launch(folder, mode, 1, EVERYTHING, **settings), heard(folder)
+            known[mode] = launch(folder, mode, 1, EVERYTHING, **settings), received(folder)
         return known[mode]
 
     return one
@@ -55,7 +55,7 @@ def test_two_processes_mean_what_one_means(tmp_path: Path, layout: str, alone: C
 
     bare = launch(tmp_path / "bare", mode, 2, None, **settings)
     watched = launch(tmp_path / "watched", mode, 2, EVERYTHING, **settings)
-    views = heard(tmp_path / "watched")
+    views = received(tmp_path / "watched")
 
     assert watched == bare  # losses, norms and weights to the bit, and as many collectives
     assert bare[0]["collectives"] > 0

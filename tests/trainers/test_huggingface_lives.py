@@ -1,4 +1,4 @@
-"""Lives of a Hugging Face Trainer: evaluation, checkpoints, several trainings, and such that end badly."""
+"""Incarnations of a Hugging Face Trainer: evaluation, checkpoints, several trainings, and such that end badly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import sentinel
 from ..collect import conftest
 from ..collect.conftest import Said
 from . import hf_models
-from .hf_training import EVERYTHING, lives, logged, make, scalar, steps
+from .hf_training import EVERYTHING, incarnations, logged, make, scalar, steps
 
 pytestmark = pytest.mark.trainer
 
@@ -37,7 +37,7 @@ def one_thread() -> None:
 
 def test_evaluation_and_checkpoints_are_announced_and_not_measured(run: Path, tmp_path: Path) -> None:
     callback = sentinel.HuggingFaceCallback(EVERYTHING)
-    heard: list[tuple[int, str, str]] = []
+    received: list[tuple[int, str, str]] = []
 
     class Listener(TrainerCallback):
         def __getattribute__(self, name: str) -> Any:
@@ -46,7 +46,7 @@ def test_evaluation_and_checkpoints_are_announced_and_not_measured(run: Path, tm
 
             def listen(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 if callback.monitor is not None:
-                    heard.append((state.global_step, name, callback.monitor.runner.position().activity))
+                    received.append((state.global_step, name, callback.monitor.runner.position().activity))
 
             return listen
 
@@ -65,10 +65,10 @@ def test_evaluation_and_checkpoints_are_announced_and_not_measured(run: Path, tm
     assert {step: len(rows) for step, rows in said.rows.items()}.keys() == {1, 2, 3, 4}
     assert len({len(said.rows[step]) for step in (2, 3, 4)}) == 1
     assert scalar(said, "loss") == logged(trainer)
-    assert (0, "on_prediction_step", "eval") in heard and (0, "on_evaluate", "init") in heard
-    assert (2, "on_prediction_step", "eval") in heard and (2, "on_evaluate", "checkpoint") in heard
-    assert (2, "on_save", "train") in heard
-    assert not [x for x in heard if x[1] in ("on_pre_optimizer_step", "on_substep_end") and x[2] != "train"]
+    assert (0, "on_prediction_step", "eval") in received and (0, "on_evaluate", "init") in received
+    assert (2, "on_prediction_step", "eval") in received and (2, "on_evaluate", "checkpoint") in received
+    assert (2, "on_save", "train") in received
+    assert not [x for x in received if x[1] in ("on_pre_optimizer_step", "on_substep_end") and x[2] != "train"]
 
 
 def test_resumed_training_goes_on_with_numbers_and_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_state_of_the_callback_is_restored_where_the_trainer_restores_such(run: 
 
     again.train(resume_from_checkpoint=True)
 
-    said = lives(run)[1]
+    said = incarnations(run)[1]
     assert list(logged(again)) == [1, 2, 3, 4]
     assert steps(run) == [[1, 2], [3, 4]]
     assert {tensor.kind for tensor, _ in said.rows[4]} == {"wgrad"}
@@ -180,9 +180,9 @@ def test_each_model_that_a_trainer_makes_anew_is_an_attempt(run: Path, tmp_path:
         trainer.train()
 
     assert steps(run) == [[1, 2], [1, 2]]
-    for life in lives(run):
-        assert scalar(life, "loss") == logged(trainer)
-        assert set(life.names(2, "wgrad")) == {name for name, _ in trainer.model.named_parameters()}
+    for incarnation in incarnations(run):
+        assert scalar(incarnation, "loss") == logged(trainer)
+        assert set(incarnation.names(2, "wgrad")) == {name for name, _ in trainer.model.named_parameters()}
 
 
 def test_trainer_that_is_not_known_is_followed_by_its_log(run: Path, tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_loop_begun_anew_with_a_smaller_batch_is_a_new_attempt(run: Path, tmp_pa
 
     trainer.train()
 
-    first, second = lives(run)
+    first, second = incarnations(run)
     assert [(end.step, end.is_partial) for end in first.ends] == [(step, step == 6) for step in range(1, 7)]
     assert [(end.step, end.is_partial) for end in second.ends] == [(step, False) for step in range(1, 8)]
     assert scalar(second, "loss") == logged(trainer)

@@ -850,15 +850,15 @@ def ranks(folder: Path, world: int) -> list[dict[str, dict[str, Any]]]:
         )
         for rank in range(world)
     ]  # fmt: skip
-    told = [process.communicate(timeout=200)[1] for process in processes]
-    assert all(process.returncode == 0 for process in processes), told[0][-3000:]
+    reported = [process.communicate(timeout=200)[1] for process in processes]
+    assert all(process.returncode == 0 for process in processes), reported[0][-3000:]
     return [
         {name: json.loads((folder / name / f"result-{rank}.json").read_text()) for name in ("plain", "watched")}
         for rank in range(world)
     ]
 
 
-def heard(folder: Path) -> list[ClosedStep]:
+def received(folder: Path) -> list[ClosedStep]:
     """Return the steps as a daemon closes them."""
     ears = Ears(folder / "run")
     ears.listen(final=True)
@@ -881,7 +881,7 @@ def test_two_ranks_under_ddp_merge_to_what_one_process_measures(tmp_path: Path) 
     ranks(tmp_path / "one", 1)
 
     assert all(one["plain"] == one["watched"] for one in results), "watched, a rank trains the same bits"
-    whole, views = heard(tmp_path / "one"), heard(tmp_path / "two")
+    whole, views = received(tmp_path / "one"), received(tmp_path / "two")
     printed = logged(tmp_path / "two" / "watched")
     assert [view.step for view in views] == [view.step for view in whole] == list(printed) == [0, 1, 2, 3]
     for view, alone in zip(views, whole, strict=True):

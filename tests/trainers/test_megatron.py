@@ -13,7 +13,7 @@ import pytest
 
 from sentinel.ingest.merge import ClosedStep
 
-from ..layouts.layout import differences, gradient_norm, heard, statistics
+from ..layouts.layout import differences, gradient_norm, received, statistics
 from .megatron_launch import Launcher, launched, truth_of
 
 pytestmark = pytest.mark.trainer
@@ -35,7 +35,7 @@ def alone(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Any:
         key = json.dumps(job, sort_keys=True)
         if key not in known:
             folder = tmp_path_factory.mktemp("alone")
-            known[key] = (launcher.train(folder, **job), heard(folder))
+            known[key] = (launcher.train(folder, **job), received(folder))
         return known[key]
 
     return train
@@ -81,7 +81,7 @@ def test_statistics_are_those_of_one_process(name: str, launcher: Launcher, alon
     rel = 5e-2 if what.get("precision") == "bf16" and world > 1 else 2e-4
 
     ranks = launcher.train(tmp_path, world=world, **layout, **what)
-    views = heard(tmp_path)
+    views = received(tmp_path)
 
     for rank in ranks:
         bare, watched = ([one["line"] for one in rank[how]["told"]] for how in ("bare", "watched"))
@@ -98,7 +98,7 @@ def test_statistics_are_those_of_one_process(name: str, launcher: Launcher, alon
             assert len(set(by_rank.values())) == 1, view.tensors[copies.index].name
         for kind in ("param", "wgrad"):
             problems = differences(statistics(view, kind), statistics(whole, kind), rel)
-            assert told(name, problems) == [], f"{kind} of step {view.step}"
+            assert reported(name, problems) == [], f"{kind} of step {view.step}"
         truth = truth_of(ranks, at)
         ours = statistics(view, "wgrad")
         for tensor, (squares, _, count) in truth.items():
@@ -116,20 +116,20 @@ def test_statistics_are_those_of_one_process(name: str, launcher: Launcher, alon
             ours_here = {key: one for key, one in ours_here.items() if "@" not in key or name != "etp2"}
             if "bf16-full" in name:
                 ours_here = {key: one for key, one in ours_here.items() if not is_missed(name, key)}
-            assert told(name, differences(ours_here, whole_here, rel)) == [], f"{kind} of step {view.step}"
+            assert reported(name, differences(ours_here, whole_here, rel)) == [], f"{kind} of step {view.step}"
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_sum_over_tokens_has_the_gradients_of_their_mean(world: int, launcher: Launcher, tmp_path: Path) -> None:
     """Where all micro-batches have equally many tokens, both losses are the same: Megatron's own weights say so."""
-    told_of = {}
+    reported_of = {}
     for per_token in (False, True):
         folder = tmp_path / str(per_token)
         folder.mkdir()
         launcher.train(folder, world=world, per_token=per_token)
-        told_of[per_token] = heard(folder)
+        reported_of[per_token] = received(folder)
 
-    for by_mean, by_token in zip(told_of[False], told_of[True], strict=True):
+    for by_mean, by_token in zip(reported_of[False], reported_of[True], strict=True):
         for kind in ("wgrad", "dgrad", "dgrad_in"):
             assert differences(statistics(by_token, kind), statistics(by_mean, kind), 2e-4) == [], kind
 
@@ -145,7 +145,7 @@ def is_missed(layout: str, key: str) -> bool:
     return "bf16-full" in layout and kind in ("activation_in", "dgrad_in") and ":" in name
 
 
-def told(layout: str, found: list[str]) -> list[str]:
+def reported(layout: str, found: list[str]) -> list[str]:
     """Differences that count: bf16 rounds single elements and third moments differently where experts see other batches."""
     coarse = (" skew: ", " kurtosis: ", " min: ", " max: ", " mean: ")
     return [one for one in found if not (layout == "ep2-grouped" and any(word in one for word in coarse))]

@@ -103,9 +103,9 @@ def test_loss_learning_rate_and_norm_are_those_of_their_step(tmp_path: Path, run
     said, metrics = Said(run), printed(trainer)
     assert len({end.scalars["lr"] for end in said.ends}) > 1
     for end in said.ends:
-        told = metrics[end.step]
+        reported = metrics[end.step]
         assert (end.scalars["loss"], end.scalars["grad_norm"], end.scalars["lr"]) == pytest.approx(
-            (told[LOSS], told[NORM], told[LR]), rel=1e-6
+            (reported[LOSS], reported[NORM], reported[LR]), rel=1e-6
         )
         assert end.scalars["tokens"] == 64
 
@@ -123,7 +123,9 @@ def test_losses_and_weights_are_bit_identical(tmp_path: Path, run: Path, module:
     def train(folder: Path, *callbacks: Any) -> tuple[dict[int, float], list[torch.Tensor]]:
         trainer = build(folder, *callbacks, module=module)
         trainer.fit()
-        return {step: told[LOSS] for step, told in printed(trainer).items()}, list(trainer.train_module.model.parameters())
+        return {step: reported[LOSS] for step, reported in printed(trainer).items()}, list(
+            trainer.train_module.model.parameters()
+        )
 
     plain, weights = train(tmp_path / "plain")
     watched, ours = train(tmp_path / "watched", sentinel.OlmoCoreCallback(EVERYTHING))
@@ -401,8 +403,8 @@ def ranks(folder: Path, layout: str) -> list[dict[str, dict[str, Any]]]:
         )
         for rank in range(world)
     ]  # fmt: skip
-    told = [process.communicate(timeout=200)[1] for process in processes]
-    assert all(process.returncode == 0 for process in processes), told[0][-3000:]
+    reported = [process.communicate(timeout=200)[1] for process in processes]
+    assert all(process.returncode == 0 for process in processes), reported[0][-3000:]
     return [
         {name: json.loads((folder / name / f"result-{rank}.json").read_text()) for name in ("plain", "watched")}
         for rank in range(world)
@@ -421,8 +423,8 @@ def test_ranks_merge_to_what_one_process_measures(tmp_path: Path, one_process: P
     results = ranks(tmp_path / layout, layout)
 
     assert all(one["plain"] == one["watched"] for one in results), "watched, a rank trains the same bits"
-    told = results[0]["watched"]
-    views, whole = heard(tmp_path / layout), heard(one_process)
+    reported = results[0]["watched"]
+    views, whole = received(tmp_path / layout), received(one_process)
     assert list(views) == list(whole) == list(range(1, NUM_STEPS + 1))
     for step, view in views.items():
         for kind in ("param", "wgrad"):
@@ -431,13 +433,13 @@ def test_ranks_merge_to_what_one_process_measures(tmp_path: Path, one_process: P
             for name, expected in truth.items():
                 assert ours[name] == pytest.approx(expected, rel=2e-4, abs=2e-6), (step, name)
         total = math.sqrt(sum(one["norm"] ** 2 for one in statistics(view, "wgrad").values()))
-        assert total == pytest.approx(told["norms"][str(step)], rel=1e-5)
-        assert view.scalars["loss"].mean == pytest.approx(told["seen"][str(step)], rel=1e-5)
+        assert total == pytest.approx(reported["norms"][str(step)], rel=1e-5)
+        assert view.scalars["loss"].mean == pytest.approx(reported["seen"][str(step)], rel=1e-5)
     assert len(statistics(views[2], "activation")) >= 33
     assert not any(Spoken(tmp_path / layout / "run", rank).health for rank in range(2))
 
 
-def heard(folder: Path) -> dict[int, ClosedStep]:
+def received(folder: Path) -> dict[int, ClosedStep]:
     """Return the steps as a daemon closes them."""
     ears = Ears(folder / "run")
     ears.listen(final=True)

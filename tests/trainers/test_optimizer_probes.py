@@ -13,7 +13,7 @@ import torch
 
 import sentinel
 
-from ..layouts.layout import differences, heard, statistics
+from ..layouts.layout import differences, received, statistics
 from ..layouts.net import loss_of, tokens
 from .deepspeed_ranks import JOBS, backward, make_engine, plain, run
 from .megatron_launch import Launcher, launched
@@ -47,7 +47,7 @@ def test_megatrons_copies_merge_to_one_process(name: str, launcher: Launcher, tm
     launcher.train(tmp_path / "one", **{**what, "precision": "fp32"} if "precision" in what else what, config=CONFIG)
 
     ranks = launcher.train(tmp_path / "all", world=world, **layout, **what, config=CONFIG)
-    views, expected = heard(tmp_path / "all"), heard(tmp_path / "one")
+    views, expected = received(tmp_path / "all"), received(tmp_path / "one")
 
     for rank in ranks:
         assert [one["line"] for one in rank["bare"]["told"]] == [one["line"] for one in rank["watched"]["told"]]
@@ -112,12 +112,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
         monitor.detach()
-    return heard(folder)
+    return received(folder)
 
 
 @pytest.mark.parametrize("name", DEEPSPEED)
 def test_deepspeeds_partitions_merge_to_one_process(name: str, jobs: Path, alone: list[Any]) -> None:
-    views = heard(jobs / name)
+    views = received(jobs / name)
     assert len(views) == len(alone)
     for view, whole in zip(views, alone, strict=True):
         for kind in ("exp_avg", "update"):

@@ -19,8 +19,8 @@ import sentinel
 from sentinel.collect.probes.router_finding import find_routers
 
 from ..collect import conftest
+from ..collect.probes.reported import Reported, check
 from ..collect.probes.test_attention_scores import truth
-from ..collect.probes.told import Told, check
 from . import hf_models
 
 pytestmark = pytest.mark.trainer
@@ -84,7 +84,7 @@ def test_attention_is_that_of_the_model(kind: str, way: str, padded: bool, run: 
     monitor = sentinel.attach(model, config={"kinds": ["attention"], "black_box": False})
     model.train()(input_ids=tokens(0), labels=tokens(0), **more).loss.backward()
     monitor.detach()
-    told = Told(run)
+    reported = Reported(run)
 
     weights = twin(input_ids=tokens(0), output_attentions=True, **more).attentions
     seen = (padding() == 1)[:, None].expand(3, weights[0].shape[1], 8) if padded else torch.ones_like(weights[0][..., 0]) > 0
@@ -92,14 +92,14 @@ def test_attention_is_that_of_the_model(kind: str, way: str, padded: bool, run: 
         entropy = -(p.detach().double() * p.detach().double().log().nan_to_num(0.0, 0.0, 0.0)).sum(-1)
         entropy = torch.where(entropy < 1e-6, 0.0, entropy)  # A query that sees one key; p was rounded.
         name = ATTENTION_OF.get(kind, "model.layers.{}.self_attn").format(layer)
-        row = told.row(0, "attention", f"{name}:entropy")
+        row = reported.row(0, "attention", f"{name}:entropy")
         check(row, entropy[seen], rel=1e-3)
-        (per_head,) = told.vectors[0][f"{name}:entropy", "entropy"]
+        (per_head,) = reported.vectors[0][f"{name}:entropy", "entropy"]
         total, number = (entropy * seen).sum((0, 2)), seen.sum((0, 2))
         assert np.allclose(per_head, total / number, atol=1e-4)
-        assert told.row(0, "attention", f"{name}:max_logit")["count"] == 3 * p.shape[1]
-    assert len(told.of(0, "attention")) == 2 * len(weights)
-    assert not told.health, told.health
+        assert reported.row(0, "attention", f"{name}:max_logit")["count"] == 3 * p.shape[1]
+    assert len(reported.of(0, "attention")) == 2 * len(weights)
+    assert not reported.health, reported.health
 
 
 @pytest.mark.parametrize("way", ["sdpa", "eager"])
@@ -116,9 +116,9 @@ def test_training_is_bit_identical_with_every_probe_on(kind: str, way: str, run:
 
     assert losses == expected and torch.equal(state, after)
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), bare.parameters(), strict=True))
-    told = Told(run)
-    assert not told.health, told.health
-    assert set(told.ends[1].due) >= set(kinds) - {"residual"}
+    reported = Reported(run)
+    assert not reported.health, reported.health
+    assert set(reported.ends[1].due) >= set(kinds) - {"residual"}
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen_moe"])
@@ -129,7 +129,7 @@ def test_routers_are_those_of_the_model(kind: str, run: Path) -> None:
     loss = model.train()(input_ids=tokens(0), labels=tokens(0), output_router_logits=True)
     loss.loss.backward()
     monitor.detach()
-    told = Told(run)
+    reported = Reported(run)
 
     kept: dict[str, torch.Tensor] = {}
     for name, module in twin.named_modules():
@@ -141,12 +141,12 @@ def test_routers_are_those_of_the_model(kind: str, run: Path) -> None:
         weight = twin.get_submodule(name).weight.detach().double()
         logits = hidden.reshape(-1, weight.shape[1]).double() @ weight.T
         chosen = np.bincount(logits.topk(2).indices.flatten(), minlength=4)
-        check(told.row(0, "router", f"{name}:logits"), logits, rel=1e-3)
-        check(told.row(0, "router", f"{name}:entropy"), truth(logits[:, None, None])[0], rel=1e-3)
-        check(told.row(0, "router", f"{name}:load"), chosen / len(logits))
-        assert told.vectors[0][f"{name}:load", "load"][0].tolist() == chosen.tolist()
-    assert told.row(0, "router", ":aux_loss")["mean"] == pytest.approx(float(loss.aux_loss), rel=1e-6)
-    assert not told.health, told.health
+        check(reported.row(0, "router", f"{name}:logits"), logits, rel=1e-3)
+        check(reported.row(0, "router", f"{name}:entropy"), truth(logits[:, None, None])[0], rel=1e-3)
+        check(reported.row(0, "router", f"{name}:load"), chosen / len(logits))
+        assert reported.vectors[0][f"{name}:load", "load"][0].tolist() == chosen.tolist()
+    assert reported.row(0, "router", ":aux_loss")["mean"] == pytest.approx(float(loss.aux_loss), rel=1e-6)
+    assert not reported.health, reported.health
 
 
 MIXTURES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -184,11 +184,11 @@ def test_routers_of_many_families_are_found_and_read(family: str, run: Path) -> 
     monitor = sentinel.attach(model, config={"kinds": ["router", "attention"], "black_box": False})
     model.train()(input_ids=tokens(0), labels=tokens(0)).loss.backward()
     monitor.detach()
-    told = Told(run)
+    reported = Reported(run)
 
     assert [(one.num_experts, one.top_k) for one in routers] == [(6, 2)] * 2, routers
     assert [one.scoring for one in routers] == [scoring] * 2
     for one in routers:
-        assert told.row(0, "router", f"{one.name}:logits")["count"] == 24 * 6
-        assert told.vectors[0][f"{one.name}:load", "load"][0].sum() == 24 * 2
-    assert told.of(0, "attention") and not told.health, told.health
+        assert reported.row(0, "router", f"{one.name}:logits")["count"] == 24 * 6
+        assert reported.vectors[0][f"{one.name}:load", "load"][0].sum() == 24 * 2
+    assert reported.of(0, "attention") and not reported.health, reported.health

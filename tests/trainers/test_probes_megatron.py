@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ..collect.probes.told import Told
-from ..layouts.layout import heard, statistics
+from ..collect.probes.reported import Reported
+from ..layouts.layout import received, statistics
 from .megatron_launch import Launcher, launched
 
 pytestmark = pytest.mark.trainer
@@ -29,19 +29,19 @@ def launcher() -> Iterator[Launcher]:
 
 def test_weights_are_the_same_and_routers_and_attention_are_seen(launcher: Launcher, tmp_path: Path) -> None:
     (rank,) = launcher.train(tmp_path, **JOB)
-    told = Told(tmp_path / "run")
+    reported = Reported(tmp_path / "run")
 
     assert rank["watched"]["weights"] == rank["bare"]["weights"]
-    names = set(told.names(1, "router")) | set(told.names(1, "attention"))
+    names = set(reported.names(1, "router")) | set(reported.names(1, "attention"))
     for layer in range(2):
         assert f"decoder.layers.{layer}.mlp.router:logits" in names, sorted(names)
-        load = told.vectors[1][f"decoder.layers.{layer}.mlp.router:load", "load"][0]
-        row = told.row(1, "router", f"decoder.layers.{layer}.mlp.router:load")
-        logits = told.of(1, "router", f"decoder.layers.{layer}.mlp.router:logits")[0]
+        load = reported.vectors[1][f"decoder.layers.{layer}.mlp.router:load", "load"][0]
+        row = reported.row(1, "router", f"decoder.layers.{layer}.mlp.router:load")
+        logits = reported.of(1, "router", f"decoder.layers.{layer}.mlp.router:logits")[0]
         assert row["count"] == len(load) == 4
         assert row["mean"] == pytest.approx(load.sum() / (int(logits["count"]) / 4) / 4)
     assert any("attention" in name and name.endswith(":entropy") for name in names), sorted(names)
-    assert not told.health, told.health
+    assert not reported.health, reported.health
 
 
 @pytest.mark.parametrize(("world", "layout"), [(2, {"tp": 2, "sequence_parallel": True}), (2, {"ep": 2}), (2, {"pp": 2})])
@@ -50,7 +50,7 @@ def test_attention_and_loads_are_those_of_one_process(
 ) -> None:
     launcher.train(tmp_path / "one", **JOB, steps=1)
     launcher.train(tmp_path / "many", **JOB, **layout, world=world, steps=1)
-    (one,), (many,) = heard(tmp_path / "one"), heard(tmp_path / "many")
+    (one,), (many,) = received(tmp_path / "one"), received(tmp_path / "many")
 
     for name in ("decoder.layers.0.mlp.router", "decoder.layers.1.mlp.router"):
         ours, truth = (
@@ -63,7 +63,7 @@ def test_attention_and_loads_are_those_of_one_process(
         assert mean == pytest.approx(truth[0]["mean"], rel=1e-4)
     loads = [
         sum(
-            np.sum([v for key, v in Told(tmp_path / which / "run", rank).vectors[1].items() if key[1] == "load"], 0)
+            np.sum([v for key, v in Reported(tmp_path / which / "run", rank).vectors[1].items() if key[1] == "load"], 0)
             for rank in range(ranks)
         ).sum()
         for which, ranks in (("one", 1), ("many", world))

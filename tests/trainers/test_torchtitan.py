@@ -56,7 +56,7 @@ def train(folder: Path, runs: list[dict[str, Any]], world: int = 1) -> Results:
     return [json.loads((folder / f"results.{rank}").read_text()) for rank in range(world)]
 
 
-def heard(run_dir: Path) -> list[ClosedStep]:
+def received(run_dir: Path) -> list[ClosedStep]:
     """Return the steps as a daemon closes them; at least two."""
     ears = Ears(run_dir)
     ears.listen(final=True)
@@ -181,10 +181,10 @@ def test_validation_is_not_measured(alone: tuple[Path, dict[str, dict[str, Any]]
 
 def test_recomputed_forwards_are_counted_once(alone: tuple[Path, dict[str, dict[str, Any]]]) -> None:
     folder, _ = alone
-    plain = heard(folder / "seen")
+    plain = received(folder / "seen")
 
     for run in ("full", "selective"):
-        for ours, truth in zip(heard(folder / run), plain, strict=True):
+        for ours, truth in zip(received(folder / run), plain, strict=True):
             for kind in EVERYTHING["kinds"]:
                 assert len(statistics(truth, kind)) > 5
                 assert not differences(statistics(ours, kind), statistics(truth, kind))
@@ -193,7 +193,7 @@ def test_recomputed_forwards_are_counted_once(alone: tuple[Path, dict[str, dict[
 def test_a_head_inside_the_loss_is_measured(alone: tuple[Path, dict[str, dict[str, Any]]]) -> None:
     folder, _ = alone
 
-    for ours, truth in zip(heard(folder / "chunked"), heard(folder / "seen"), strict=True):
+    for ours, truth in zip(received(folder / "chunked"), received(folder / "seen"), strict=True):
         for kind in ("activation", "dgrad", "wgrad"):
             expected = statistics(truth, kind)
             assert any(key.startswith("lm_head") for key in expected)
@@ -263,11 +263,11 @@ def test_a_replayed_graph_shows_parameters_and_gradients_and_says_so(alone: tupl
     assert results["replayed"]["weights"] == results["bare"]["weights"]
     for step in range(1, 6):
         assert not spoken.of(step, "activation")
-        told, expected = (
+        reported, expected = (
             {name: value for name, value in one.ends[step].scalars.items() if not name.startswith("memory_")}
             for one in (spoken, seen)
         )
-        assert told == expected  # Two processes need not fill the same memory.
+        assert reported == expected  # Two processes need not fill the same memory.
         for kind in ("param", "wgrad"):
             ours, truth = spoken.of(step, kind), seen.of(step, kind)
             assert ours.keys() == truth.keys()
@@ -321,7 +321,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_statistics_mean_what_they_mean_on_one_process(name: str, together: tuple[Path, Results]) -> None:
     folder, results = together
-    views, alone = heard(folder / name), heard(folder / f"one{LAYOUTS[name][1]}")
+    views, alone = received(folder / name), received(folder / f"one{LAYOUTS[name][1]}")
     descriptor = Spoken(folder / name, 0).descriptor
     assert descriptor is not None
     assert not [t.name for t in descriptor.tensors if "unknown" in t.placements.values()]

@@ -37,7 +37,7 @@ RUN_ID = 10773672743070944251
 headers = st.builds(
     Header,
     type=st.integers(0, 255),
-    life=st.binary(min_size=16, max_size=16),
+    incarnation=st.binary(min_size=16, max_size=16),
     run_id=st.integers(0, 2**64 - 1),
     attempt=st.integers(0, 2**32 - 1),
     rank=st.integers(0, 2**32 - 1),
@@ -107,10 +107,10 @@ def test_corruption_never_yields_a_wrong_frame(sent: list[tuple[Header, bytes]],
         else:
             other = data.draw(st.integers(0, max(0, len(whole) - 1)))
             whole[at : at + 8], whole[other : other + 8] = whole[other : other + 8], whole[at : at + 8]
-    known = {(header.life, header.seq, header.step, payload) for header, payload in sent}
+    known = {(header.incarnation, header.seq, header.step, payload) for header, payload in sent}
 
     for frame in frames_of(bytes(whole)):
-        assert (frame.header.life, frame.header.seq, frame.header.step, bytes(frame.payload)) in known
+        assert (frame.header.incarnation, frame.header.seq, frame.header.step, bytes(frame.payload)) in known
 
 
 @given(st.binary(max_size=400))
@@ -120,32 +120,32 @@ def test_noise_never_crashes_the_scan(noise: bytes) -> None:
 
 @pytest.mark.parametrize("position", range(0, HEADER_BYTES + 40, 7))
 def test_after_a_flipped_bit_the_next_frame_is_found(position: int) -> None:
-    first = bytearray(frame_bytes(Header(type=2, life=LIFE, run_id=1, rank=0, seq=1), b"x" * 40))
-    second = frame_bytes(Header(type=2, life=LIFE, run_id=1, rank=0, seq=2), b"y" * 40)
+    first = bytearray(frame_bytes(Header(type=2, incarnation=LIFE, run_id=1, rank=0, seq=1), b"x" * 40))
+    second = frame_bytes(Header(type=2, incarnation=LIFE, run_id=1, rank=0, seq=2), b"y" * 40)
     first[position] ^= 0x20
 
     assert [frame.header.seq for frame in frames_of(bytes(first) + second)] == [2]
 
 
 def test_a_flipped_length_is_not_waited_for() -> None:
-    data = bytearray(frame_bytes(Header(type=2, life=LIFE, run_id=1, rank=0, seq=1), b"x" * 40))
+    data = bytearray(frame_bytes(Header(type=2, incarnation=LIFE, run_id=1, rank=0, seq=1), b"x" * 40))
     data[10] ^= 0x01
 
     assert isinstance(scan(bytes(data), 0), Corrupt)
 
 
 def test_a_magic_inside_a_payload_is_no_frame() -> None:
-    first = bytearray(frame_bytes(Header(type=2, life=LIFE, run_id=1, rank=0, seq=1), MAGIC * 30))
-    second = frame_bytes(Header(type=2, life=LIFE, run_id=1, rank=0, seq=2), MAGIC)
+    first = bytearray(frame_bytes(Header(type=2, incarnation=LIFE, run_id=1, rank=0, seq=1), MAGIC * 30))
+    second = frame_bytes(Header(type=2, incarnation=LIFE, run_id=1, rank=0, seq=2), MAGIC)
     first[50] ^= 1
 
     assert [frame.header.seq for frame in frames_of(bytes(first) + second)] == [2]
 
 
 def test_a_view_into_a_larger_buffer_is_scanned_like_bytes() -> None:
-    data = bytearray(frame_bytes(Header(type=2, life=LIFE, run_id=1, rank=0, seq=1), b"x" * 40))
+    data = bytearray(frame_bytes(Header(type=2, incarnation=LIFE, run_id=1, rank=0, seq=1), b"x" * 40))
     data[50] ^= 1
-    second = frame_bytes(Header(type=2, life=LIFE, run_id=1, rank=0, seq=2), b"")
+    second = frame_bytes(Header(type=2, incarnation=LIFE, run_id=1, rank=0, seq=2), b"")
     view = memoryview(b"junk" + bytes(data) + second)[4:]
 
     found = scan(view, 0)
@@ -155,13 +155,13 @@ def test_a_view_into_a_larger_buffer_is_scanned_like_bytes() -> None:
 
 
 def test_a_newer_protocol_is_named_and_skipped_whole() -> None:
-    data = frame_bytes(Header(type=2, life=LIFE, run_id=1, rank=17, seq=1), b"x" * 40, protocol=3)
+    data = frame_bytes(Header(type=2, incarnation=LIFE, run_id=1, rank=17, seq=1), b"x" * 40, protocol=3)
 
     assert scan(data, 0) == Foreign(3, len(data))
 
 
 def test_the_checksum_is_plain_crc32_over_the_frame_with_its_field_zero() -> None:
-    data = bytearray(frame_bytes(Header(type=2, life=LIFE, run_id=1, rank=0, seq=1), b"payload"))
+    data = bytearray(frame_bytes(Header(type=2, incarnation=LIFE, run_id=1, rank=0, seq=1), b"payload"))
     crc = int.from_bytes(data[16:20], "little")
     data[16:20] = bytes(4)
 
@@ -180,7 +180,7 @@ def test_the_checksum_is_plain_crc32_over_the_frame_with_its_field_zero() -> Non
     ids=lambda message: type(message).__name__,
 )
 def test_messages_come_back_as_they_were(message: EndStep | Health | Ack | Heartbeat | Bye) -> None:
-    header = Header(type=FRAME_TYPES[type(message)], life=LIFE, run_id=1, rank=0, seq=1)
+    header = Header(type=FRAME_TYPES[type(message)], incarnation=LIFE, run_id=1, rank=0, seq=1)
     frame = scan(frame_bytes(header, encode_message(message)), 0)
 
     assert isinstance(frame, Frame)
@@ -189,7 +189,7 @@ def test_messages_come_back_as_they_were(message: EndStep | Health | Ack | Heart
 
 def test_a_descriptor_comes_back_and_lays_out_the_row(tmp_path) -> None:
     descriptor = SyntheticRun(tmp_path / "run", pp=2, ranks=[]).descriptor(1)
-    header = Header(type=FrameType.DESCRIPTOR, life=LIFE, run_id=1, rank=1, seq=1)
+    header = Header(type=FrameType.DESCRIPTOR, incarnation=LIFE, run_id=1, rank=1, seq=1)
     frame = scan(frame_bytes(header, encode_message(descriptor)), 0)
 
     assert isinstance(frame, Frame)
@@ -209,10 +209,12 @@ def test_a_row_of_anything_but_numbers_is_refused(tmp_path: Path, form: str) -> 
 @pytest.mark.parametrize("number", [-1, 2**40])
 def test_tensor_ids_that_no_table_can_have_are_refused(tmp_path: Path, number: int) -> None:
     descriptor = SyntheticRun(tmp_path / "run", ranks=[]).descriptor(0)
-    told = msgspec.to_builtins(descriptor)
-    told["tensors"][0]["id"] = number
+    reported = msgspec.to_builtins(descriptor)
+    reported["tensors"][0]["id"] = number
     frame = scan(
-        frame_bytes(Header(type=FrameType.DESCRIPTOR, life=LIFE, run_id=1, rank=0, seq=1), msgspec.msgpack.encode(told))
+        frame_bytes(
+            Header(type=FrameType.DESCRIPTOR, incarnation=LIFE, run_id=1, rank=0, seq=1), msgspec.msgpack.encode(reported)
+        )
     )
 
     assert isinstance(frame, Frame)
@@ -228,7 +230,7 @@ def test_a_newer_row_is_read_by_the_fields_that_are_known() -> None:
 
 
 def test_a_payload_that_is_not_its_type_is_said_with_its_number() -> None:
-    frame = scan(frame_bytes(Header(type=FrameType.BYE, life=LIFE, run_id=1, rank=17, seq=5), b"\xc1"), 0)
+    frame = scan(frame_bytes(Header(type=FrameType.BYE, incarnation=LIFE, run_id=1, rank=17, seq=5), b"\xc1"), 0)
 
     assert isinstance(frame, Frame)
     with pytest.raises(WireError, match="bye frame 5"):

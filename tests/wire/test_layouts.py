@@ -21,7 +21,7 @@ from sentinel.record import ROW_DTYPE
 from sentinel.testing import FakeClock
 from sentinel.wire import layouts
 from sentinel.wire.frame import FrameType, encode_message, row_fields, run_id_of
-from sentinel.wire.spool import SpoolWriter, life_folder
+from sentinel.wire.spool import SpoolWriter, incarnation_folder
 from sentinel.wire.spool_files import file_name, list_files
 from sentinel.wire.spool_reader import SpoolReader
 
@@ -50,12 +50,12 @@ def grown(known: Descriptor, by: int) -> Descriptor:
 
 
 def spool(run_dir: Path, **more: int) -> SpoolWriter:
-    return SpoolWriter(life_folder(run_dir, 0, LIFE), LIFE, 0, run_id_of(run_dir.name), 0, clock=FakeClock(), **more)
+    return SpoolWriter(incarnation_folder(run_dir, 0, LIFE), LIFE, 0, run_id_of(run_dir.name), 0, clock=FakeClock(), **more)
 
 
 def frames_of(run_dir: Path) -> list[tuple[FrameType, int, int]]:
     """(type, layout id, bytes) of all frames."""
-    reader, found = SpoolReader(life_folder(run_dir, 0, LIFE)), []
+    reader, found = SpoolReader(incarnation_folder(run_dir, 0, LIFE)), []
     while frames := reader.poll(final=True):
         found += [(FrameType(f.header.type), f.header.layout_id, memoryview(f.payload).nbytes) for f in frames]
     return found
@@ -152,11 +152,11 @@ def test_every_row_is_read_with_the_descriptor_of_its_writer(
     assert found == said
     assert len(said) > 40 and lost
     assert read(tmp_path) == said, "in one go, too"
-    for index in list_files(life_folder(tmp_path, 0, LIFE)):
+    for index in list_files(incarnation_folder(tmp_path, 0, LIFE)):
         alone = tmp_path / f"alone-{index}"
-        folder = life_folder(alone, 0, LIFE)
+        folder = incarnation_folder(alone, 0, LIFE)
         folder.mkdir(parents=True)
-        shutil.copy(life_folder(tmp_path, 0, LIFE) / file_name(index), folder)
+        shutil.copy(incarnation_folder(tmp_path, 0, LIFE) / file_name(index), folder)
         part = read(alone)
         assert part == {step: said[step] for step in part}, "each file can be read alone"
 
@@ -170,7 +170,7 @@ def test_a_lost_change_costs_only_what_it_told(tmp_path: Path) -> None:
         places.append(out.position[1])
         out.describe(one)
         out.append_rows(ROWS, step=step)
-    path = life_folder(tmp_path, 0, LIFE) / file_name(0)
+    path = incarnation_folder(tmp_path, 0, LIFE) / file_name(0)
     with path.open("r+b") as file:
         file.seek(places[1] + 120)  # In the payload of the first change.
         byte = file.read(1)
@@ -194,7 +194,7 @@ def test_an_older_reader_names_a_change_and_knows_all_else(tmp_path: Path) -> No
     out.describe(grown(descriptor(9), 1))
     out.append_rows(ROWS, step=0)
     out.close()
-    raw = (life_folder(tmp_path, 0, LIFE) / file_name(0)).read_bytes()
+    raw = (incarnation_folder(tmp_path, 0, LIFE) / file_name(0)).read_bytes()
     versions, at = [], 0
     while at < len(raw):
         versions.append(int.from_bytes(raw[at + 4 : at + 6], "little"))
@@ -216,7 +216,7 @@ def test_nonsense_is_refused(tmp_path: Path) -> None:
     out.append_rows(ROWS, step=0)
 
     assert read(tmp_path) == {0: descriptor(3)}
-    assert looking_back.look_back(life_folder(tmp_path, 0, LIFE), LIFE, (0, at), {}) is None
+    assert looking_back.look_back(incarnation_folder(tmp_path, 0, LIFE), LIFE, (0, at), {}) is None
 
 
 def test_a_change_survives_its_encoding() -> None:
@@ -224,8 +224,8 @@ def test_a_change_survives_its_encoding() -> None:
     wanted = msgspec.structs.replace(changed(grown(base, 1), 2, also=("x",)), layer_offset=3)
     change = layouts.change_of(base, wanted, 5, 96)
     assert change is not None
-    told = msgspec.msgpack.decode(encode_message(change), type=LayoutChange)
-    assert told == change and told.applied_to(base) == wanted
+    reported = msgspec.msgpack.decode(encode_message(change), type=LayoutChange)
+    assert reported == change and reported.applied_to(base) == wanted
 
 
 def _trainer(run_dir: Path, seed: int, *, num_steps: int) -> dict[int, Descriptor]:
@@ -260,7 +260,7 @@ def test_a_trainer_that_is_killed_leaves_what_it_wrote(seed: int, tmp_path: Path
                 found[record.frame.header.step] = record.descriptor
     os.kill(process, signal.SIGKILL)
     os.waitpid(process, 0)
-    folder = life_folder(tmp_path / "killed", 0, LIFE)
+    folder = incarnation_folder(tmp_path / "killed", 0, LIFE)
     last = folder / file_name(list_files(folder)[-1])
     os.truncate(last, max(0, last.stat().st_size - 50))
 

@@ -332,9 +332,9 @@ def test_a_file_deleted_under_the_writer_is_said(tmp_path: Path) -> None:
     for _ in range(300):
         out.append(FrameType.ROWS, b"x")
 
-    told = [decode_message(frame) for frame in drain(SpoolReader(tmp_path / "r"))]
+    reported = [decode_message(frame) for frame in drain(SpoolReader(tmp_path / "r"))]
 
-    assert "spool_deleted" in [one.code for one in told if isinstance(one, Health)]
+    assert "spool_deleted" in [one.code for one in reported if isinstance(one, Health)]
 
 
 @pytest.mark.parametrize("kind", ["fifo", "directory", "link"])

@@ -64,7 +64,7 @@ def attach_accelerate(
 
 
 class Follower:
-    """Listens to one accelerator, for one life. It hands on every call as it came."""
+    """Listens to one accelerator, for one incarnation. It hands on every call as it came."""
 
     def __init__(self, accelerator: Accelerator, monitor: Monitor, optimizer: Any) -> None:
         self._accelerator = accelerator
@@ -76,7 +76,7 @@ class Follower:
         self._loss_step = -1
         self._last_logged: int | None = None
         self._first_step = monitor.current_step
-        self._is_told = False
+        self._is_reported = False
         self._is_engine = accelerator.distributed_type == DistributedType.DEEPSPEED
         """The engine's own adapter notes loss and learning rate."""
 
@@ -190,8 +190,8 @@ class Follower:
             monitor.set_step(step)
             self._loss_step = step
             self._first_step = step if is_first else self._first_step
-        elif self._accelerator.num_processes > 1 and is_first and not self._is_told:
-            self._is_told = True
+        elif self._accelerator.num_processes > 1 and is_first and not self._is_reported:
+            self._is_reported = True
             log.warning(
                 "sentinel: accelerator.log calls step %d what is step %d here; attach_accelerate(..., first_step=%d) makes "
                 "them agree", step, monitor.current_step, step,

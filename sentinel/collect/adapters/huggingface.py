@@ -2,7 +2,8 @@
 
     trainer.add_callback(sentinel.HuggingFaceCallback())
 
-One `train()` is one life: attached when it begins, detached when it ends, however it ends. The order of events, read in
+One `train()` is one incarnation: attached when it begins, detached when it ends, however it ends. The order of events, read
+in
 transformers 5.23: step_begin, (training_step, substep_end)*, clip, pre_optimizer_step, optimizer.step, optimizer_step,
 scheduler.step, zero_grad, `global_step += 1`, step_end, log, evaluate, save.
 """
@@ -37,7 +38,7 @@ _training: list[Trainer] = []
 
 
 def _guarded(event: Callable[..., None]) -> Callable[..., None]:
-    """An event that runs while a life is measured, and keeps what goes wrong in it away from the Trainer."""
+    """An event that runs while an incarnation is measured, and keeps what goes wrong in it away from the Trainer."""
 
     @functools.wraps(event)
     def guarded(self: HuggingFaceCallback, *args: Any, **kwargs: Any) -> None:
@@ -53,7 +54,7 @@ def _guarded(event: Callable[..., None]) -> Callable[..., None]:
 
 
 class HuggingFaceCallback(TrainerCallback, ExportableState):
-    """Attaches Sentinel for as long as `trainer.train()` runs. `monitor` is the running, or the last, life.
+    """Attaches Sentinel for as long as `trainer.train()` runs. `monitor` is the running, or the last, incarnation.
 
     Scalars of a step: `loss`, the step's own (before the Trainer averages over `logging_steps` and filters NaN), `lr`,
     `grad_norm`, and `logged_loss` where the Trainer logs an average over several steps. None is synchronised.
@@ -65,7 +66,7 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         self.config_path = self.config.path
         self.monitor: Monitor | Unmeasured | None = None
         self.run: str | None = None
-        """The run of the last life here, or of the checkpoint: the next one is another attempt of it."""
+        """The run of the last incarnation here, or of the checkpoint: the next one is another attempt of it."""
         self._loss: torch.Tensor | None = None
         """Sum over the micro-steps of the running step, on the device."""
         self._has_own_loss = False
@@ -247,7 +248,7 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
             log.warning("sentinel: detach failed", exc_info=True)
 
     def _end(self, reason: str) -> None:
-        """End this life; a step that was not over is sent as partial."""
+        """End this incarnation; a step that was not over is sent as partial."""
         self._close_step()
         if self.monitor is not None and self.monitor.is_alive:
             self.monitor.detach(reason)

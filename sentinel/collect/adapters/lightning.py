@@ -92,7 +92,7 @@ class LightningCallback(_Callback):
         # A spawned process gets the callback by pickle; what it measures is its own.
         return {**self.__dict__, "monitor": None, "_undo": [], "_optimizers": [], "_losses": []}
 
-    # -- life of a fit -----------------------------------------------------------------------------------------------
+    # -- course of a fit -----------------------------------------------------------------------------------------------
 
     @_guarded
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

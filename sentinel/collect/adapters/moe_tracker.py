@@ -117,12 +117,12 @@ class MoETracker:
                     scalars[f"{name}_p{int(share * 100)}"] = value
             count = num_moe_layers(num_layers or len(values), moe_layer_freq, mtp_num_layers if num_layers else None)
             scalars[name] = values.sum() * (self._num_stages() / max(1, count))
-        told = dict(scalars)
+        reported = dict(scalars)
         if total_loss_dict is not None:
             for name, value in scalars.items():
                 if name.lower().endswith("loss"):
                     total_loss_dict[name] = total_loss_dict[name] + value if name in total_loss_dict else value
-                    del told[name]
+                    del reported[name]
         _write(scalars, iteration, writer, wandb_writer)
         if per_layer_logging:
             for name, values in layers.items():
@@ -131,7 +131,7 @@ class MoETracker:
                 _write({key: one for key, one in of_layers.items() if one or not is_sparse}, iteration, writer, wandb_writer)
         self._ship(found, scalars, layers, per_layer_logging)
         self.clear()
-        return "".join(f" {name}: {value:.2f} |" for name, value in _on_host(told).items())
+        return "".join(f" {name}: {value:.2f} |" for name, value in _on_host(reported).items())
 
     def clear(self) -> None:
         """Set all values to zero; what was recorded once keeps its place."""

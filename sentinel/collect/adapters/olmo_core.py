@@ -74,7 +74,7 @@ class OlmoCoreCallback(Callback):
         """Of the running fit, or of the last one."""
         return self._monitor
 
-    # -- life of a fit -----------------------------------------------------------------------------------------------
+    # -- course of a fit -----------------------------------------------------------------------------------------------
 
     @_guarded
     def pre_train(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sentinel.collect.hooks.chunk import Chunk
-from sentinel.collect.hooks.gradients import WatchedParameters
+from sentinel.collect.hooks.parameters import WatchedParameters
 from sentinel.collect.hooks.recorder import PassListener, Recorder
 from sentinel.collect.hooks.sites import SitePlacements
 from sentinel.collect.lifecycle.session import Session

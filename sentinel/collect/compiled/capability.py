@@ -15,7 +15,7 @@ from sentinel.collect.compiled.ops import IS_FIRST, NO_TICKET, Ticket, enlist, n
 TESTED = ("2.13",)
 
 
-class _TrialListener:
+class _CapabilityListener:
     """A listener that notes what it is told."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ def why_unusable() -> str:
 
 def try_out() -> str:
     """Compile a small graph, run it forwards twice and then backwards; returns what went wrong, or nothing."""
-    witness = _TrialListener()
+    witness = _CapabilityListener()
 
     def graph(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = x * weight

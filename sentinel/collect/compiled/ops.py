@@ -108,14 +108,14 @@ def _run(site: int, call: Callable[[OpListener], Ticket | None]) -> torch.Tensor
 
 
 def _observe(tensor: torch.Tensor, site: torch.Tensor, former: torch.Tensor | None, path: str, how: int) -> torch.Tensor:
-    told = NO_TICKET if former is None else Ticket(*former.tolist())
-    return _run(int(site), lambda listener: listener.tensor_passes(tensor, told, path, how))
+    reported = NO_TICKET if former is None else Ticket(*former.tolist())
+    return _run(int(site), lambda listener: listener.tensor_passes(tensor, reported, path, how))
 
 
 def _observe_gradient(gradient: torch.Tensor, ticket: torch.Tensor) -> None:
-    told = Ticket(*ticket.tolist())
-    if told.serial > 0:
-        _run(told.site, lambda listener: listener.gradient_passes(gradient, told))
+    reported = Ticket(*ticket.tolist())
+    if reported.serial > 0:
+        _run(reported.site, lambda listener: listener.gradient_passes(gradient, reported))
 
 
 def _begin_forward(site: torch.Tensor) -> None:

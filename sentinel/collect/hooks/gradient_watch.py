@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sentinel.collect.hooks.clipping import ClipWatch
-from sentinel.collect.hooks.gradients import Parameter, WatchedParameters
+from sentinel.collect.hooks.parameters import Parameter, WatchedParameters
 from sentinel.collect.parallel.waiting import WaitClock
 from sentinel.collect.rows.recording import Recording
 from sentinel.collect.rows.scalars import Scalars, number_of

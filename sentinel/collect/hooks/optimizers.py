@@ -190,7 +190,7 @@ class OptimizerHooks:
             return
         self._met.add(optimizer)
 
-        def told(tell: Callable[[Any], None]) -> Callable[[Any, Any, Any], None]:
+        def reported(tell: Callable[[Any], None]) -> Callable[[Any, Any, Any], None]:
             def call(one: Any, args: Any, kwargs: Any) -> None:
                 try:
                     tell(one)
@@ -199,8 +199,8 @@ class OptimizerHooks:
 
             return call
 
-        self._undo.append(optimizer.register_step_pre_hook(told(on_stepping)).remove)
-        self._undo.append(optimizer.register_step_post_hook(told(on_stepped)).remove)
+        self._undo.append(optimizer.register_step_pre_hook(reported(on_stepping)).remove)
+        self._undo.append(optimizer.register_step_post_hook(reported(on_stepped)).remove)
 
     def _meet(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """A torch optimizer of this process steps: it may be one of ours that nobody named."""
@@ -320,10 +320,10 @@ class OptimizerHooks:
             if any(is_closure(value) for value in (*args, *kwargs.values())):
                 # Forward and backward run inside step: the gradients seen now are the former step's.
                 call.has_closure = True
-                told = functools.partial(self._evaluated, call)
+                reported = functools.partial(self._evaluated, call)
                 return (
-                    tuple(_telling(value, told) if is_closure(value) else value for value in args),
-                    {name: _telling(value, told) if is_closure(value) else value for name, value in kwargs.items()},
+                    tuple(_telling(value, reported) if is_closure(value) else value for value in args),
+                    {name: _telling(value, reported) if is_closure(value) else value for name, value in kwargs.items()},
                 )
             if not self._is_made_of_others(call):
                 self._listener.about_to_step(watched, optimizer, is_announced=True)
@@ -438,11 +438,11 @@ def is_closure(value: Any) -> bool:
     return callable(value) and not isinstance(value, (torch.optim.Optimizer, torch.nn.Module))
 
 
-def _telling(closure: Callable[..., Any], told: Callable[[], None]) -> Callable[..., Any]:
+def _telling(closure: Callable[..., Any], reported: Callable[[], None]) -> Callable[..., Any]:
     @functools.wraps(closure)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         result = closure(*args, **kwargs)
-        told()
+        reported()
         return result
 
     return evaluate

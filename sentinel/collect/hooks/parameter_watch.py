@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sentinel.collect.hooks.chunk import Chunk
-from sentinel.collect.hooks.gradients import REFRESH_STEPS, WatchedParameters
+from sentinel.collect.hooks.parameters import REFRESH_STEPS, WatchedParameters
 from sentinel.collect.rows.running_step import RunningStep
 from sentinel.collect.schedule.pacing import Pacing
 from sentinel.collect.schedule.plan import Plan

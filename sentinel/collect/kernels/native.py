@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sentinel import native
-from sentinel.collect.kernels.reading import pieces, plain
+from sentinel.collect.kernels.pieces import pieces, plain
 from sentinel.collect.parallel.placements import ORDINARY
 from sentinel.collect.rows.buffer import StepRows
 from sentinel.errors import SentinelError

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sentinel.collect.kernels.reading import CONVERTED
+from sentinel.collect.kernels.pieces import CONVERTED
 from sentinel.native import merge_rows
 from sentinel.record import STATS_DTYPE
 

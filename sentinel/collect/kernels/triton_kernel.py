@@ -12,7 +12,7 @@ import torch
 from sentinel.collect.kernels import triton_entries
 from sentinel.collect.kernels import triton_moments as device_code
 from sentinel.collect.kernels.native import NativeKernel
-from sentinel.collect.kernels.reading import CONVERTED, is_dense, pieces, plain
+from sentinel.collect.kernels.pieces import CONVERTED, is_dense, pieces, plain
 from sentinel.collect.kernels.torch_ops import TorchKernel
 from sentinel.collect.rows.buffer import SLOT_BYTES, DeviceStats, StepRows
 from sentinel.errors import SentinelError

@@ -45,7 +45,7 @@ class WatchedMonitor(Protocol):
         ...
 
     def leave(self, said: Bye, timeout_s: float) -> None:
-        """End this life with these words; wait for the disk so long."""
+        """End this incarnation with these words; wait for the disk so long."""
         ...
 
     def has_left(self, timeout_s: float) -> bool:
@@ -87,17 +87,17 @@ class ExitWatch:
         former_exit, former_hard_exit = sys.exit, os._exit
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-            told = [] if _is_prompt() else self._leave(farewell("exception", error), 0.0)
+            reported = [] if _is_prompt() else self._leave(farewell("exception", error), 0.0)
             former_hook(kind, error, trace)
-            _wait(told, LAST_WORDS_S)
+            _wait(reported, LAST_WORDS_S)
 
         def thread_excepthook(args: Any) -> None:
             ident = args.thread.ident if args.thread is not None else None
-            told = []
+            reported = []
             if args.exc_value is not None and ident is not None and not isinstance(args.exc_value, SystemExit):
-                told = self._leave(farewell("exception", args.exc_value), 0.0, thread_id=ident)
+                reported = self._leave(farewell("exception", args.exc_value), 0.0, thread_id=ident)
             former_thread_hook(args)
-            _wait(told, LAST_WORDS_S)
+            _wait(reported, LAST_WORDS_S)
 
         def sys_exit(status: Any = None, /) -> NoReturn:
             code, error = exit_code(status), raised_now()
@@ -127,10 +127,10 @@ class ExitWatch:
 
     def _leave(self, said: Bye, timeout_s: float, *, thread_id: int | None = None) -> list[WatchedMonitor]:
         """Have the monitors say their last words; thread_id: only those that train in this thread."""
-        told = [one for one in list(self._watched) if one.is_alive and thread_id in (None, one.thread_id)]
-        for one in told:
+        reported = [one for one in list(self._watched) if one.is_alive and thread_id in (None, one.thread_id)]
+        for one in reported:
             one.leave(said, timeout_s)
-        return told
+        return reported
 
 
 def _handled(said: Bye) -> Bye:
@@ -138,8 +138,8 @@ def _handled(said: Bye) -> Bye:
     return said if said.signal else msgspec.structs.replace(said, signal=signal_of_frame(sys._getframe(2)))
 
 
-def _wait(told: list[WatchedMonitor], timeout_s: float) -> None:
-    for one in told:
+def _wait(reported: list[WatchedMonitor], timeout_s: float) -> None:
+    for one in reported:
         one.has_left(timeout_s)
 
 

@@ -17,7 +17,7 @@ from sentinel.wire.witness import Witnessed, WitnessWriter
 
 
 class ExitWitness:
-    """Waits for the children of our parent, and writes their ends into a life's folder."""
+    """Waits for the children of our parent, and writes their ends into an incarnation's folder."""
 
     def __init__(self, folder: Path, proc: Path = PROC) -> None:
         """folder: made by whoever writes frames."""

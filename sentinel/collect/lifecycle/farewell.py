@@ -1,4 +1,4 @@
-"""What a life says when it ends: its reason, and the exception or exit code where there is one."""
+"""What an incarnation says when it ends: its reason, and the exception or exit code where there is one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LOST = tuple(one for name in _COLLECTIVES if isinstance(one := getattr(dist, na
 
 
 def farewell(reason: str, error: BaseException | None = None, code: int = 0) -> Bye:
-    """Return the last words of a life; its step is filled in when they are written.
+    """Return the last words of an incarnation; its step is filled in when they are written.
 
     reason: `detached`, `exit`, `exception`. error: what is being raised, if it is known. An interrupt by hand is no
     exception, and SystemExit is an exit with its code.

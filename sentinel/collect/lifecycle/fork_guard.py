@@ -45,13 +45,14 @@ class Ending:
     """Has a monitor say its last words when the process ends, or nobody catches what it raised, short of a signal."""
 
     def __init__(self, owner: Armed, close: Callable[[Bye, float], None], has_left: Callable[[float], bool]) -> None:
-        """close: a method of the owner that ends the life with these words and waits so many seconds for the disk. has_left:
+        """close: a method of the owner that ends the incarnation with these words and waits so many seconds for the disk.
+        has_left:
         waits on. The owner is not kept alive.
         """
         self._owner = weakref.ref(owner)
         self.leave = weakly(close)
         self.has_left = has_left
-        _living.add(owner)
+        _armed.add(owner)
         atexit.register(self._at_exit)
         # A process made by multiprocessing's fork never runs atexit.
         self._finalizer = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
@@ -86,18 +87,18 @@ class Ending:
             self.leave(EXITS.last_words(), AT_EXIT_S)
 
 
-_living: weakref.WeakSet[Any] = weakref.WeakSet()
+_armed: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def is_alive_in(directory: Path, run: str) -> bool:
     """Tell whether a monitor of this process is alive in a run, a folder of `directory`."""
     wanted = (directory / run).absolute()
-    return any(one.is_alive and one.directory.absolute() == wanted for one in list(_living))
+    return any(one.is_alive and one.directory.absolute() == wanted for one in list(_armed))
 
 
 def _disarm_child() -> None:
     # A forked data-loader worker or trainer helper: the spool, the steps and the hooks belong to the parent.
-    for one in list(_living):
+    for one in list(_armed):
         one.disarm()
 
 

@@ -14,7 +14,7 @@ MAX_CHARACTERS = 200
 
 
 class Standstill:
-    """One for a life, asked with each of its heartbeats."""
+    """One for an incarnation, asked with each of its heartbeats."""
 
     def __init__(self) -> None:
         # Its own: what knows of code objects is no matter of two threads.

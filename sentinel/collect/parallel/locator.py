@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sentinel.collect.attempt import RankAttempt
 from sentinel.collect.hooks.chunk import Chunk
-from sentinel.collect.hooks.gradients import WatchedParameters
+from sentinel.collect.hooks.parameters import WatchedParameters
 from sentinel.collect.hooks.recorder import Recorder
 from sentinel.collect.parallel.pipelining import PipelineWatch
 from sentinel.collect.parallel.rank_place import RankPlace

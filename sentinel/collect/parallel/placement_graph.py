@@ -98,7 +98,7 @@ class PlacementGraph:
         self._values: dict[Key, HeldPlacement] = {}
         self._declared: dict[Key, HeldPlacement] = {}
         """What those who make DTensors of a tensor say of it, where they agree."""
-        self._verdicts: dict[Key, bool] = {}
+        self._is_replicated: dict[Key, bool] = {}
         """Whether its consumers treat a tensor as a copy (True), or somebody does not; absent: nobody shows it."""
         self._gradients: dict[Key, HeldPlacement] = {}
         for node in self._nodes:
@@ -194,9 +194,9 @@ class PlacementGraph:
 
     def _judged(self, key: Key, held: HeldPlacement) -> HeldPlacement:
         """Return the value in the light of what its consumers say."""
-        declared, verdict = self._declared.get(key), self._verdicts.get(key)
+        declared, is_replicated = self._declared.get(key), self._is_replicated.get(key)
         if held == LEAF:
-            return REPLICATE if verdict else declared or UNKNOWN
+            return REPLICATE if is_replicated else declared or UNKNOWN
         if held == UNKNOWN:
             return declared or UNKNOWN
         if held.word in ("replicate", "shard") and declared is not None and declared.word != held.word:
@@ -208,25 +208,25 @@ class PlacementGraph:
     def _hear(self, key: Key) -> None:
         """Note what is said of a tensor by those who read it."""
         said: list[HeldPlacement] = []
-        verdicts: list[bool] = []
+        are_replicated: list[bool] = []
         for consumer in self._consumers.get(key, ()):
             name, made = name_of(consumer), self._values.get((id(consumer), 0), UNKNOWN)
             if name == "_FromTorchTensor":
                 said.append(_held(_declaration(consumer), self._place))
-                verdicts.append(said[-1] == REPLICATE)
+                are_replicated.append(said[-1] == REPLICATE)
             elif made.word in ("replicate", "shard"):
-                verdicts.append(made == REPLICATE)
+                are_replicated.append(made == REPLICATE)
             elif made in (LEAF, UNKNOWN):
                 further = self._declared.get((id(consumer), 0))
                 if name in LAYOUT and further is not None:
                     said.append(HeldPlacement(further.word))
-                if made == LEAF and (id(consumer), 0) in self._verdicts:
-                    verdicts.append(self._verdicts[id(consumer), 0])
+                if made == LEAF and (id(consumer), 0) in self._is_replicated:
+                    are_replicated.append(self._is_replicated[id(consumer), 0])
         words = {held.word for held in said}
         if len(words) == 1 and words <= {"replicate", "shard"}:
             self._declared[key] = said[0] if len(set(said)) == 1 else HeldPlacement(said[0].word)
-        if verdicts:
-            self._verdicts[key] = all(verdicts)
+        if are_replicated:
+            self._is_replicated[key] = all(are_replicated)
 
     # -- gradients, from the outputs back ----------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ class LocalTensors:
 
     def __init__(self) -> None:
         self.place = Place()
-        self.is_told = False
+        self.is_reported = False
         """A site became known at once in the running forward."""
         self._answers: dict[int, tuple[str, str]] = {}
         """Id of an entry -> placement over tp of its tensor, and of the gradient of that."""
@@ -111,7 +111,7 @@ class LocalTensors:
             word = word_of(declared_by_style(module, is_output), self.place)
             answer = self._answers[entry.id] = (word, "replicate" if word == "partial" else word)
         if answer is not None:
-            self.is_told |= _tell(entry, answer)
+            self.is_reported |= _tell(entry, answer)
         else:
             node, number = self.origin(tensor) if is_dtensor(tensor) else (tensor.grad_fn, tensor.output_nr)
             self._asked[entry.id] = (entry, tensor if node is None else node, number, of_heads)
@@ -119,7 +119,7 @@ class LocalTensors:
     def resolve(self, outputs: Iterable[torch.Tensor]) -> bool:
         """Answer what was asked in the forward that has ended with `outputs`; True when a site became known in it."""
         asked, self._asked = self._asked, {}
-        is_changed, self.is_told = self.is_told, False
+        is_changed, self.is_reported = self.is_reported, False
         if not asked:
             return is_changed
         # Each is tried once: a model that surprises us costs one exception, not one a step.

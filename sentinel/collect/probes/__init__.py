@@ -15,10 +15,10 @@ from sentinel.collect.probes.attention import Attention
 from sentinel.collect.probes.channel import Channel
 from sentinel.collect.probes.comm import Communication
 from sentinel.collect.probes.context import Event, Events, ProbeContext
-from sentinel.collect.probes.dump import TensorDump
 from sentinel.collect.probes.histogram import Histogram
 from sentinel.collect.probes.optimizer_state import OptimizerState
 from sentinel.collect.probes.precision import Precision
+from sentinel.collect.probes.raw_tensors import TensorDump
 from sentinel.collect.probes.router import RouterProbe
 from sentinel.collect.probes.saturation import SaturationProbe
 from sentinel.collect.probes.structure_print import StructurePrint

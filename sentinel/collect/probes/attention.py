@@ -107,8 +107,8 @@ class Attention:
                     continue
                 inner = [(name, one) for name, one in chunk.structure.modules.items() if is_inside(name, part)]
                 if any(ATTENTIVE.search(f"{type(one).__name__} {name.rpartition('.')[2]}") for name, one in inner):
-                    told = f"attention inside {part or 'the model'} is compiled, and not measured"
-                    self._context.recording.tell("blind_probe", told, f"{part}:attention", self._context.step())
+                    reported = f"attention inside {part or 'the model'} is compiled, and not measured"
+                    self._context.recording.tell("blind_probe", reported, f"{part}:attention", self._context.step())
 
     # -- what the replaced functions tell --------------------------------------------------------------------------------
 

@@ -173,7 +173,7 @@ def _watched(form: Form, original: Callable[..., Any]) -> Callable[..., Any]:
                 break
         else:
             return original(self, *args, **kwargs)
-        return _told(form, self, args, kwargs, lambda: original(self, *args, **kwargs))
+        return _reported(form, self, args, kwargs, lambda: original(self, *args, **kwargs))
 
     return method
 
@@ -188,12 +188,12 @@ def _functional(form: Form, original: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling() or not any(user.is_due for user in calls.users):
             return original(*args, **kwargs)
         group = args[at] if at < len(args) else kwargs.get(word)
-        return _told(form, group, args, kwargs, lambda: original(*args, **kwargs))
+        return _reported(form, group, args, kwargs, lambda: original(*args, **kwargs))
 
     return function
 
 
-def _told(form: Form, group: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], call: Callable[[], Any]) -> Any:
+def _reported(form: Form, group: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], call: Callable[[], Any]) -> Any:
     tokens = [(user, token) for user in calls.users if (token := user.began(form, group, args, kwargs)) is not None]
     try:
         result = call()

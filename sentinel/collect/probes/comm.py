@@ -51,7 +51,7 @@ class CommSite:
         self.calls: list[list[float]] = []
         """Of the running step, as CALL_FIELDS."""
         self.group: Any = None
-        self.is_group_told = False
+        self.is_group_reported = False
         self.turn = zlib.crc32(name.encode())
         """Where it stands among the turns of a staggered wish: alike on all ranks."""
 
@@ -109,7 +109,7 @@ class Communication:
         self._sites: dict[tuple[str, CallSite], CommSite] = {}
         self._entries: dict[tuple[CommSite, str], TensorEntry] = {}
         self._due: list[Wish] = []
-        self._told: dict[int, Any] = {}
+        self._reported: dict[int, Any] = {}
         """id of an entry -> shape and dtype as the table knows them in this step."""
         self._num_calls = 0
         self._num_rows = 0
@@ -123,7 +123,7 @@ class Communication:
         """id of a group that is coalescing -> its calls."""
         self._streams: set[Any] = set()
         self._is_installed = False
-        self._is_ddp_told = False
+        self._is_ddp_reported = False
         events = context.events
         events.planned.subscribe("comm", self._planned)
         events.begun.subscribe("comm", self._begin)
@@ -153,10 +153,10 @@ class Communication:
     def _look_for_ddp(self) -> None:
         # A step begins inside the forward of the wrapper, if there is one.
         module = sys.modules.get("torch.nn.parallel.distributed")
-        if self._is_ddp_told or module is None:
+        if self._is_ddp_reported or module is None:
             return
         if getattr(module.DistributedDataParallel, "_active_ddp_module", None) is not None:
-            self._is_ddp_told = True
+            self._is_ddp_reported = True
             self._recording.tell(
                 "blind_probe",
                 "comm: DistributedDataParallel reduces gradients in C++, where nobody can look; wgrad is what comes of it",
@@ -167,7 +167,7 @@ class Communication:
         self._thread = threading.get_ident()
         self._due = self._plan.due(Kind.COMM) if self._is_installed else []
         self._num_calls = self._num_rows = 0
-        self._told.clear()
+        self._reported.clear()
         self.is_due = bool(self._due)
         if self.is_due:
             self._look_for_ddp()
@@ -194,8 +194,8 @@ class Communication:
         values = torch.tensor(site.calls, dtype=torch.float64)
         site.calls = []
         self._recording.vector(entry, "calls", values, CALL_FIELDS)
-        if not site.is_group_told:
-            site.is_group_told = True
+        if not site.is_group_reported:
+            site.is_group_reported = True
             ranks = _ranks_of(site.group)
             if ranks:
                 self._recording.vector(entry, "group", torch.tensor(ranks, dtype=torch.int64), "rank")
@@ -235,7 +235,7 @@ class Communication:
         fields = [float(self._num_calls), float(num_bytes), 0.0, float(_size_of(group)), 0.0]
         self._num_calls += 1
         site.calls.append(fields)
-        if group is not None and site.group is None and not site.is_group_told:
+        if group is not None and site.group is None and not site.is_group_reported:
             site.group = group
         is_measured = any(wish.schedule is None or not wish.schedule.log_only for wish in wishes)
         call = CommCall(site, fields, is_measured, self._micro_step())
@@ -405,9 +405,9 @@ class Communication:
             vpp_stage = self._context.chunks[0].vpp_stage if self._context.chunks else 0
             entry = self._entries[site, path] = self._context.table.entry(vpp_stage, name, Kind.COMM)
             entry.flags |= int(Flag.PER_RANK)
-        told = None if tensor is None else (tensor.shape, tensor.dtype)
-        if self._told.get(entry.id, ()) != told:
-            self._told[entry.id] = told
+        reported = None if tensor is None else (tensor.shape, tensor.dtype)
+        if self._reported.get(entry.id, ()) != reported:
+            self._reported[entry.id] = reported
             place = self._context.place()
             placements = {axis: "unknown" for axis in AXES if place.size(axis) > 1}
             self._context.table.describe(entry, torch.empty(0) if tensor is None else tensor, placements)

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from sentinel.collect.attempt import RankAttempt
 from sentinel.collect.hooks.chunk import Chunk, in_backward
 from sentinel.collect.hooks.failures import Guard
-from sentinel.collect.hooks.gradients import WatchedParameters
+from sentinel.collect.hooks.parameters import WatchedParameters
 from sentinel.collect.hooks.pickle_stub import inert_hook
 from sentinel.collect.hooks.sites import Sites
 from sentinel.collect.rows.recording import Look, Onlooker, Recording

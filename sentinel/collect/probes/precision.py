@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sentinel.collect.kernels.reading import in_storage_order, is_dense, pieces, plain
+from sentinel.collect.kernels.pieces import in_storage_order, is_dense, pieces, plain
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.derived import DerivedEntries
 from sentinel.collect.probes.prepared_rows import observe_some, share_words, write_rows

@@ -19,10 +19,10 @@ from sentinel.collect.probes.routing import (
     balance_of,
     coupling_of,
     decide,
+    returned_load,
+    returned_logits,
+    returned_losses,
     similarity,
-    told_load,
-    told_logits,
-    told_losses,
 )
 from sentinel.collect.probes.step_sums import StepSums
 from sentinel.collect.rows.tensor_table import TensorEntry
@@ -133,11 +133,11 @@ class RouterProbe:
             return
         router = one.router
         if router.gate is router.module and isinstance(output, torch.Tensor):
-            logits = told_logits(output, router.num_experts)
+            logits = returned_logits(output, router.num_experts)
         elif logits is None:
             logits = self._computed(router, args, kwargs)
         if logits is None:
-            logits = told_logits(output, router.num_experts)
+            logits = returned_logits(output, router.num_experts)
         if logits is None or logits.shape[-1] != router.num_experts or not logits.numel():
             self._context.recording.tell(
                 "blind_probe", f"router {router.name} shows no logits of {router.num_experts} experts", router.name,
@@ -156,7 +156,7 @@ class RouterProbe:
         if not wanted:
             return
         num_tokens = len(logits)
-        load = told_load(output, router.num_experts, router.top_k, num_tokens)
+        load = returned_load(output, router.num_experts, router.top_k, num_tokens)
         decisions = decide(logits, router.top_k, router.scoring)
         if load is None and not router.has_choice_bias():
             load = decisions.preferred
@@ -164,7 +164,7 @@ class RouterProbe:
             "logits": logits, "entropy": decisions.entropy, "margin": decisions.margin,
             "relative_margin": decisions.relative_margin,
         }  # fmt: skip
-        losses = told_losses(output)
+        losses = returned_losses(output)
         values["aux_loss"] = losses[0] if losses else None
         is_first = one.step != self._context.step()
         one.step = self._context.step()
@@ -242,11 +242,11 @@ class RouterProbe:
         tell, step = self._context.recording.tell, self._context.step()
         for one in self._watched:
             if not one.was_called and one.chunk.num_forwards:
-                told = f"router {one.router.name} was not seen at work: it is compiled, or not used"
-                tell("blind_probe", told, one.router.name, step)
+                reported = f"router {one.router.name} was not seen at work: it is compiled, or not used"
+                tell("blind_probe", reported, one.router.name, step)
         if not self._watched and self._context.place().pp_size == 1:
-            told = "routers are to be measured, but no module looks like one; name them as targets of router"
-            tell("blind_probe", told, "router", step)
+            reported = "routers are to be measured, but no module looks like one; name them as targets of router"
+            tell("blind_probe", reported, "router", step)
 
     def _entry(self, one: WatchedRouter, quantity: str) -> TensorEntry:
         entry = one.entries.get(quantity)

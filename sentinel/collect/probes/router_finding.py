@@ -94,11 +94,11 @@ def find_routers(modules: Mapping[str, nn.Module], is_named: Callable[[str], boo
         if not (is_meant or last in GATES or CLASSES.search(kind)) or _is_inside(name, found):
             continue
         holder = modules.get(name.rpartition(".")[0]) if name else None
-        told = _numbers(NUM_EXPERTS, module, holder)
-        gate = _gate(module, told)
-        width = _width(gate if gate is not None else module, told)
+        reported = _numbers(NUM_EXPERTS, module, holder)
+        gate = _gate(module, reported)
+        width = _width(gate if gate is not None else module, reported)
         is_sure = is_meant or bool(SURE.search(kind))
-        if width < 2 or (told and not is_sure and width not in told):
+        if width < 2 or (reported and not is_sure and width not in reported):
             continue
         if is_sure or _has_experts(holder, width):
             top_k = next((one for one in _numbers(TOP_K, module, holder) if one <= width), 0)
@@ -158,14 +158,14 @@ def _called_in(module: nn.Module | None) -> Iterator[str]:
         yield from getattr(getattr(method, "__code__", None), "co_names", ())
 
 
-def _gate(module: nn.Module, told: list[int]) -> nn.Module | None:
+def _gate(module: nn.Module, reported: list[int]) -> nn.Module | None:
     """Return the linear layer that makes the logits: the module, or the last one inside it of that width."""
     if _is_linear(module):
         return module
     if isinstance(getattr(module, "weight", None), torch.Tensor):
         return None
     inner = [one for one in module.modules() if one is not module and _is_linear(one)]
-    fitting = [one for one in inner if _width(one, []) in told] or inner
+    fitting = [one for one in inner if _width(one, []) in reported] or inner
     return fitting[-1] if fitting else None
 
 
@@ -177,7 +177,7 @@ def _is_linear(module: nn.Module) -> bool:
     return "linear" in type(module).__name__.lower() and isinstance(weight, torch.Tensor) and weight.dim() == 2
 
 
-def _width(module: nn.Module, told: list[int]) -> int:
+def _width(module: nn.Module, reported: list[int]) -> int:
     """Return the number of outputs; what is told where the module does not show it."""
     out = getattr(module, "out_features", None)
     if isinstance(out, int):
@@ -185,7 +185,7 @@ def _width(module: nn.Module, told: list[int]) -> int:
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.numel():
         return int(weight.shape[0])
-    return told[0] if told else 0
+    return reported[0] if reported else 0
 
 
 def _has_experts(holder: nn.Module | None, width: int) -> bool:

@@ -74,7 +74,7 @@ def load_of(indices: torch.Tensor, num_experts: int) -> torch.Tensor:
     return load
 
 
-def told_load(output: Any, num_experts: int, top_k: int, num_tokens: int) -> torch.Tensor | None:
+def returned_load(output: Any, num_experts: int, top_k: int, num_tokens: int) -> torch.Tensor | None:
     """Return the load that a router's output tells, [experts] int64: as indices, a map of its decisions, or counts.
 
     None: it tells none of them.
@@ -102,7 +102,7 @@ def told_load(output: Any, num_experts: int, top_k: int, num_tokens: int) -> tor
     return None
 
 
-def told_logits(output: Any, num_experts: int) -> torch.Tensor | None:
+def returned_logits(output: Any, num_experts: int) -> torch.Tensor | None:
     """Return the first float tensor of a router's output with a value for each expert, as [tokens, experts]."""
     for one in _tensors(output):
         if one.is_floating_point() and one.dim() > 1 and one.shape[-1] == num_experts:
@@ -110,7 +110,7 @@ def told_logits(output: Any, num_experts: int) -> torch.Tensor | None:
     return None
 
 
-def told_losses(output: Any) -> list[torch.Tensor]:
+def returned_losses(output: Any) -> list[torch.Tensor]:
     """Return the lone float values beside what a router returns: auxiliary losses."""
     if isinstance(output, torch.Tensor):
         return []

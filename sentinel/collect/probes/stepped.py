@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sentinel.collect.hooks.gradients import Parameter, WatchedParameters
+from sentinel.collect.hooks.parameters import Parameter, WatchedParameters
 from sentinel.collect.parallel.parameter_storage import HeldPiece, Master, ParameterStorage
 from sentinel.collect.rows.tensor_table import TensorEntry, TensorTable
 from sentinel.record import Kind

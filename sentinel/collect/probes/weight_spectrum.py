@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from sentinel.collect.hooks.gradients import Parameter
+from sentinel.collect.hooks.parameters import Parameter
 from sentinel.collect.parallel.parameter_storage import HeldPiece
 from sentinel.collect.parallel.placements import is_dtensor, is_shard
 from sentinel.collect.probes.context import ProbeContext

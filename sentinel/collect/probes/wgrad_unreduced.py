@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from sentinel.collect.hooks.chunk import Chunk, in_backward
-from sentinel.collect.hooks.gradients import Parameter
 from sentinel.collect.hooks.nesting import tensors_in
+from sentinel.collect.hooks.parameters import Parameter
 from sentinel.collect.hooks.pickle_stub import inert_hook
 from sentinel.collect.parallel.pipelining import in_inference
 from sentinel.collect.parallel.placements import arrived, axes_of, is_dtensor, part_of, placements_of

@@ -96,9 +96,9 @@ class _Distillery:
                 self._take_rows(frame)
             elif frame_type == FrameType.END_STEP:
                 self._take_end(frame)
-            elif frame_type == FrameType.HEALTH and (told := _told_by_spool(frame)) is not None:
-                if told:
-                    self._note_gone(frame, told)
+            elif frame_type == FrameType.HEALTH and (reported := _reported_by_spool(frame)) is not None:
+                if reported:
+                    self._note_gone(frame, reported)
             elif self._level < _LEAST_LEVEL.get(frame_type, MAX_LEVEL + 1):
                 self._keep(frame, frame.payload)
 
@@ -198,7 +198,7 @@ class _Distillery:
         self._done.num_bytes += len(data)
 
 
-def _told_by_spool(frame: Frame) -> Losses | None:
+def _reported_by_spool(frame: Frame) -> Losses | None:
     """Return the steps that a record of this spool's own says are gone, none where it only says that the cap is reached.
 
     None: it is somebody else's record.

@@ -1,4 +1,4 @@
-"""Which closed spool files lose what, when a life's spool has reached its cap, and how that is done in one step.
+"""Which closed spool files lose what, when an incarnation's spool has reached its cap, and how that is done in one step.
 
 A thinned file is written beside those that it is made of and takes its name by a rename; only then are they deleted. So
 whoever is killed in between, writer or reader, loses nothing: what is whole is read where it is there, and what is kept of
@@ -45,7 +45,7 @@ class SpoolFile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Its name in the life's folder."""
+        """Its name in the incarnation's folder."""
         return file_name(self.last) if not self.level else KeptFile(self.first, self.last, self.generation).name
 
 
@@ -63,7 +63,8 @@ class Thinned:
 def next_to_thin(files: Sequence[SpoolFile], file_bytes: int) -> tuple[int, int] | None:
     """Return (position, number of files) of those to thin next: of which most is kept, the oldest of these; None: no more.
 
-    The file with the first NaN of the life is never thinned past it. file_bytes: the size at which whole files are cut.
+    The file with the first NaN of the incarnation is never thinned past it. file_bytes: the size at which whole files are
+    cut.
     """
     kept = next((one for one in files if one.level == MAX_LEVEL - 1 and one.has_nonfinite), None)
     able = [at for at, one in enumerate(files) if one.level < MAX_LEVEL and one is not kept]

@@ -14,7 +14,7 @@ from sentinel.collect.rows.recording import Recording
 from sentinel.collect.schedule.plan import Plan
 from sentinel.collect.step_count import StepCount
 from sentinel.messages import START, ChunkInfo, Descriptor
-from sentinel.monitor_config import ConfigSource, as_told
+from sentinel.monitor_config import ConfigSource, as_reported
 from sentinel.place import Place
 from sentinel.process import own_process
 from sentinel.record import ROW_DTYPE
@@ -69,7 +69,7 @@ class RankDescriptor:
         """Return the descriptor where anything in it has changed since it was asked for last; else None."""
         table = self._recording.table
         descriptor = self.make() if table.is_news else None
-        table.is_told()
+        table.mark_reported()
         return descriptor
 
     def make(self) -> Descriptor:
@@ -77,7 +77,7 @@ class RankDescriptor:
         config, plan, chunks = self._source.config, self._plan, self._chunks
         fields: Mapping[str, Any] = ROW_DTYPE.fields or {}
         environment = {
-            **own_process().as_told(), "torch": str(torch.__version__), "python": sys.version.split()[0],
+            **own_process().as_reported(), "torch": str(torch.__version__), "python": sys.version.split()[0],
             "kernel": self._recording.kernel.name, "boundary": self._boundary(),
             **({START: self._start} if self._start else {}),
         }  # fmt: skip
@@ -96,7 +96,7 @@ class RankDescriptor:
             name_map={**{name: one for chunk in chunks for name, one in chunk.tied.items()}, **config.name_map},
             config_path=self._source.path,
             config_hash=plan.text_hash,
-            settings={**as_told(self._source.as_read), **as_told(plan.measurement)},
+            settings={**as_reported(self._source.as_read), **as_reported(plan.measurement)},
         )
 
 

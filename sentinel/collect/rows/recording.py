@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from sentinel.collect.hooks.failures import describe_failure
-from sentinel.collect.hooks.gradients import Parameter, WatchedParameters
+from sentinel.collect.hooks.parameters import Parameter, WatchedParameters
 from sentinel.collect.kernels import Kernel
 from sentinel.collect.rows.buffer import StepRows
 from sentinel.collect.rows.tensor_table import TensorEntry, TensorTable
@@ -61,7 +61,7 @@ class Recording:
         self._free: list[StepRows] = []
         self._made = 1
         self.health: list[Health] = []
-        self._told: dict[tuple[str, str], int] = {}
+        self._reported: dict[tuple[str, str], int] = {}
         self.at: TensorEntry | None = None
         """The site that was observed last: where a hang stands."""
 
@@ -244,8 +244,8 @@ class Recording:
 
     def tell(self, code: str, message: str, site: str = "", step: int = -1) -> None:
         """Note something that blinds Sentinel: logged once per site, shipped, counted."""
-        count = self._told.get((code, site), 0) + 1
-        self._told[code, site] = count
+        count = self._reported.get((code, site), 0) + 1
+        self._reported[code, site] = count
         if count == 1:
             log.warning("sentinel: %s: %s", code, message)
         if count & (count - 1) == 0:  # 1, 2, 4, 8, ...: a site that fails at every call says so without a flood.
@@ -257,5 +257,5 @@ class Recording:
 
     def take_health(self) -> list[Health]:
         """Hand out what was noted since the last time."""
-        told, self.health = self.health, []
-        return told
+        reported, self.health = self.health, []
+        return reported

@@ -23,8 +23,28 @@ class TensorEntry:
     """One tensor of the table: what never changes from row to row, and what the row needs at hand."""
 
     __slots__ = (
-        "also", "border", "border_index", "chunk", "consumers", "dtype", "flags", "functions", "generation", "grad", "id",
-        "is_part", "kind", "name", "part", "parts", "placements", "plan_generation", "shape", "site_pos", "told", "wishes",
+        "also",
+        "border",
+        "border_index",
+        "chunk",
+        "consumers",
+        "dtype",
+        "flags",
+        "functions",
+        "generation",
+        "grad",
+        "id",
+        "is_part",
+        "kind",
+        "name",
+        "part",
+        "parts",
+        "placements",
+        "plan_generation",
+        "reported",
+        "shape",
+        "site_pos",
+        "wishes",
     )  # fmt: skip
 
     def __init__(self, number: int, name: str, kind: Kind, chunk: int) -> None:
@@ -53,26 +73,26 @@ class TensorEntry:
         self.plan_generation = -1
         self.wishes: dict[int, Any] = {}
         """Kind -> the plan's wishes that mean this tensor; kept by the plan."""
-        self.told: TensorInfo | None = None
+        self.reported: TensorInfo | None = None
         """As it travelled last."""
 
     def info(self) -> TensorInfo:
         """Return the entry as it travels in the descriptor; the same object while nothing has changed."""
-        told = self.told
+        reported = self.reported
         if (
-            told is not None
-            and told.site_pos == self.site_pos
-            and told.shape == self.shape
-            and told.dtype == self.dtype
-            and told.placements == self.placements
-            and told.part == self.part
-            and told.functions == self.functions
-            and told.parts == self.parts
-            and (told.border_index, told.border) == (self.border_index, self.border)
-            and (len(told.consumers), len(told.also)) == (len(self.consumers), len(self.also))
+            reported is not None
+            and reported.site_pos == self.site_pos
+            and reported.shape == self.shape
+            and reported.dtype == self.dtype
+            and reported.placements == self.placements
+            and reported.part == self.part
+            and reported.functions == self.functions
+            and reported.parts == self.parts
+            and (reported.border_index, reported.border) == (self.border_index, self.border)
+            and (len(reported.consumers), len(reported.also)) == (len(self.consumers), len(self.also))
         ):
-            return told
-        self.told = TensorInfo(
+            return reported
+        self.reported = TensorInfo(
             id=self.id,
             name=self.name,
             kind=Kind(self.kind).label,
@@ -90,7 +110,7 @@ class TensorEntry:
             parts=self.parts,
             is_part=self.is_part,
         )
-        return self.told
+        return self.reported
 
 
 class TensorTable:
@@ -101,22 +121,22 @@ class TensorTable:
         self.is_changed = True
         """Something changed that is no matter of single entries, or nobody knows of which."""
         self._touched: list[TensorEntry] = []
-        self._is_untold = False
+        self._is_unreported = False
         self._known: dict[tuple[int, str, int], TensorEntry] = {}
         self._infos: list[TensorInfo] = []
 
     @property
     def is_news(self) -> bool:
         """Whether anything may have changed since it was told."""
-        return self.is_changed or self._is_untold or bool(self._touched)
+        return self.is_changed or self._is_unreported or bool(self._touched)
 
-    def is_told(self) -> None:
+    def mark_reported(self) -> None:
         """What `infos` returned last is on its way."""
-        self._is_untold = False
+        self._is_unreported = False
 
     def infos(self) -> tuple[TensorInfo, ...]:
         """Return all entries as they travel; of those that did not change the same objects as before."""
-        self._is_untold |= self.is_news
+        self._is_unreported |= self.is_news
         infos = self._infos
         for entry in self.entries if self.is_changed else self._touched:
             if entry.id < len(infos):

@@ -56,7 +56,7 @@ class Orders:
         """The newest ChangeConfig that was obeyed -> what was in force before."""
         self.names: Callable[[], Collection[str]] = tuple
         """Names that targets may mean, asked on the writer thread."""
-        self.told_hash = ""
+        self.applied_hash = ""
         """Text of the config file that a daemon ordered last: what it asks goes before what we read ourselves."""
 
     def receive(self, command: Command) -> Ack | None:
@@ -81,7 +81,7 @@ class Orders:
         except ConfigError as error:
             return Ack(command=command.id, state="refused", step=step, reason=str(error))
         if isinstance(command, ChangeConfig) and not command.id.startswith(FROM_FILE):
-            self.told_hash = command.text_hash
+            self.applied_hash = command.text_hash
             self._pending.pop(FROM_FILE + command.text_hash, None)
         if command.at_step <= step:
             return Ack(command=command.id, state="missed", step=step, reason=f"step {command.at_step} has begun")

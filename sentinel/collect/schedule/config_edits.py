@@ -12,7 +12,7 @@ from sentinel.command import ChangeConfig
 from sentinel.config_file import ConfigFile, ConfigText
 from sentinel.errors import ConfigError
 from sentinel.messages import Ack
-from sentinel.monitor_config import ConfigSource, as_told, refuse_fixed
+from sentinel.monitor_config import ConfigSource, as_reported, refuse_fixed
 
 LOOK_S = 0.5
 """Pause between two looks at the file (chosen: an edit is stable after one more, and a step to name lies further off)."""
@@ -60,7 +60,7 @@ class ConfigEdits:
             self._take(reading, mono)
         elif self._unread_since is not None and mono - self._unread_since >= ALONE_S:
             self._unread_since = None
-            if reading.text_hash not in (self._orders.told_hash, self._orders.plan.text_hash):
+            if reading.text_hash not in (self._orders.applied_hash, self._orders.plan.text_hash):
                 self._say(
                     "config_unread",
                     f"{self._source.path} was edited, and no daemon asks for it; start `sentinel serve`, or name a future "
@@ -71,14 +71,14 @@ class ConfigEdits:
         try:
             if reading.config is None:
                 raise ConfigError(reading.problem)
-            refuse_fixed(reading.text, self._source.path, as_told(self._source.as_read))
+            refuse_fixed(reading.text, self._source.path, as_reported(self._source.as_read))
         except ConfigError as error:
             self._say("config_broken", f"the former config stays in force: {error}")
             return
         for answer in self._orders.forget_own():
             self._orders.acknowledge(answer)
         plan, at_step = self._orders.plan, reading.config.at_step
-        if reading.text_hash in (plan.text_hash, self._orders.told_hash):
+        if reading.text_hash in (plan.text_hash, self._orders.applied_hash):
             return
         if at_step is None:
             self._unread_since = mono
@@ -88,7 +88,7 @@ class ConfigEdits:
                 id=FROM_FILE + reading.text_hash,
                 seq=0,
                 at_step=at_step,
-                settings=as_told(reading.config.measurement),
+                settings=as_reported(reading.config.measurement),
                 path=self._source.path,
                 text_hash=reading.text_hash,
                 reason="read in the file itself",

@@ -27,10 +27,10 @@ from sentinel.collect.writing.writer_failures import WriterFailures
 from sentinel.command import Command
 from sentinel.messages import Ack, Bye, Descriptor, Health, Heartbeat
 from sentinel.wire.clock import Clock, SystemClock
-from sentinel.wire.control import ControlFolder
+from sentinel.wire.control_folder import ControlFolder
 from sentinel.wire.frame import NO_ATTEMPT, NO_STEP, Message, run_id_of
 from sentinel.wire.pulse import PulseWriter
-from sentinel.wire.spool import FILE_BYTES, SpoolWriter, life_folder
+from sentinel.wire.spool import FILE_BYTES, SpoolWriter, incarnation_folder
 
 log = logging.getLogger("sentinel")
 
@@ -47,13 +47,13 @@ _armed: weakref.WeakSet[Handover] = weakref.WeakSet()
 
 
 class Handover:
-    """Owns the writer thread and the spool of one life. Nothing here makes the training thread wait, except close."""
+    """Owns the writer thread and the spool of one incarnation. Nothing here makes the training thread wait, except close."""
 
     def __init__(
         self,
         directory: Path,
         *,
-        life: bytes,
+        incarnation: bytes,
         run: str,
         rank: int,
         attempt: int | None = None,
@@ -74,9 +74,9 @@ class Handover:
         `position`, `on_command` (whose answer is sent) and `on_refused` are called in the writer thread.
         """
         self._clock = clock or SystemClock()
-        folder = life_folder(directory, rank, life)
+        folder = incarnation_folder(directory, rank, incarnation)
         self.spool = SpoolWriter(
-            folder, life, rank, run_id_of(run), NO_ATTEMPT if attempt is None else attempt,
+            folder, incarnation, rank, run_id_of(run), NO_ATTEMPT if attempt is None else attempt,
             file_bytes=min(file_bytes, max_bytes // 2), closed_files=SpoolCap(folder, rank, max_bytes=max_bytes),
             clock=self._clock,
         )  # fmt: skip

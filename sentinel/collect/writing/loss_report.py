@@ -57,7 +57,7 @@ class LossReport:
         """Once the writer is no longer late, say which steps were cut."""
         if not self._cut or is_late:
             return
-        told = self._cut.as_health(self._rank, "rows_dropped", "writer")
-        if self._write(told):
-            log.warning("sentinel: %s", told.message)
+        reported = self._cut.as_health(self._rank, "rows_dropped", "writer")
+        if self._write(reported):
+            log.warning("sentinel: %s", reported.message)
             self._cut = Losses()

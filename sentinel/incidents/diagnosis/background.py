@@ -1,4 +1,4 @@
-"""Background: what the steps of an attempt have been like, for the verdicts of incidents that are yet to open."""
+"""Background: what the steps of an attempt have been like, for the diagnoses of incidents that are yet to open."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_ODD = 256
 
 
 class Background(msgspec.Struct, kw_only=True):
-    """What the steps of the attempt have been like, for the verdicts of incidents that are yet to open."""
+    """What the steps of the attempt have been like, for the diagnoses of incidents that are yet to open."""
 
     num_steps: int = 0
     """Steps closed."""

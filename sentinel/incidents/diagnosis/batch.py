@@ -26,22 +26,22 @@ from sentinel.incidents.diagnosis.evidence import Evidence, Sign, StepEvidence
 from sentinel.kinds import Phase
 
 
-def by_data(case: Evidence, signs: list[Sign], notes: list[StepEvidence]) -> Diagnosis | None:
+def by_data(evidence: Evidence, signs: list[Sign], notes: list[StepEvidence]) -> Diagnosis | None:
     """Return what speaks of the data of several steps, or of one tensor at the front; None: nothing does."""
     if not notes or any(sign.phase is Phase.PARAM or sign.detector in SURE_STATES for sign in signs):
         return None
-    return _of_one_replica(case, signs, notes) or _stretch(case, notes) or _front(case, signs, notes)
+    return _of_one_replica(evidence, signs, notes) or _stretch(evidence, notes) or _front(evidence, signs, notes)
 
 
-def _of_one_replica(case: Evidence, signs: list[Sign], notes: list[StepEvidence]) -> Diagnosis | None:
+def _of_one_replica(evidence: Evidence, signs: list[Sign], notes: list[StepEvidence]) -> Diagnosis | None:
     """One replica alone keeps moving, from its front on, or in its loss with nothing before it."""
     lanes = sorted({lane for note in notes for lane in note.lanes})
-    if case.num_lanes <= 1 or len(lanes) != 1 or not case.num_compared or case.is_differing:
+    if evidence.num_lanes <= 1 or len(lanes) != 1 or not evidence.num_compared or evidence.is_differing:
         return None
     first = min(sign.first_step for sign in signs)
     moved = [sign for sign in signs if sign.phase is Phase.FORWARD and sign.lanes == tuple(lanes)]
     fronts = [sign for sign in moved if sign.is_entry and sign.first_step <= first + 1]
-    apart = case.apart.get(lanes[0])
+    apart = evidence.apart.get(lanes[0])
     steps = tuple(note.step for note in notes if note.lanes)
     if len(steps) < LASTING_STEPS:
         return None
@@ -50,41 +50,41 @@ def _of_one_replica(case: Evidence, signs: list[Sign], notes: list[StepEvidence]
         one, why = fronts[0], "what is made of its data before the first block is not like the others'"
     elif of_loss and apart is not None and apart.is_entry:
         one, why = of_loss[0], f"{apart.name}, before the first block, is {apart.times:.2g} times that of the others"
-    elif of_loss and case.num_outputs and apart is None and not moved:
-        what = plural(case.num_outputs, "output")
+    elif of_loss and evidence.num_outputs and apart is None and not moved:
+        what = plural(evidence.num_outputs, "output")
         one, why = of_loss[0], f"its {what} in the forward are like the others', so that its labels or tokens are not"
     else:
         return None
-    is_over = case.num_quiet >= QUIET_STEPS and len(steps) <= PULSE_STEPS
+    is_over = evidence.num_quiet >= QUIET_STEPS and len(steps) <= PULSE_STEPS
     return Diagnosis(
-        verdict="batch",
+        suspected="batch",
         reasons=(
-            f"data-parallel replica {lanes[0]} of {case.num_lanes} alone moves, from step {steps[0]} on: {figures(one)}",
-            f"{why}; the {case.num_compared} weights compared are bit-identical",
+            f"data-parallel replica {lanes[0]} of {evidence.num_lanes} alone moves, from step {steps[0]} on: {figures(one)}",
+            f"{why}; the {evidence.num_compared} weights compared are bit-identical",
         ),
         skip_steps=steps if is_over else (), skip_lanes=tuple(lanes),
     )  # fmt: skip
 
 
-def _stretch(case: Evidence, notes: list[StepEvidence]) -> Diagnosis | None:
+def _stretch(evidence: Evidence, notes: list[StepEvidence]) -> Diagnosis | None:
     """The loss rose at once, stayed for some steps, and came back at once."""
-    if case.num_quiet < QUIET_STEPS or case.jump is not None:
+    if evidence.num_quiet < QUIET_STEPS or evidence.jump is not None:
         return None
-    for sign in case.signs.values():
-        told = [(step, value) for step, value in case.results.get(sign.name, []) if step >= sign.first_step]
-        if sign.phase is not Phase.LOSS or sign.is_bad or sign.baseline is None or not told:
+    for sign in evidence.signs.values():
+        notified = [(step, value) for step, value in evidence.results.get(sign.name, []) if step >= sign.first_step]
+        if sign.phase is not Phase.LOSS or sign.is_bad or sign.baseline is None or not notified:
             continue
-        excess = [value - sign.baseline for _, value in told]
+        excess = [value - sign.baseline for _, value in notified]
         top = max(excess)
         high = [at for at, one in enumerate(excess) if one > HALF * top]
         length = len(high)
         is_one = top > 0.0 and high == list(range(length)) and LASTING_STEPS <= length <= PULSE_STEPS
         if not is_one or len(excess) < length + QUIET_STEPS or max(excess[length:]) > GONE * top:
             continue
-        steps = tuple(step for step, _ in told[:length])
+        steps = tuple(step for step, _ in notified[:length])
         shown = f"{steps[0]} to {steps[-1]}" if steps[-1] - steps[0] == length - 1 else listed(steps)
         return Diagnosis(
-            verdict="batch",
+            suspected="batch",
             reasons=(
                 f"{figures(sign)} at step {steps[0]}; it stayed for {plural(length, 'step')} ({shown}) and came back at "
                 f"once, to {max(max(excess[length:]) / top, 0.0):.0%} of the jump at most: weights do not heal so fast",
@@ -94,7 +94,7 @@ def _stretch(case: Evidence, notes: list[StepEvidence]) -> Diagnosis | None:
     return None
 
 
-def _front(case: Evidence, signs: list[Sign], notes: list[StepEvidence]) -> Diagnosis | None:
+def _front(evidence: Evidence, signs: list[Sign], notes: list[StepEvidence]) -> Diagnosis | None:
     """What is made of the data before the first block moved for a step or two, and came back, with or without the rest."""
     first = min(sign.first_step for sign in signs)
     fronts = [
@@ -103,16 +103,16 @@ def _front(case: Evidence, signs: list[Sign], notes: list[StepEvidence]) -> Diag
     steps = tuple(note.step for note in notes)
     if not any(note.has_result or note.num_flow >= LASTING_STEPS for note in notes):
         fronts = [sign for sign in fronts if not 1.0 / FRONT < times(sign) < FRONT]
-    if not fronts or case.num_quiet < QUIET_STEPS or len(steps) > QUIET_STEPS or case.jump is not None:
+    if not fronts or evidence.num_quiet < QUIET_STEPS or len(steps) > QUIET_STEPS or evidence.jump is not None:
         return None
     lanes = sorted({lane for note in notes for lane in note.lanes})
-    is_part = case.num_lanes > 1 and 0 < len(lanes) < case.num_lanes
-    of = f" on data-parallel replica {listed(lanes)} of {case.num_lanes} alone" if is_part else ""
+    is_part = evidence.num_lanes > 1 and 0 < len(lanes) < evidence.num_lanes
+    of = f" on data-parallel replica {listed(lanes)} of {evidence.num_lanes} alone" if is_part else ""
     return Diagnosis(
-        verdict="batch",
+        suspected="batch",
         reasons=(
             f"{figures(fronts[0])} at step {first}{of}: what is made of the data before the first block",
-            f"the {case.num_quiet} whole steps after it were well, with the same weights and other data",
+            f"the {evidence.num_quiet} whole steps after it were well, with the same weights and other data",
         ),
         skip_steps=steps, skip_lanes=tuple(lanes) if is_part else (),
     )  # fmt: skip

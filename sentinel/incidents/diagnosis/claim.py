@@ -1,4 +1,4 @@
-"""Diagnosis: a verdict and its reasons, the bounds that verdicts are given by, and the words that they share."""
+"""Diagnosis: what is suspected and the reasons, the bounds that diagnoses are given by, and the words that they share."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _NARROW = re.compile(r"float16|half|float8|fp8|e4m3|e5m2", re.IGNORECASE)
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """What is suspected, and why."""
 
-    verdict: str = "unknown"
+    suspected: str = "unknown"
     reasons: tuple[str, ...] = ()
     """Sentences that name the figures."""
     skip_steps: tuple[int, ...] = ()
@@ -138,19 +138,19 @@ def is_narrow(dtype: str) -> bool:
     return bool(_NARROW.search(dtype)) and "bfloat16" not in dtype
 
 
-def is_after_jump(case: Evidence, index: int) -> bool:
+def is_after_jump(evidence: Evidence, index: int) -> bool:
     """Tell whether a closed step of the case, by its number, comes so soon behind a jump of the learning rate."""
-    return case.jump is not None and 0 <= case.num_before + index - case.jump.index <= JUMP_STEPS
+    return evidence.jump is not None and 0 <= evidence.num_before + index - evidence.jump.index <= JUMP_STEPS
 
 
-def by_jump(case: Evidence) -> Diagnosis:
-    jump = case.jump
+def by_jump(evidence: Evidence) -> Diagnosis:
+    jump = evidence.jump
     assert jump is not None
     times = f"{jump.after / jump.before:.3g} times" if jump.before > 0 else "from nothing"
     return Diagnosis(
-        verdict="model",
+        suspected="model",
         reasons=(
             f"{jump.name} rose from {jump.before:.3g} to {jump.after:.3g} ({times}) at step {jump.step}; it began at step "
-            f"{case.opened}",
+            f"{evidence.opened}",
         ),
     )

@@ -62,43 +62,43 @@ from sentinel.incidents.diagnosis.step_facts import Divergence
 from sentinel.kinds import Phase
 
 
-def diagnose(case: Evidence) -> Diagnosis:
+def diagnose(evidence: Evidence) -> Diagnosis:
     """Return what an incident makes one suspect, by what it has shown."""
-    if case.is_liveness:
-        return _liveness(case)
-    found = by_comparison(case) or by_precision(case)
+    if evidence.is_liveness:
+        return _liveness(evidence)
+    found = by_comparison(evidence) or by_precision(evidence)
     if found is not None:
         return found
-    acquitted, found = by_reference(case)
+    acquitted, found = by_reference(evidence)
     if found is not None:
         return found
-    bad = [sign for sign in case.signs.values() if sign.is_bad]
-    found = nonfinite(case, acquitted) if bad else finite(case, acquitted)
-    if acquitted and found.verdict != "batch":
+    bad = [sign for sign in evidence.signs.values() if sign.is_bad]
+    found = nonfinite(evidence, acquitted) if bad else finite(evidence, acquitted)
+    if acquitted and found.suspected != "batch":
         return msgspec.structs.replace(found, reasons=(acquitted, *found.reasons))
     return found
 
 
-def _liveness(case: Evidence) -> Diagnosis:
-    if case.is_about_rows:
+def _liveness(evidence: Evidence) -> Diagnosis:
+    if evidence.is_about_rows:
         return Diagnosis(reasons=("rows were lost on their way to the judge: that tells nothing of the training itself",))
-    if case.is_about_an_end:
+    if evidence.is_about_an_end:
         return Diagnosis(reasons=("the process is gone, and what it computed says nothing of why",))
-    if case.is_about_a_stop:
+    if evidence.is_about_a_stop:
         return Diagnosis(reasons=("the process is stopped: continued, it goes on where it stood",))
-    ranks = sorted({sign.rank for sign in case.signs.values() if sign.rank is not None})
+    ranks = sorted({sign.rank for sign in evidence.signs.values() if sign.rank is not None})
     who = f"rank {listed(ranks)}" if ranks else "a rank"
     return Diagnosis(
         reasons=(f"{who} is late or silent: its device, its host, its input pipeline and its program look alike in time",)
     )
 
 
-def by_comparison(case: Evidence) -> Diagnosis | None:
-    signs = [sign for sign in case.signs.values() if sign.statistic == "checksum"]
+def by_comparison(evidence: Evidence) -> Diagnosis | None:
+    signs = [sign for sign in evidence.signs.values() if sign.statistic == "checksum"]
     if not signs:
         return None
-    found = [one for one in case.divergences if one.kind != "wgrad"]
-    left_out = None if _parts_gradients(case, found) else _left_out(case)
+    found = [one for one in evidence.divergences if one.kind != "wgrad"]
+    left_out = None if _parts_gradients(evidence, found) else _left_out(evidence)
     if not found:
         if any(sign.kind != "wgrad" for sign in signs):
             return None
@@ -108,33 +108,34 @@ def by_comparison(case: Evidence) -> Diagnosis | None:
     names = {one.name for one in found}
     first = found[0]
     what = f"{first.kind} of {first.name}"
-    if case.num_alike < ALIKE_STEPS:
+    if evidence.num_alike < ALIKE_STEPS:
         never = f"copies of {what} differ, and never were the same since they are compared"
         if len(names) <= FEW_TENSORS:
             return Diagnosis(reasons=(never,))
         return Diagnosis(
-            verdict="program",
+            suspected="program",
             reasons=(
-                f"{never}, as {case.num_differing} tensors in all",
+                f"{never}, as {evidence.num_differing} tensors in all",
                 "what differs from the first comparison on was never made the same: a broadcast left out, a seed of each "
                 "rank's own, or no copies at all",
             ),
         )
-    since = f"bit-identical on all {first.num_copies} copies until step {case.last_alike}"
-    of_exchange = _by_exchange(case, found)
+    since = f"bit-identical on all {first.num_copies} copies until step {evidence.last_alike}"
+    of_exchange = _by_exchange(evidence, found)
     if of_exchange is not None or left_out is not None:
         return left_out or of_exchange
     # A weight, its gradient and its optimizer state may all differ.
-    if case.num_differing > 4 * FEW_TENSORS or len(names) > FEW_TENSORS:
-        is_most = 2 * case.num_differing >= max(case.num_compared, 1)
+    if evidence.num_differing > 4 * FEW_TENSORS or len(names) > FEW_TENSORS:
+        is_most = 2 * evidence.num_differing >= max(evidence.num_compared, 1)
         return Diagnosis(
-            verdict="program" if is_most else "unknown",
+            suspected="program" if is_most else "unknown",
             reasons=(
-                f"{case.num_differing} tensors differ from step {case.divergence_step} on, {what} among them; {since}",
+                f"{evidence.num_differing} tensors differ from step {evidence.divergence_step} on, "
+                f"{what} among them; {since}",
                 "so many at once point to weights loaded or changed by the program on some ranks rather than to a machine",
             ),
         )
-    if any(sign.is_bad and sign.first_step < case.divergence_step for sign in case.signs.values()):
+    if any(sign.is_bad and sign.first_step < evidence.divergence_step for sign in evidence.signs.values()):
         return Diagnosis(reasons=(f"copies of {what} differ after values had gone non-finite: no evidence of its own",))
     accused = {one.accused for one in found if one.is_sure}
     shown = [one for one in found if one.change]
@@ -143,60 +144,63 @@ def by_comparison(case: Evidence) -> Diagnosis | None:
         if ranks == (0,) and not shown:
             return Diagnosis(
                 reasons=(
-                    f"{what} was {since}; at step {case.divergence_step} rank 0 alone differs, in more than one element",
+                    f"{what} was {since}; at step {evidence.divergence_step} rank 0 alone differs, in more than one element",
                     "rank 0 is the one that programs treat apart",
                 )
             )
         if len(ranks) == 1:
             odd = f"rank {ranks[0]} alone differs, the other {first.num_copies - 1} copies agree"
-            why = f"{what} was {since}; at step {case.divergence_step} {odd}"
+            why = f"{what} was {since}; at step {evidence.divergence_step} {odd}"
             return Diagnosis(
-                verdict="hardware",
+                suspected="hardware",
                 reasons=(
                     why + (f": {shown[0].change_words}" if shown else ""),
                     "replicas take the same update from the same gradient: neither data nor model can part them",
                 ),
                 ranks=ranks,
-                since=case.divergence_step,
+                since=evidence.divergence_step,
             )
     if shown:
         one = shown[0]
         who = f"rank {one.culprit}" if one.culprit is not None else f"one of ranks {listed(one.accused)}"
         return Diagnosis(
-            verdict="hardware",
+            suspected="hardware",
             reasons=(
-                f"{one.kind} of {one.name} was {since}; at step {case.divergence_step} {who} changed: {one.change_words}",
+                f"{one.kind} of {one.name} was {since}; at step {evidence.divergence_step} "
+                f"{who} changed: {one.change_words}",
                 "replicas take the same update from the same gradient: neither data nor model can part them",
             ),
             ranks=(one.culprit,) if one.culprit is not None else one.accused,
-            since=case.divergence_step,
+            since=evidence.divergence_step,
         )
     return Diagnosis(
         reasons=(
-            f"{what} was {since}; from step {case.divergence_step} on ranks {listed(first.accused)} differ",
+            f"{what} was {since}; from step {evidence.divergence_step} on ranks {listed(first.accused)} differ",
             "no majority says which copy is wrong, and the change looks like no single fault",
         )
     )
 
 
-def _parts_gradients(case: Evidence, found: list[Divergence]) -> bool:
+def _parts_gradients(evidence: Evidence, found: list[Divergence]) -> bool:
     """Return whether gradients may differ because of one bit or element of a weight: of a tensor-parallel group all do then.
 
     A reduction that is left out shows the other way round: in gradients first, and a step later in the weights.
     """
     is_single = bool(found) and len({one.name for one in found}) <= FEW_TENSORS and any(one.change for one in found)
-    return is_single and min((step for step, _ in case.odd_gradients), default=-1) >= case.divergence_step
+    return is_single and min((step for step, _ in evidence.odd_gradients), default=-1) >= evidence.divergence_step
 
 
-def _left_out(case: Evidence) -> Diagnosis | None:
+def _left_out(evidence: Evidence) -> Diagnosis | None:
     """Return what reduced gradients say that differ between ranks step after step; None: they do not."""
-    steps = [step for step, _ in case.odd_gradients]
+    steps = [step for step, _ in evidence.odd_gradients]
     if len(steps) < LASTING_STEPS:
         return None
-    names = sorted({one.name for one in case.divergences if one.kind == "wgrad"} or {one.name for one in case.divergences})
+    names = sorted(
+        {one.name for one in evidence.divergences if one.kind == "wgrad"} or {one.name for one in evidence.divergences}
+    )
     what = f", {listed(names, 2)} among them" if names else ""
     return Diagnosis(
-        verdict="program",
+        suspected="program",
         reasons=(
             f"reduced gradients{what} differ between ranks in {len(steps)} steps, {listed(steps, 3)}",
             "a machine or a link is wrong at times, a reduction that is left out in every step: no_sync, a parameter "
@@ -205,10 +209,10 @@ def _left_out(case: Evidence) -> Diagnosis | None:
     )
 
 
-def _by_exchange(case: Evidence, found: list[Divergence]) -> Diagnosis | None:
+def _by_exchange(evidence: Evidence, found: list[Divergence]) -> Diagnosis | None:
     """Return what reduced gradients say that arrived otherwise on one rank in one step, and the weights that took them."""
-    at = [(step, ranks) for step, ranks in case.odd_gradients if step <= case.divergence_step]
-    if not at or not 0 <= case.divergence_step - at[0][0] <= 1 or case.num_alike < CALM_STEPS:
+    at = [(step, ranks) for step, ranks in evidence.odd_gradients if step <= evidence.divergence_step]
+    if not at or not 0 <= evidence.divergence_step - at[0][0] <= 1 or evidence.num_alike < CALM_STEPS:
         return None
     ranks = at[0][1]
     if len(ranks) != 1 or ranks == (0,) or not any(one.is_sure for one in found):
@@ -217,17 +221,17 @@ def _by_exchange(case: Evidence, found: list[Divergence]) -> Diagnosis | None:
     if any(one.accused != ranks if one.is_sure else ranks[0] not in one.accused for one in found):
         return None
     names = {one.name for one in found}
-    if any(other != ranks for _, other in case.odd_gradients) or 2 * len(names) > case.num_weights:
+    if any(other != ranks for _, other in evidence.odd_gradients) or 2 * len(names) > evidence.num_weights:
         return None
     seen = (
         f"the reduced gradients of {plural(len(names), 'weight')}, {found[0].name} among them, arrived otherwise on rank "
         f"{ranks[0]} alone at step {at[0][0]}, and its weights took them"
     )
-    since = f"bit-identical on all {found[0].num_copies} copies until step {case.last_alike}"
-    if case.seen < at[-1][0] + QUIET_STEPS:
+    since = f"bit-identical on all {found[0].num_copies} copies until step {evidence.last_alike}"
+    if evidence.seen < at[-1][0] + QUIET_STEPS:
         return Diagnosis(reasons=(f"{seen}; {since}", "whether it comes again in the next steps is to be seen"))
     return Diagnosis(
-        verdict="hardware",
+        suspected="hardware",
         reasons=(
             f"{seen}; {since}",
             "a program that leaves a gradient out does so in every step: a link, a card, or a race in the exchange",
@@ -236,74 +240,74 @@ def _by_exchange(case: Evidence, found: list[Divergence]) -> Diagnosis | None:
     )  # fmt: skip
 
 
-def by_precision(case: Evidence) -> Diagnosis | None:
-    bad = [sign for sign in case.signs.values() if sign.is_bad]
+def by_precision(evidence: Evidence) -> Diagnosis | None:
+    bad = [sign for sign in evidence.signs.values() if sign.is_bad]
     first_bad = min((sign.first_step for sign in bad), default=1 << 62)
     shares = [
         sign
-        for sign in case.signs.values()
+        for sign in evidence.signs.values()
         if (sign.kind == "precision" or sign.detector == "PrecisionLoss")
         and sign.first_step <= first_bad
-        and (case.has_narrow or case.has_scaler)  # A format that nobody trains in may overflow.
+        and (evidence.has_narrow or evidence.has_scaler)  # A format that nobody trains in may overflow.
     ]
-    first = min((sign.first_step for sign in case.signs.values()), default=0)
+    first = min((sign.first_step for sign in evidence.signs.values()), default=0)
     early = [sign for sign in shares if sign.first_step <= first + 1 or bad]
     if early:
         one = min(early, key=lambda sign: (sign.first_step, sign.phase, sign.name))
         then = f", before the first non-finite value at step {first_bad}" if bad else ""
-        return Diagnosis(verdict="precision", reasons=(f"{figures(one)} from step {one.first_step} on{then}",))
+        return Diagnosis(suspected="precision", reasons=(f"{figures(one)} from step {one.first_step} on{then}",))
     if bad:
-        origins = [origin for origin in case.origins if origin.step == case.origins[0].step]
+        origins = [origin for origin in evidence.origins if origin.step == evidence.origins[0].step]
         narrow = [origin for origin in origins if is_narrow(origin.dtype)]
         infinite = next((origin for origin in narrow if origin.is_inf), None)
         if infinite is not None:
             what = f"{infinite.kind} of {infinite.name} ({infinite.dtype})"
             return Diagnosis(
-                verdict="precision",
+                suspected="precision",
                 reasons=(f"at step {infinite.step} {what} held infinities before anything held a NaN",),
             )
         are_gradients = bool(origins) and all(origin.phase in _GRADIENTS for origin in origins)
-        if case.has_scaler and are_gradients and (narrow or any(origin.is_inf for origin in origins)):
-            scale = "" if case.scale_before is None else f" of {case.scale_before:.6g}"
+        if evidence.has_scaler and are_gradients and (narrow or any(origin.is_inf for origin in origins)):
+            scale = "" if evidence.scale_before is None else f" of {evidence.scale_before:.6g}"
             return Diagnosis(
-                verdict="precision",
+                suspected="precision",
                 reasons=(
                     f"at step {origins[0].step} gradients overflowed under a loss scale{scale}, all of the forward finite",
                 ),
             )
     silent = [
-        sign for sign in case.signs.values() if sign.value == 0.0 and sign.phase in _GRADIENTS and is_narrow(sign.dtype)
+        sign for sign in evidence.signs.values() if sign.value == 0.0 and sign.phase in _GRADIENTS and is_narrow(sign.dtype)
     ]
-    begun = min((sign.first_step for sign in case.signs.values()), default=0)
+    begun = min((sign.first_step for sign in evidence.signs.values()), default=0)
     names = sorted({sign.name for sign in silent if sign.first_step <= begun + 1})
-    forward = [sign for sign in case.signs.values() if sign.phase is Phase.FORWARD and sign.first_step <= begun + 1]
+    forward = [sign for sign in evidence.signs.values() if sign.phase is Phase.FORWARD and sign.first_step <= begun + 1]
     if len(names) >= SILENT and not forward and not bad:
-        scale = "" if case.scale_now is None else f", under a loss scale of {case.scale_now:.6g}"
+        scale = "" if evidence.scale_now is None else f", under a loss scale of {evidence.scale_now:.6g}"
         return Diagnosis(
-            verdict="precision",
+            suspected="precision",
             reasons=(
                 f"the gradients of {len(names)} tensors are exactly 0 from step {begun} on{scale}: {listed(names, 3)}",
                 f"{silent[0].dtype} holds nothing below 6e-8, and all of the forward is as ever",
             ),
         )
-    before, now = case.scale_before, case.scale_now
+    before, now = evidence.scale_before, evidence.scale_now
     if before is not None and now is not None and now > 0 and before / now >= SCALE_FALL:
-        return Diagnosis(verdict="precision", reasons=(f"the loss scale fell from {before:.6g} to {now:.6g}",))
+        return Diagnosis(suspected="precision", reasons=(f"the loss scale fell from {before:.6g} to {now:.6g}",))
     return None
 
 
 _GRADIENTS = frozenset({Phase.BACKWARD, Phase.WGRAD_UNREDUCED, Phase.WGRAD, Phase.NORM})
 
 
-def by_reference(case: Evidence) -> tuple[str, Diagnosis | None]:
-    """Return words that acquit the batch, empty: none; or what is suspected because sisters moved."""
-    asked = [sign for sign in case.signs.values() if sign.reference_score is not None]
+def by_reference(evidence: Evidence) -> tuple[str, Diagnosis | None]:
+    """Return words that acquit the batch, empty: none; or what is suspected because reference runs moved."""
+    asked = [sign for sign in evidence.signs.values() if sign.reference_score is not None]
     moved = [sign for sign in asked if (sign.reference_score or 0.0) >= 1.0]
     if moved:
         one = min(moved, key=lambda sign: sign.first_step)
         steps = tuple(sorted({sign.first_step for sign in moved}))
         return "", Diagnosis(
-            verdict="batch",
+            suspected="batch",
             reasons=(
                 f"runs on the same data moved at step {one.first_step} too (score {one.reference_score:.2f}), "
                 f"as {figures(one)} did here",

@@ -38,15 +38,20 @@ UNMADE = 1e12
 a moment of 1 over 1e-8 comes to 1e8 times the rate, and a flipped bit of the upper two of an exponent to 1e17 and more."""
 
 
-def by_weight(case: Evidence) -> Diagnosis | None:
+def by_weight(evidence: Evidence) -> Diagnosis | None:
     """Return what one element of a weight says that stands beyond all others; None: there is none."""
     found = None
-    for odd in case.odd_weights:
-        before = [one for one in case.signs.values() if one.first_step < odd.step and one.phase in FLOW]
-        if abs(odd.value) <= FAR * max(1.0, odd.rate) or before or odd.num_elements < STEEP or case.num_before < CALM_STEPS:
+    for odd in evidence.odd_weights:
+        before = [one for one in evidence.signs.values() if one.first_step < odd.step and one.phase in FLOW]
+        if (
+            abs(odd.value) <= FAR * max(1.0, odd.rate)
+            or before
+            or odd.num_elements < STEEP
+            or evidence.num_before < CALM_STEPS
+        ):
             continue
-        everywhere = any(one.name == odd.name and one.rank != odd.rank for one in case.odd_weights)
-        if everywhere or case.has_narrow or case.jump is not None:
+        everywhere = any(one.name == odd.name and one.rank != odd.rank for one in evidence.odd_weights)
+        if everywhere or evidence.has_narrow or evidence.jump is not None:
             continue  # What all copies hold was handed to them.
         what = (
             f"one element of {odd.name} is {odd.value:.3g} on rank {odd.rank} from step {odd.step} on, and nearly all that "
@@ -54,7 +59,7 @@ def by_weight(case: Evidence) -> Diagnosis | None:
         )
         if abs(odd.value) > _most(odd):
             return Diagnosis(
-                verdict="hardware",
+                suspected="hardware",
                 reasons=(
                     what,
                     f"no update reaches that, at a rate of {odd.rate:.3g}: a bit of its exponent; a program that writes "
@@ -78,9 +83,9 @@ def _most(odd: OddWeight) -> float:
     return UNMADE * max(odd.rate, 1.0) * max(1.0, gradient)
 
 
-def by_output(case: Evidence, acquitted: str) -> Diagnosis | None:
+def by_output(evidence: Evidence, acquitted: str) -> Diagnosis | None:
     """Return what an output says that left its range with nothing before it amiss; None: there is none, or it lasts."""
-    found = _first_output(case)
+    found = _first_output(evidence)
     if found is None:
         return None
     sign, outlier = found
@@ -89,14 +94,14 @@ def by_output(case: Evidence, acquitted: str) -> Diagnosis | None:
     is_far = sign.statistic != "kurtosis" and times(sign) >= ABSURD
     if not (is_far or outlier.is_alone) or outlier.num_before < 1 or sign.streak >= LASTING_STEPS:
         return None
-    own = [one for one in case.signs.values() if one.phase is Phase.PARAM and one.name.startswith(f"{sign.name}.")]
-    if own or (case.jump is not None and is_after_jump(case, 0)):
+    own = [one for one in evidence.signs.values() if one.phase is Phase.PARAM and one.name.startswith(f"{sign.name}.")]
+    if own or (evidence.jump is not None and is_after_jump(evidence, 0)):
         return None
     what = f"{figures(sign)} at step {sign.first_step}"
     if outlier.is_alone:
         what += f": one element alone, {outlier.value:.3g}"
     passed = f"the {plural(outlier.num_before, 'output')} measured before it were as ever: it did not come in with the data"
-    return Diagnosis(reasons=(what, passed, f"what its module computes, or its machine: {_doubt(case, sign, outlier)}"))
+    return Diagnosis(reasons=(what, passed, f"what its module computes, or its machine: {_doubt(evidence, sign, outlier)}"))
 
 
 def _of_nothing(sign: Sign, outlier: Outlier) -> Diagnosis:
@@ -105,32 +110,32 @@ def _of_nothing(sign: Sign, outlier: Outlier) -> Diagnosis:
     passed = f"the {plural(outlier.num_before, 'output')} measured before it were as ever: it did not come in with the data"
     if sign.streak < LASTING_STEPS:
         return Diagnosis(reasons=(what, passed, "whether it stays is to be seen"))
-    return Diagnosis(verdict="model", reasons=(what, passed, "its weights are zero, or what switches it off is wrong"))
+    return Diagnosis(suspected="model", reasons=(what, passed, "its weights are zero, or what switches it off is wrong"))
 
 
-def _first_output(case: Evidence) -> tuple[Sign, Outlier] | None:
+def _first_output(evidence: Evidence) -> tuple[Sign, Outlier] | None:
     """Return the first output in forward order that left its range in the first step; None: data came in so, or none did."""
-    signs = [one for one in case.signs.values() if one.statistic != "checksum" and not one.is_bad]
+    signs = [one for one in evidence.signs.values() if one.statistic != "checksum" and not one.is_bad]
     first = min((one.first_step for one in signs), default=-1)
     of_step = [one for one in signs if one.first_step == first and one.phase is Phase.FORWARD]
     if not of_step or any(one.phase is Phase.PARAM and one.first_step < first for one in signs):
         return None
     # A probe of a module looks at what its output shows as well.
     front = min(of_step, key=lambda one: (one.depth, one.site_pos))
-    outputs = [one for one in of_step if one.kind == "activation" and one.name in case.outliers]
+    outputs = [one for one in of_step if one.kind == "activation" and one.name in evidence.outliers]
     if front.is_entry or not outputs:
         return None
     # Of one output the statistic that says most.
     sign = min(outputs, key=lambda one: (one.depth, one.site_pos, one.statistic == "kurtosis", one.name))
-    return sign, case.outliers[sign.name]
+    return sign, evidence.outliers[sign.name]
 
 
-def _doubt(case: Evidence, sign: Sign, outlier: Outlier) -> str:
+def _doubt(evidence: Evidence, sign: Sign, outlier: Outlier) -> str:
     """Return why an output does not tell which."""
     functions = [name.partition(":")[0].rstrip("'") for name in outlier.functions or ()]
     if functions:
         return f"it computes {listed(dict.fromkeys(functions), 4)}, whose results have no bound"
-    if case.num_lanes <= 1:
+    if evidence.num_lanes <= 1:
         return "there is one data-parallel replica, and nothing was done twice that would tell"
     if is_narrow(sign.dtype):
         return f"{sign.dtype} is scaled, and a scale may be wrong"

@@ -1,4 +1,4 @@
-"""Evidence: what an incident has shown so far, as far as a verdict asks. Bounded, kept in the tracker's snapshot."""
+"""Evidence: what an incident has shown so far, as far as a diagnosis asks. Bounded, kept in the tracker's snapshot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sentinel.order.origin import Origin
 from sentinel.order.phase import phase_of
 
 MAX_SIGNS = 256
-"""Series of an incident that a verdict looks at, the earliest (chosen)."""
+"""Series of an incident that a diagnosis looks at, the earliest (chosen)."""
 MAX_NOTES = 64
 """Steps of an incident that are noted, the earliest half and the newest (chosen)."""
 MAX_ORIGINS = 32
@@ -365,9 +365,9 @@ class Evidence(msgspec.Struct, kw_only=True):
         is_moving = any(sign.is_bad or sign.phase in FLOW for sign in active if sign.statistic != "checksum")
         for sign in self.signs.values():
             if sign.kind == "scalar" and not sign.is_bad and sign.name in facts.results:
-                told = self.results.setdefault(sign.name, [])
-                if len(told) < MAX_NOTES and (not told or told[-1][0] < step):
-                    told.append((step, facts.results[sign.name]))
+                notified = self.results.setdefault(sign.name, [])
+                if len(notified) < MAX_NOTES and (not notified or notified[-1][0] < step):
+                    notified.append((step, facts.results[sign.name]))
         self._bear_again(step, facts)
         self.finite_gradients = {step: facts.num_gradients}
         if is_moving:

@@ -1,4 +1,4 @@
-"""What verdicts ask of a closed step beside its anomalies, read from the step alone: a replay reads the same."""
+"""What diagnoses ask of a closed step beside its anomalies, read from the step alone: a replay reads the same."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class FactReader:
         differing = view.differing if num_compared or view.layout.added_copies else []
         ends = [part.end_step for part in view.parts if part.end_step is not None]
         is_whole = len(ends) >= len(view.places) and not any(end.is_partial for end in ends)
-        heard = {part.rank for part in view.parts if part.end_step is not None and not part.end_step.is_partial}
+        received = {part.rank for part in view.parts if part.end_step is not None and not part.end_step.is_partial}
         first_bad = self._bad(view)
         rates = {name: one.mean for name, one in scalars.items() if _RATE.search(name) and math.isfinite(one.mean)}
         onsets = [one for one in anomalies if one.event == "onset"]
@@ -97,7 +97,7 @@ class FactReader:
             lanes=self._lanes,
             num_lanes=self._num_lanes,
             is_whole=is_whole,
-            missing=tuple(sorted(set(view.places) - heard)) if not is_whole else (),
+            missing=tuple(sorted(set(view.places) - received)) if not is_whole else (),
             num_compared=num_compared,
             num_weights=len(self._weights),
             num_differing=_num_differing(view, differing),

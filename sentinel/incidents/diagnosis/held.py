@@ -11,10 +11,10 @@ from sentinel.incident import SUSPECTED, Incident
 from sentinel.incidents.diagnosis.claim import UNKNOWN, Diagnosis
 
 HELD_STEPS = 3
-"""Closed steps for which a diagnosis must hold before it is told (chosen): a step's verdict may turn with the next."""
+"""Closed steps for which a diagnosis must hold before it is told (chosen): a step's diagnosis may turn with the next."""
 MAX_DOUBLINGS = 6
 """Changes that are told, each of which doubles the steps that the next must hold (chosen)."""
-_NOT_TOLD = "not settled yet: "
+_NOT_NOTIFIED = "not settled yet: "
 _FIGURES = re.compile(r"\d+")
 
 
@@ -25,7 +25,7 @@ class HeldDiagnosis(msgspec.Struct, kw_only=True):
     make messages that come and go. The end of the incident tells what is suspected then, however long it has held.
     """
 
-    told: Diagnosis = UNKNOWN
+    notified: Diagnosis = UNKNOWN
     to_do: str = ""
     """What to do about it, in a sentence."""
     other: Diagnosis | None = None
@@ -34,52 +34,52 @@ class HeldDiagnosis(msgspec.Struct, kw_only=True):
     """Number of the closed step from which on it has been suspected."""
     changes: tuple[str, ...] = ()
     """Sentences that say what took the place of a diagnosis that had been told, and why; oldest first."""
-    num_told: int = 0
+    num_notified: int = 0
     """Diagnoses other than `unknown` that were told, and those that took their place."""
 
     @classmethod
     def of(cls, incident: Incident) -> HeldDiagnosis:
         """Return what was told of an incident by a version that kept nothing but its revisions."""
-        told = Diagnosis(verdict=incident.verdict, skip_steps=incident.skip_steps)
-        return cls(told=told, num_told=1)
+        notified = Diagnosis(suspected=incident.suspected, skip_steps=incident.skip_steps)
+        return cls(notified=notified, num_notified=1)
 
     def see(self, found: Diagnosis, to_do: str, *, index: int, step: int, is_over: bool = False) -> None:
         """Take what is suspected after a closed step. index: counts closed steps; step: the step's own number.
 
         is_over: the incident ends with it.
         """
-        if _claim(found) == _claim(self.told):
+        if _claim(found) == _claim(self.notified):
             self.other = None
-            if found.skip_steps != self.told.skip_steps or _words(found.reasons) != _words(self.told.reasons):
-                self.told, self.to_do = found, to_do  # The same claim, said better; figures that grow are no news.
+            if found.skip_steps != self.notified.skip_steps or _words(found.reasons) != _words(self.notified.reasons):
+                self.notified, self.to_do = found, to_do  # The same claim, said better; figures that grow are no news.
             return
         if self.other is None or _claim(found) != _claim(self.other):
             self.since = index
         self.other = found
-        needed = HELD_STEPS << min(max(self.num_told - 1, 0), MAX_DOUBLINGS)
+        needed = HELD_STEPS << min(max(self.num_notified - 1, 0), MAX_DOUBLINGS)
         if is_over or index - self.since + 1 >= needed:
             self._tell(found, to_do, step)
 
     def _tell(self, found: Diagnosis, to_do: str, step: int) -> None:
-        if self.num_told:
+        if self.num_notified:
             why = found.reasons[0] if found.reasons else "what spoke for it no longer does"
-            self.changes = (*self.changes, f"{self.told.verdict} -> {found.verdict} at step {step}, because {why}")
-        self.told, self.to_do, self.other, self.num_told = found, to_do, None, self.num_told + 1
+            self.changes = (*self.changes, f"{self.notified.suspected} -> {found.suspected} at step {step}, because {why}")
+        self.notified, self.to_do, self.other, self.num_notified = found, to_do, None, self.num_notified + 1
 
     @property
     def lines(self) -> tuple[str, ...]:
         """What people read: what changed last, the reasons, what to do, and what is suspected instead and not settled."""
-        reasons = [*self.told.reasons, *([self.to_do] if self.to_do else ())]
-        told = [f"{SUSPECTED}{self.told.verdict}: {line}" for line in reasons]
+        reasons = [*self.notified.reasons, *([self.to_do] if self.to_do else ())]
+        notified = [f"{SUSPECTED}{self.notified.suspected}: {line}" for line in reasons]
         other = []
-        if self.other is not None and self.other.verdict != "unknown":
-            other = [f"{_NOT_TOLD}{self.other.verdict}: {reason}" for reason in self.other.reasons[:1]]
-        return (*self.changes[-1:], *told, *other, *self.changes[:-1])
+        if self.other is not None and self.other.suspected != "unknown":
+            other = [f"{_NOT_NOTIFIED}{self.other.suspected}: {reason}" for reason in self.other.reasons[:1]]
+        return (*self.changes[-1:], *notified, *other, *self.changes[:-1])
 
 
 def _claim(one: Diagnosis) -> tuple[object, ...]:
     """What a person does about it follows from this: its figures and its wording may change meanwhile."""
-    return one.verdict, one.ranks, one.skip_lanes if one.skip_steps else ()
+    return one.suspected, one.ranks, one.skip_lanes if one.skip_steps else ()
 
 
 def _words(lines: Iterable[str]) -> list[str]:

@@ -39,16 +39,16 @@ _GUARD = {
 }  # fmt: skip
 
 
-def by_function(case: Evidence) -> Diagnosis | None:
+def by_function(evidence: Evidence) -> Diagnosis | None:
     """Return what the functions say that made what was born non-finite; None: there is none, or it cannot be."""
     # What was seen from inside a module says more than its block's border did.
-    for one in sorted(case.origins, key=lambda origin: bool(origin.border)):
+    for one in sorted(evidence.origins, key=lambda origin: bool(origin.border)):
         function, argument = _suspected(one)
         if function is None:
             continue
         name, _, of = function.partition(":")
         plain = name.rstrip("'")
-        steps = sorted({origin.step for origin in case.origins if origin.name == one.name})
+        steps = sorted({origin.step for origin in evidence.origins if origin.name == one.name})
         again = f", and again at steps {listed(steps[1:])} with other data" if len(steps) > 1 else ""
         whose = "" if one.rank is None else f" on rank {one.rank}"
         if one.phase is Phase.FORWARD:
@@ -60,7 +60,7 @@ def by_function(case: Evidence) -> Diagnosis | None:
         elif of:
             what += f", of {of}"
         return Diagnosis(
-            verdict="program",
+            suspected="program",
             reasons=(
                 f"{what}{whose}, at step {one.step}{again}",
                 f"{_went_in(one.maker)}: the same code gives the same on every machine",
@@ -93,7 +93,7 @@ def by_update(one: NonFiniteOrigin) -> Diagnosis | None:
     if one.phase is not Phase.PARAM or not before or one.num_bad == 1:
         return None
     return Diagnosis(
-        verdict="program",
+        suspected="program",
         reasons=(
             f"the weights of {one.name} were no numbers as step {one.step} began, and all "
             f"{plural(before, 'weight gradient')} measured at step {one.step - 1} were finite: the update made them so",

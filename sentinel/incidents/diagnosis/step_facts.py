@@ -1,4 +1,4 @@
-"""StepFacts: what a verdict asks of a closed step beside its anomalies. Of the step alone, so a replay has the same."""
+"""StepFacts: what a diagnosis asks of a closed step beside its anomalies. Of the step alone, so a replay has the same."""
 
 from __future__ import annotations
 

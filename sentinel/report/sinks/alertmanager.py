@@ -94,7 +94,7 @@ class AlertmanagerSink:
         self._resend_interval_s = config.resend_interval_s
         self._external_url = external_url
         self._poster = poster
-        self._standing: dict[tuple[str, str], Alert] = {}
+        self._open_alerts: dict[tuple[str, str], Alert] = {}
         self._next_resend = 0.0
 
     def deliver(self, alerts: Sequence[Alert], now: float) -> Delivery:
@@ -104,30 +104,30 @@ class AlertmanagerSink:
             for alert in alerts:
                 where = (alert.incident.run, alert.incident.id)
                 if alert.is_closed:
-                    self._standing.pop(where, None)
+                    self._open_alerts.pop(where, None)
                 else:
-                    if not self._standing:
+                    if not self._open_alerts:
                         self._next_resend = now + self._resend_interval_s
-                    self._standing[where] = alert
+                    self._open_alerts[where] = alert
         return delivery
 
-    def restore(self, standing: Sequence[Alert]) -> None:
+    def restore(self, open_alerts: Sequence[Alert]) -> None:
         """Take the incidents that were open before a restart; they are sent again at once."""
-        for alert in standing:
-            self._standing.setdefault((alert.incident.run, alert.incident.id), alert)
+        for alert in open_alerts:
+            self._open_alerts.setdefault((alert.incident.run, alert.incident.id), alert)
         self._next_resend = 0.0
 
     def keep_alive(self, now: float) -> tuple[Delivery | None, float | None]:
         """Send every open incident again when the interval has passed."""
-        if not self._standing:
+        if not self._open_alerts:
             return None, None
         # The wall clock may be set back: never wait longer than an interval.
         if self._next_resend - self._resend_interval_s <= now < self._next_resend:
             return None, self._next_resend
-        standing = list(self._standing.values())
+        open_alerts = list(self._open_alerts.values())
         delivery = Delivery(outcome="sent")
-        for start in range(0, len(standing), self.max_batch):
-            batch = [self.alert(one, identity(one.incident), now) for one in standing[start : start + self.max_batch]]
+        for start in range(0, len(open_alerts), self.max_batch):
+            batch = [self.alert(one, identity(one.incident), now) for one in open_alerts[start : start + self.max_batch]]
             delivery = self._post(batch, now)
             if delivery.outcome != "sent":
                 break
@@ -167,16 +167,16 @@ class AlertmanagerSink:
     def _changes(self, alert: Alert, now: float) -> list[dict[str, Any]]:
         incident = alert.incident
         current = identity(incident)
-        told: set[Identity] = set()
-        standing = self._standing.get((incident.run, incident.id))
-        if standing is not None:
-            told.add(identity(standing.incident))
+        notified: set[Identity] = set()
+        open_alerts = self._open_alerts.get((incident.run, incident.id))
+        if open_alerts is not None:
+            notified.add(identity(open_alerts.incident))
         if alert.was_severity is not None:
-            told.add((incident.run, incident.id, alert.was_severity, alert.was_paged))
+            notified.add((incident.run, incident.id, alert.was_severity, alert.was_paged))
         if alert.is_closed and not tells_of_an_end(incident):
-            told.add(current)
-            return [self.alert(alert, who, now, is_over=True) for who in sorted(told, key=repr)]
-        old = [self.alert(alert, who, now, is_over=True) for who in sorted(told - {current}, key=repr)]
+            notified.add(current)
+            return [self.alert(alert, who, now, is_over=True) for who in sorted(notified, key=repr)]
+        old = [self.alert(alert, who, now, is_over=True) for who in sorted(notified - {current}, key=repr)]
         return [*old, self.alert(alert, current, now)]
 
     def _post(self, alerts: list[dict[str, Any]], now: float) -> Delivery:

@@ -97,7 +97,7 @@ class SinkSettings(Protocol):
 class ResendingSink(Protocol):
     """A sink that forgets what it is not told again."""
 
-    def restore(self, standing: Sequence[Alert]) -> None:
+    def restore(self, open_alerts: Sequence[Alert]) -> None:
         """Take what it had been told before a restart."""
         ...
 

@@ -22,7 +22,7 @@ TEST_KEYS = (
 SERIES_KEYS = ("scalar", "tensor", "kind", "statistic", "values", "rank", "noise")
 EXPECT_KEYS = ("rule", "step", "scalar", "tensor", "kind", "statistic", "rank", "severity", "detector")
 INCIDENT_KEYS = ("opened", "verdict", "state", "severity", "skip_steps")
-VERDICTS = ("batch", "model", "precision", "hardware", "unknown")
+SUSPECTS = ("batch", "model", "precision", "hardware", "unknown")
 STATES = ("open", "resolved", "settled", "merged")
 SEVERITIES = tuple(severity.value for severity in Severity)
 MAX_RANKS = 1024
@@ -79,14 +79,14 @@ class RuleTestFile(msgspec.Struct, frozen=True, kw_only=True):
     rules: tuple[str, ...]
     """Packs under test, relative paths made absolute by the place of the file."""
     builtin: bool
-    trials: tuple[RuleTest, ...]
+    rule_tests: tuple[RuleTest, ...]
 
 
 def read_rule_tests(path: str | Path) -> tuple[RuleTestFile, list[Problem]]:
     """Return the tests of a file, and everything that is wrong in it; with problems the tests are not to be run."""
     path = Path(path)
     reader = _RuleTestReader(str(path))
-    nothing = RuleTestFile(path=str(path), rules=(), builtin=True, trials=())
+    nothing = RuleTestFile(path=str(path), rules=(), builtin=True, rule_tests=())
     try:
         document = read_document(path)
     except BrokenDocument as error:
@@ -104,19 +104,23 @@ def read_rule_tests(path: str | Path) -> tuple[RuleTestFile, list[Problem]]:
     tests = reader.list_of(document, "tests")
     if not tests:
         reader.complain(document, 'expected "tests:" and a list of tests, got none')
-    trials = [trial for at, item in enumerate(tests) if (trial := reader.trial(item, at)) is not None]
+    rule_tests = [rule_test for at, item in enumerate(tests) if (rule_test := reader.rule_test(item, at)) is not None]
     names: dict[str, int] = {}
-    for trial in trials:
-        if trial.name in names:
+    for rule_test in rule_tests:
+        if rule_test.name in names:
             reader.problems.append(
-                Problem(str(path), trial.line, f'test "{trial.name}" is there twice, first at line {names[trial.name]}')
+                Problem(
+                    str(path),
+                    rule_test.line,
+                    f'test "{rule_test.name}" is there twice, first at line {names[rule_test.name]}',
+                )
             )
-        names.setdefault(trial.name, trial.line)
+        names.setdefault(rule_test.name, rule_test.line)
     found = RuleTestFile(
         path=str(path),
         rules=tuple(_beside(path, str(one)) for one in rules),
         builtin=builtin is None or builtin.value is not False,
-        trials=tuple(trials),
+        rule_tests=tuple(rule_tests),
     )
     return found, sorted(reader.problems, key=lambda problem: problem.line)
 
@@ -149,7 +153,7 @@ class _RuleTestReader:
             return []
         return found.value if isinstance(found.value, list) else [found]
 
-    def trial(self, item: Located, at: int) -> RuleTest | None:
+    def rule_test(self, item: Located, at: int) -> RuleTest | None:
         self._of = ""
         if not isinstance(item.value, dict):
             self.complain(item, f'a test must be a mapping with "name", "input" and "expect", got {item.plain()!r}')
@@ -171,16 +175,16 @@ class _RuleTestReader:
                     break
         if not inputs:
             self.complain(item, '"input" is missing; expected a list of series, each a "scalar" or "tensor" with "values"')
-        told = "expect" in item.value, "expect_incidents" in item.value
-        if not any(told):
+        reported = "expect" in item.value, "expect_incidents" in item.value
+        if not any(reported):
             self.complain(item, 'expects nothing; add "expect: []" to say that nothing may be told')
         skipped = [entry.value for entry in self.list_of(item, "skipped")]
         if not all(isinstance(step, int) and not isinstance(step, bool) for step in skipped):
             self.complain(item.value["skipped"], f'"skipped" must be steps, got {skipped!r}')
         only = [entry.value for entry in self.list_of(item, "only")]
         least = self._word(item, "min_severity", SEVERITIES) or "warning"
-        expect = tuple(self._expected(entry) for entry in self.list_of(item, "expect")) if told[0] else None
-        incidents = tuple(self._incident(entry) for entry in self.list_of(item, "expect_incidents")) if told[1] else None
+        expect = tuple(self._expected(entry) for entry in self.list_of(item, "expect")) if reported[0] else None
+        incidents = tuple(self._incident(entry) for entry in self.list_of(item, "expect_incidents")) if reported[1] else None
         if len(self.problems) > before:
             return None
         return RuleTest(
@@ -241,7 +245,7 @@ class _RuleTestReader:
         return Expected(fields=found, line=item.line)
 
     def _incident(self, item: Located) -> Expected:
-        words = {"severity": SEVERITIES, "verdict": VERDICTS, "state": STATES}
+        words = {"severity": SEVERITIES, "verdict": SUSPECTS, "state": STATES}
         found = self._fields(item, "expect_incidents", INCIDENT_KEYS, words, ("opened",))
         return Expected(fields=found, line=item.line)
 

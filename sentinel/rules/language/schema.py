@@ -61,7 +61,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     """Steps without an anomaly that end an episode; 0: every anomalous step is its own."""
     enabled: bool = True
     reference: Reference | None = None
-    """Sister runs on the same data, read when the pack was: a scalar is judged beside them too."""
+    """Reference runs on the same data, read when the pack was: a scalar is judged beside them too."""
     description: str = ""
     """For people."""
     source: str = ""

@@ -7,7 +7,7 @@ from typing import Any
 
 from sentinel.detect import Declaration, declared
 from sentinel.detect.dotted import why_not
-from sentinel.detect.forms import Form
+from sentinel.detect.vectorised import Form
 from sentinel.errors import RuleError
 from sentinel.record import STATISTICS
 from sentinel.rules.language.building import build_detector

@@ -10,7 +10,7 @@ import numpy as np
 
 from sentinel import native
 from sentinel.detect import State
-from sentinel.detect.forms import PEAK_FACTOR, SPREAD_SHARE, BaselineForm, Form, LimitForm
+from sentinel.detect.vectorised import PEAK_FACTOR, SPREAD_SHARE, BaselineForm, Form, LimitForm
 from sentinel.native.layout import FORM, FORM_LIMIT, FORM_LINEAR, FORM_LOG, FORM_STILL, HIT, SIDES
 from sentinel.native.library import JudgeForms
 from sentinel.record import STATISTICS

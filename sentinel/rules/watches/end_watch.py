@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from sentinel.step_view import StepView
 
 _ONE = np.zeros(1, dtype=np.int64)
-MAX_TOLD = 65536
-"""Newest lives whose end was told that are remembered (chosen): eight attempts of 8,192 ranks."""
+MAX_REPORTED = 65536
+"""Newest incarnations whose end was told that are remembered (chosen): eight attempts of 8,192 ranks."""
 
 
 class EndWatch(Watch):
@@ -39,10 +39,10 @@ class EndWatch(Watch):
 
     def __init__(self, rule: Rule, detector: RunEnded) -> None:
         super().__init__(rule, detector, "ended", "end")
-        self._told: dict[bytes, None] = {}
-        """Lives that are part of an end that was told, oldest first."""
+        self._reported: dict[bytes, None] = {}
+        """Incarnations that are part of an end that was told, oldest first."""
         self._open: dict[int, bytes] = {}
-        """Rank -> life of those whose end is the open episode."""
+        """Rank -> incarnation of those whose end is the open episode."""
 
     def stop(self, view: StepView) -> list[Anomaly]:
         """Return the end record of the open episode: a new attempt began."""
@@ -66,7 +66,7 @@ class EndWatch(Watch):
         found: list[Anomaly] = []
         self.num_points += len(tick.ranks)
         if tick.ended is not None:
-            is_known = bool(accused) or any(one.life in self._told for one in tick.ranks)
+            is_known = bool(accused) or any(one.incarnation in self._reported for one in tick.ranks)
             severity = self.detector.severity(tick.ended, self.rule.severity, late_s=tick.ended.found_late_s)
             if self._open:
                 found += self._close(tick, f"the run is over: {wording.run_ended_briefly(tick.ended)}")
@@ -88,7 +88,9 @@ class EndWatch(Watch):
 
     def _died(self, ranks: Sequence[RankFacts], now: float) -> tuple[int | None, RankEnd, Severity] | None:
         """Return the rank that went first, how, and how grave that is; None: nobody went, or it is known, or too early."""
-        gone = [one for one in ranks if one.end is not None and one.end.how != GOODBYE and one.life not in self._told]
+        gone = [
+            one for one in ranks if one.end is not None and one.end.how != GOODBYE and one.incarnation not in self._reported
+        ]
         if not gone or all(one.end is not None and not one.end.is_at_prompt for one in ranks):
             return None
         age = now - min(one.ended_at for one in gone)
@@ -98,7 +100,7 @@ class EndWatch(Watch):
             return None
         if is_cause_missing:
             for one in ranks:
-                silence = now - one.heard_at
+                silence = now - one.received_at
                 if one.end is None and silence >= self.detector.unheard_s:
                     what = "its process is stopped" if one.is_stopped else f"nothing was heard for {silence:.0f} s"
                     ends[one.rank] = RankEnd(how=SILENCE, detail=what, time=one.time, step=one.step)
@@ -112,9 +114,9 @@ class EndWatch(Watch):
         """Return why the open episode is over, in words; empty: it is not."""
         here = {one.rank: one for one in ranks}
         whys = []
-        for rank, life in self._open.items():
+        for rank, incarnation in self._open.items():
             one = here.get(rank)
-            if one is None or one.life != life:
+            if one is None or one.incarnation != incarnation:
                 whys.append("replaced")
             elif one.end is None:
                 whys.append("heard again")
@@ -124,11 +126,11 @@ class EndWatch(Watch):
 
     def _begin(self, onset: Anomaly, gone: Sequence[RankFacts]) -> None:
         self.episodes.open(_ONE, onset.step, np.array([True]), [onset])
-        self._open = {one.rank: one.life for one in gone}
+        self._open = {one.rank: one.incarnation for one in gone}
 
     def _close(self, tick: Tick, why: str) -> list[Anomaly]:
-        for life in self._open.values() if tick.ended is None else ():
-            self._told.pop(life, None)  # Its next end is another.
+        for incarnation in self._open.values() if tick.ended is None else ():
+            self._reported.pop(incarnation, None)  # Its next end is another.
         self._open = {}
         ended = []
         for one in self.episodes.end_all():
@@ -137,9 +139,9 @@ class EndWatch(Watch):
         return ended if self.rule.episode_quiet_steps else []
 
     def _tell(self, tick: Tick, rank: int | None, end: RunEnd | RankEnd, severity: Severity) -> Anomaly:
-        self._told.update(dict.fromkeys(one.life for one in tick.ranks))
-        while len(self._told) > MAX_TOLD:
-            del self._told[next(iter(self._told))]
+        self._reported.update(dict.fromkeys(one.incarnation for one in tick.ranks))
+        while len(self._reported) > MAX_REPORTED:
+            del self._reported[next(iter(self._reported))]
         first = next((one for one in tick.ranks if one.rank == rank), None)
         ranks = (rank,) if rank is not None else tuple(one.rank for one in tick.ranks if one.end is not None)
         return Anomaly(
@@ -169,14 +171,14 @@ class EndWatch(Watch):
 
     def series_keys(self) -> object:
         """Return whose end was told, and whose is open."""
-        return {"told": list(self._told), "open": self._open}
+        return {"reported": list(self._reported), "open": self._open}
 
     def take_series_keys(self, keys: Any) -> None:
         """Take back what `series_keys` gave."""
         kept = msgspec.convert(msgspec.to_builtins(keys), _EndWatchState, strict=False)
-        self._told, self._open = dict.fromkeys(kept.told), kept.open
+        self._reported, self._open = dict.fromkeys(kept.reported), kept.open
 
 
 class _EndWatchState(msgspec.Struct):
-    told: list[bytes]
+    reported: list[bytes]
     open: dict[int, bytes]

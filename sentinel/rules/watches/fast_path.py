@@ -10,8 +10,8 @@ import numpy as np
 
 from sentinel.detect import AnomalyNan, AnomalyTurbulence, HiddenNan, NanStorm, SameBatch, State
 from sentinel.detect.drift import Drift, Plateau
-from sentinel.detect.forms import BaselineForm
 from sentinel.detect.nonfinite import CONVERGED
+from sentinel.detect.vectorised import BaselineForm
 from sentinel.detect.windowed import RollingMedian
 from sentinel.native import quick as native
 from sentinel.native import rolling

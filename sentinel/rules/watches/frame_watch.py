@@ -87,16 +87,16 @@ class FrameWatch(Watch):
         """Take nothing back."""
 
 
-def _of_another_world(told: Mapping[int, int]) -> dict[int, str]:
+def _of_another_world(reported: Mapping[int, int]) -> dict[int, str]:
     """Return rank -> what to say of it, where ranks do not agree how many they are. told: rank -> its number."""
-    if len(set(told.values())) < 2:
+    if len(set(reported.values())) < 2:
         return {}
-    size = world_size_of(told)
-    agree = [rank for rank, said in told.items() if said == size]
+    size = world_size_of(reported)
+    agree = [rank for rank, said in reported.items() if said == size]
     others = f"{ranks(agree)} {'says' if len(agree) == 1 else 'say'}"
     return {
         rank: f"rank {rank} says that the run has {said} ranks, {others} {size}; {size} are waited for. Its launcher gave "
         "it another WORLD_SIZE, or its memory is wrong: restart the rank; where it happens again check the machine's memory"
-        for rank, said in told.items()
+        for rank, said in reported.items()
         if said != size
     }

@@ -30,7 +30,7 @@ class _Then(msgspec.Struct, frozen=True):
     """Where a rank stood when it was blamed."""
 
     rank: int
-    life: bytes
+    incarnation: bytes
     step: int
     call_id: int
     activity: str
@@ -49,7 +49,7 @@ class LivenessWatch(Watch):
         super().__init__(rule, detector, "idle_s", "liveness")
         self._slot_of: dict[int, int] = {}
         self._ended_at: dict[int, tuple[bytes, float]] = {}
-        """Rank -> (life, when it ended its last step by its own monotonic clock)."""
+        """Rank -> (incarnation, when it ended its last step by its own monotonic clock)."""
         self._open: list[_Then] = []
         """Who is blamed just now."""
         self._reason = ""
@@ -71,10 +71,10 @@ class LivenessWatch(Watch):
         step_s = np.array([seconds if seconds > 0 else math.nan for _, seconds in ended])
         pauses_s = []
         for one, _ in ended:
-            life, before = self._ended_at.get(one.rank, (b"", 0.0))
-            is_known = life == one.life and one.ended_mono_s > before
+            incarnation, before = self._ended_at.get(one.rank, (b"", 0.0))
+            is_known = incarnation == one.incarnation and one.ended_mono_s > before
             pauses_s.append(one.ended_mono_s - before if is_known else math.nan)
-            self._ended_at[one.rank] = one.life, one.ended_mono_s
+            self._ended_at[one.rank] = one.incarnation, one.ended_mono_s
         part = self._gather(slots)
         self.detector.learn_step(step_s, np.array(pauses_s), part)
         self._scatter(part, slots)
@@ -124,7 +124,8 @@ class LivenessWatch(Watch):
             found += self._close(tick, f"goes on as {anomaly.id}")
         self.episodes.open(_ONE, anomaly.step, np.array([True]), [anomaly])
         self._open = [
-            _Then(one.rank, one.life, one.step, one.call_id, one.activity) for one in (tick.ranks[at] for at in blamed)
+            _Then(one.rank, one.incarnation, one.step, one.call_id, one.activity)
+            for one in (tick.ranks[at] for at in blamed)
         ]
         self._reason = str(scores.evidence["reason"][blamed[0]])
         return [anomaly, *found]
@@ -152,18 +153,18 @@ class LivenessWatch(Watch):
         whys = []
         for then in self._open:
             one = here.get(then.rank)
-            if one is None or one.life != then.life:
+            if one is None or one.incarnation != then.incarnation:
                 whys.append("replaced")
             elif self._reason == "left":
                 return ""
             elif self._reason == "stopped":
                 # It was heard shortly before it was stopped; and one that is killed then never went on.
-                if one.is_stopped or one.end is not None or now - one.heard_at >= _BEAT_S:
+                if one.is_stopped or one.end is not None or now - one.received_at >= _BEAT_S:
                     return ""
                 whys.append("goes on")
             elif one.left:
                 whys.append(f"left ({one.left})")
-            elif not one.is_live or now - one.heard_at >= _HEARD_S:
+            elif not one.is_live or now - one.received_at >= _RECEIVED_S:
                 return ""
             elif self._reason == "silent":
                 whys.append("heard again")
@@ -251,13 +252,13 @@ class LivenessWatch(Watch):
 
 _BEAT_S = 1.5
 """A rank that was heard within so many seconds goes on."""
-_HEARD_S = 5.0
+_RECEIVED_S = 5.0
 """A rank heard within so many seconds is there: heartbeats are one apart (chosen)."""
 
 
 def _columns(ranks: Sequence[RankFacts], now: float) -> dict[str, np.ndarray]:
     names = (
-        "heard_at", "moved_at", "is_live", "step", "call_id", "num_calls", "activity", "has_stepped", "is_waiting",
+        "received_at", "moved_at", "is_live", "step", "call_id", "num_calls", "activity", "has_stepped", "is_waiting",
         "pp_stage", "left",
     )  # fmt: skip
     columns = {name: np.array([getattr(one, name) for one in ranks]) for name in names}

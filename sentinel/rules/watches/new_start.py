@@ -25,5 +25,5 @@ def begins_anew(view: StepView, last_step: int) -> bool:
     if any(0 <= view.step - one.resumed_step <= FIRST_STEPS for one in descriptors if one.resumed_step >= 0):
         return False
     begins = [one.first_step for one in descriptors] if descriptors else [view.step]
-    is_told = any(first > 1 and 0 <= view.step - first <= FIRST_STEPS for first in begins)
-    return not is_told or 2 * view.step < last_step
+    is_reported = any(first > 1 and 0 <= view.step - first <= FIRST_STEPS for first in begins)
+    return not is_reported or 2 * view.step < last_step

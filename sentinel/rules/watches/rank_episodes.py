@@ -47,8 +47,8 @@ class RankEpisodes(Watch):
             full = bool(scores.score[one] >= 1.0)
             if not full and (is_open or alone is None or alone[one] < 1.0):
                 continue
-            is_told = is_open and quiet and (was or self.rule.severity is Severity.INFO)
-            onset = self.episodes.onset[int(slots[one])] if is_told else None
+            is_reported = is_open and quiet and (was or self.rule.severity is Severity.INFO)
+            onset = self.episodes.onset[int(slots[one])] if is_reported else None
             if onset is not None and scores.score[one] <= (onset.score or 0.0):
                 continue
             anomaly = make(one, self.rule.severity if full else Severity.INFO)

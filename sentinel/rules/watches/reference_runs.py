@@ -1,4 +1,4 @@
-"""ReferenceRuns: a rule's scalars beside what sister runs on the same data logged at the same steps."""
+"""ReferenceRuns: a rule's scalars beside what reference runs on the same data logged at the same steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sentinel.detect.reference import LAGS, Beside, logarithm
+from sentinel.detect.residual import LAGS, Beside, logarithm
 from sentinel.detect.windowed import RollingMedian
 from sentinel.reference import Reference, ReferenceSeries
 
@@ -20,17 +20,17 @@ _NORMS = {"norm", "gnorm", "gradnorm"}
 
 
 class ReferenceRuns:
-    """Looks up what the sisters had, and judges the rest: each scalar by itself."""
+    """Looks up what the reference runs had, and judges the rest: each scalar by itself."""
 
     def __init__(self, rule: str, reference: Reference, detector: RollingMedian) -> None:
         """rule: its name, for messages."""
         self._rule, self._reference, self._detector = rule, reference, detector
         self._beside: dict[str, Beside] = {}
         self._found: dict[str, Lookup | None] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def judge(self, step: int, names: Sequence[str], values: np.ndarray) -> ReferenceScalars:
-        """Score one value of each scalar beside its sisters, and take it in."""
+        """Score one value of each scalar beside its reference runs, and take it in."""
         found = ReferenceScalars(len(names))
         for at, name in enumerate(names):
             lookup = self._lookup(name)
@@ -44,8 +44,8 @@ class ReferenceRuns:
                 float(values[at]), logarithms, numbers
             )
         for text in self.blind:
-            if text not in self._told:
-                self._told.add(text)
+            if text not in self._reported:
+                self._reported.add(text)
                 log.warning("rules: %s", text)
         return found
 
@@ -58,7 +58,8 @@ class ReferenceRuns:
 
     @property
     def blind(self) -> list[str]:
-        """What sisters cannot be asked about, in words: copies of the run, runs that do not follow it, scalars they lack."""
+        """What reference runs cannot be asked about, in words: copies of the run, runs that do not follow it, scalars they
+        lack."""
         found = []
         if self._found and not any(self._found.values()):
             lacking, known = ", ".join(sorted(self._found)[:3]), ", ".join(sorted(self._reference.series)[:6])
@@ -87,9 +88,10 @@ class ReferenceRuns:
                 self._beside[name].take_dict(one)
 
 
-def _copy(name: str, sister: int, num: int) -> str:
+def _copy(name: str, reference_run: int, num: int) -> str:
     return (
-        f"sister {sister + 1} of {num} logs the very numbers of this run as {name}: it is the run itself or a copy of it, "
+        f"reference run {reference_run + 1} of {num} logs the very numbers of this run as {name}: "
+        "it is the run itself or a copy of it, "
         "and is set aside while that lasts; name other runs on the same data under reference"
     )
 
@@ -99,21 +101,23 @@ def _runs(num: int) -> str:
 
 
 class ReferenceScalars:
-    """What the sisters say of one step's scalars, each [scalars]."""
+    """What the reference runs say of one step's scalars, each [scalars]."""
 
     def __init__(self, num: int) -> None:
         self.score = np.zeros(num)
-        """How far the run is from what the sisters forecast; at least 1.0 is anomalous, 0.0 where nothing can be said."""
+        """How far the run is from what the reference runs forecast; at least 1.0 is anomalous, 0.0 where nothing can be
+        said."""
         self.direction = np.zeros(num, dtype=np.int8)
         """+1 above the forecast, -1 below."""
         self.forecast = np.full(num, np.nan)
-        """In the unit of the values; NaN where no sister has the step."""
+        """In the unit of the values; NaN where no reference run has the step."""
         self.moved = np.full(num, np.nan)
-        """How far the sisters moved, in units of the rule's own score; NaN where no sister that follows has the step."""
+        """How far the reference runs moved, in units of the rule's own score; NaN where no reference run that follows has
+        the step."""
 
 
 class Lookup:
-    """Numbers of one scalar's sisters by step."""
+    """Numbers of one scalar's reference runs by step."""
 
     def __init__(self, series: ReferenceSeries) -> None:
         self._steps, self._values = series.arrays()
@@ -122,7 +126,8 @@ class Lookup:
         self._nothing = np.full(self.num_kept, np.nan)
 
     def around(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return [lags, sisters] logarithms and numbers at a step and beside it; NaN where a sister has none."""
+        """Return [lags, reference runs] logarithms and numbers at a step and beside it; NaN where a reference run has
+        none."""
         logarithms, numbers = [], []
         for lag in LAGS:
             place = int(np.searchsorted(self._steps, step + lag))

@@ -15,7 +15,7 @@ from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.detect import Scores
 from sentinel.reference import Reference
 from sentinel.rules.language.schema import Rule
-from sentinel.rules.watches import gradients, wording
+from sentinel.rules.watches import healthy_gradients, wording
 from sentinel.rules.watches.facts import any_place, finite, is_loss_scaling, moved_ranks, skip_note, value_text
 from sentinel.rules.watches.loss_parts import is_of_evaluation, parts, sides, total_of
 from sentinel.rules.watches.recurring import OFTEN, Recurring
@@ -32,7 +32,7 @@ RESTART = 1.5
 FAR_SIDE = 1.0
 """Share of its baseline by which one side of a game must have risen to be told whatever the other does (chosen)."""
 SURE_BESIDE = 2.0
-"""One point alone is certain at this score beside the sisters."""
+"""One point alone is certain at this score beside the reference runs."""
 _GRAD_NORM = re.compile(r"grad(ient)?s?[._ -]?norm|total_norm", re.IGNORECASE)
 
 
@@ -63,7 +63,7 @@ class ScalarWatch(SeriesWatch):
         self._rate: float | None = None
         self._recurring = Recurring() if self.declared.is_rolling else None
         """Of spikes: those that came and went."""
-        self._sisters = (
+        self._references = (
             ReferenceRuns(rule.name, rule.reference, detector)
             if rule.reference is not None and self.declared.is_rolling
             else None
@@ -71,20 +71,20 @@ class ScalarWatch(SeriesWatch):
 
     @property
     def identity(self) -> str:
-        """What must be equal for the state to be kept over a reload: also the sisters."""
+        """What must be equal for the state to be kept over a reload: also the reference runs."""
         return identity_beside(super().identity, self.rule.reference)
 
     @property
     def blind(self) -> list[str]:
-        """Sisters that say nothing, in words."""
-        return self._sisters.blind if self._sisters is not None else []
+        """Reference runs that say nothing, in words."""
+        return self._references.blind if self._references is not None else []
 
     def to_dict(self) -> dict[str, object]:
         """Return everything that changes, for a snapshot."""
         found = super().to_dict() | {"last": self._last, "rate": self._rate}
         if self._recurring is not None:
             found["recurring"] = self._recurring.to_dict()
-        return found | {"sisters": self._sisters.to_dict()} if self._sisters is not None else found
+        return found | {"sisters": self._references.to_dict()} if self._references is not None else found
 
     def take_dict(self, data: Mapping[str, Any]) -> None:
         """Take back what `to_dict` gave."""
@@ -93,8 +93,8 @@ class ScalarWatch(SeriesWatch):
         self._rate = data.get("rate")
         if self._recurring is not None:
             self._recurring.take_dict(data.get("recurring", {}))
-        if self._sisters is not None and "sisters" in data:
-            self._sisters.take_dict(data["sisters"])
+        if self._references is not None and "sisters" in data:
+            self._references.take_dict(data["sisters"])
 
     def series_keys(self) -> object:
         """Return the names in order of slots."""
@@ -118,10 +118,10 @@ class ScalarWatch(SeriesWatch):
         values = np.array([view.scalars[name].mean for name in names], dtype=np.float64)
         which = None if np.array_equal(slots, np.arange(self.num_series)) else slots
         moved: np.ndarray | None = None
-        if self._sisters is None:
+        if self._references is None:
             scores, anomalous, settled = self._run(values, which)
         else:
-            beside = self._sisters.judge(view.step, names, values)
+            beside = self._references.judge(view.step, names, values)
             moved = beside.moved
             scores, anomalous, settled = self._run(values, which)
             scores, anomalous = _together(scores, beside)
@@ -210,12 +210,13 @@ def identity_beside(identity: str, reference: Reference | None) -> str:
 
 
 def _together(scores: Scores, found: ReferenceScalars) -> tuple[Scores, np.ndarray]:
-    """Return one score for the run's own past and its sisters: the higher where it is anomalous."""
+    """Return one score for the run's own past and its reference runs: the higher where it is anomalous."""
     own, baseline, evidence = scores.score, scores.baseline, scores.evidence
     beside = found.score
     leads = (beside >= 1.0) & ((own < 1.0) | (found.moved >= 1.0))
     score = np.where(leads, beside, own)
-    # What sisters do not show, twice over what they allow, needs no third point. One point too low harms nobody tonight.
+    # What reference runs do not show, twice over what they allow, needs no third point. One point too low harms nobody
+    # tonight.
     sure = evidence["corroborated"] | (leads & (beside >= SURE_BESIDE) & (found.direction > 0))
     direction = np.where(leads, found.direction, evidence["direction"]).astype(np.int8)
     forecast = np.where(leads, found.forecast, baseline)
@@ -274,15 +275,15 @@ class _ScalarPoints(AnomalousPoints):
 
     def is_lone_norm(self, i: int) -> bool:
         """Return whether it is a global norm, not far out, of gradients that are measured: those vouch for it, or do not."""
-        near = self.score_of(i) < gradients.FAR and _GRAD_NORM.search(self._names[i]) is not None
-        return near and gradients.are_measured(self._view)
+        near = self.score_of(i) < healthy_gradients.FAR and _GRAD_NORM.search(self._names[i]) is not None
+        return near and healthy_gradients.are_measured(self._view)
 
     def anomaly(self, i: int, full: bool, why: str) -> tuple[Anomaly, bool]:
         rule, view, name, at = self._watch.rule, self._view, self._names[i], int(self._at[i])
         value, score, baseline = float(self._values[i]), float(self._scores.score[at]), float(self._scores.baseline[at])
         direction, level = self._scores.evidence.get("direction"), self._scores.evidence.get("level")
         # One point of a slow climb may lie below where it began: what is judged is told.
-        told = float(level[at]) if level is not None and math.isfinite(value) else value
+        reported = float(level[at]) if level is not None and math.isfinite(value) else value
         by_rank = view.scalars[name].by_rank
         holders = tuple(sorted(by_rank))
         # A logged value is no tensor: alone it is shown, but unless it is the loss it pages nobody until it lasts.
@@ -293,7 +294,7 @@ class _ScalarPoints(AnomalousPoints):
             sign = int(direction[at]) if direction is not None else 0
             limit = self._watch.declared if self._watch.declared.is_limit else None
             named = name if level is None else f"the level of {name}"
-            text = wording.excursion("scalar", named, "value", told, baseline, score, sign, lasts, limit)
+            text = wording.excursion("scalar", named, "value", reported, baseline, score, sign, lasts, limit)
             doubt = self.doubt_of(i)
             if doubt and (self.traded[i] or not full):
                 text += f"; {doubt}"
@@ -305,10 +306,10 @@ class _ScalarPoints(AnomalousPoints):
             text += skip_note(view)
             if _GRAD_NORM.search(name) and is_loss_scaling(view):
                 severity = min(severity, Severity.WARNING, key=lambda s: s.level)
-        sisters = float(self._moved[at]) if self._moved is not None else math.nan
-        if math.isfinite(sisters) and math.isfinite(value):
-            text += "; " + wording.beside_sisters(sisters, bool(self._scores.evidence["beside"][at]))
-            if sisters >= 1.0 and not self._scores.evidence["beside"][at]:
+        references = float(self._moved[at]) if self._moved is not None else math.nan
+        if math.isfinite(references) and math.isfinite(value):
+            text += "; " + wording.beside_references(references, bool(self._scores.evidence["beside"][at]))
+            if references >= 1.0 and not self._scores.evidence["beside"][at]:
                 # All runs on this data did the same: the batch, and nobody's fault tonight.
                 severity, full = Severity.INFO, True
         at_ranks = bad or holders
@@ -332,12 +333,12 @@ class _ScalarPoints(AnomalousPoints):
             rule=rule.name,
             detector=rule.detector,
             severity=severity,
-            value=finite(told),
-            value_text=value_text(told),
+            value=finite(reported),
+            value_text=value_text(reported),
             baseline=finite(baseline),
             score=finite(score) if math.isfinite(value) else None,
             message=text,
-            reference_score=finite(sisters),
+            reference_score=finite(references),
             group_mates=holders,
             moved_ranks=moved_ranks(by_rank, value, baseline),
             time=view.time,

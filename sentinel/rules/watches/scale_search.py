@@ -10,7 +10,7 @@ import msgspec
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.rules.watches.facts import is_loss_scaling, loss_scale_of
-from sentinel.rules.watches.gradients import GRADIENTS
+from sentinel.rules.watches.healthy_gradients import GRADIENTS
 
 if TYPE_CHECKING:
     from sentinel.step_view import StepView

@@ -76,24 +76,24 @@ class _Looked:
         found: np.ndarray = is_here & several[self.number]
         return found
 
-    def over_inputs(self, values: np.ndarray, is_told: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def over_inputs(self, values: np.ndarray, is_reported: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return each output over its input, and which of them are told: where all ranks tell both, and an input above 0."""
-        num_told = np.bincount(self.number[is_told], minlength=len(self._quantity))
+        num_reported = np.bincount(self.number[is_reported], minlength=len(self._quantity))
         below = np.where(self._input_entry >= 0, values[self._input_entry], np.nan)
-        is_over = is_told & (self._input_entry >= 0) & is_told[self._input_entry] & (below > 0)
-        is_whole = (np.bincount(self.number[is_over], minlength=len(num_told)) == num_told) & (num_told > 0)
-        is_whole &= num_told[self._input] == num_told
-        return values / below, is_told & is_whole[self.number]
+        is_over = is_reported & (self._input_entry >= 0) & is_reported[self._input_entry] & (below > 0)
+        is_whole = (np.bincount(self.number[is_over], minlength=len(num_reported)) == num_reported) & (num_reported > 0)
+        is_whole &= num_reported[self._input] == num_reported
+        return values / below, is_reported & is_whole[self.number]
 
-    def told(self, values: np.ndarray, is_told: np.ndarray) -> _RankValues:
+    def reported(self, values: np.ndarray, is_reported: np.ndarray) -> _RankValues:
         """Return what the entries tell that are told; nearly always they are those of the step before."""
-        key = is_told.tobytes()
+        key = is_reported.tobytes()
         if self._known[0] != key:
-            numbers = np.unique(self.number[is_told])
+            numbers = np.unique(self.number[is_reported])
             quantity = [self._quantity[one] for one in numbers.tolist()]
-            number = np.searchsorted(numbers, self.number[is_told])
-            self._known = (key, _RankValues(quantity, number, self.own.rank[is_told], values[:0]))
-        return replace(self._known[1], value=values[is_told])
+            number = np.searchsorted(numbers, self.number[is_reported])
+            self._known = (key, _RankValues(quantity, number, self.own.rank[is_reported], values[:0]))
+        return replace(self._known[1], value=values[is_reported])
 
 
 class SkewWatch(RankEpisodes):
@@ -128,48 +128,48 @@ class SkewWatch(RankEpisodes):
 
     def judge(self, view: StepView) -> list[Anomaly]:
         """Return the records of one step."""
-        told = self._told(view) if len(view.parts) > 1 else None
-        if told is None or not len(told.value):
+        reported = self._reported(view) if len(view.parts) > 1 else None
+        if reported is None or not len(reported.value):
             return self.quiet(view) if len(self.episodes) else []
-        slots, group = self._places_of(view, told)
+        slots, group = self._places_of(view, reported)
         state = self._gather(slots)
-        is_own = np.array([kind != "scalar" for kind, _, _ in told.quantity])[told.number]
-        points = StepPoints(value=told.value, is_own=is_own)
+        is_own = np.array([kind != "scalar" for kind, _, _ in reported.quantity])[reported.number]
+        points = StepPoints(value=reported.value, is_own=is_own)
         scores = self.detector.score(points, group, state)
         anomalous = scores.score >= 1.0
         self.detector.learn(points, group, state, anomalous)
         self._scatter(state, slots)
-        self.num_points += len(told.value)
+        self.num_points += len(reported.value)
         at = self._spoke(scores)
         if self.rule.match.rank:
-            at = at[np.isin(told.rank[at], self.rule.match.rank)]
-        found = self._emit(view, told, group, scores, slots, at) if at.size else []
+            at = at[np.isin(reported.rank[at], self.rule.match.rank)]
+        found = self._emit(view, reported, group, scores, slots, at) if at.size else []
         return found + (self.quiet(view) if len(self.episodes) else [])
 
-    def _places_of(self, view: StepView, told: _RankValues) -> tuple[np.ndarray, np.ndarray]:
+    def _places_of(self, view: StepView, reported: _RankValues) -> tuple[np.ndarray, np.ndarray]:
         """Return the slot and the number of the group of each entry; the same from step to step as a rule."""
         known = self._known
         if (
             known is not None
             and known[0] is view.layout
-            and (known[1].quantity is told.quantity or known[1].quantity == told.quantity)
-            and (known[1].number is told.number or np.array_equal(known[1].number, told.number))
-            and (known[1].rank is told.rank or np.array_equal(known[1].rank, told.rank))
+            and (known[1].quantity is reported.quantity or known[1].quantity == reported.quantity)
+            and (known[1].number is reported.number or np.array_equal(known[1].number, reported.number))
+            and (known[1].rank is reported.rank or np.array_equal(known[1].rank, reported.rank))
         ):
             return known[2], known[3]
         keys = [
-            (*told.quantity[number][:2], rank, view.places[rank].world_size)
-            for number, rank in zip(told.number.tolist(), told.rank.tolist(), strict=True)
+            (*reported.quantity[number][:2], rank, view.places[rank].world_size)
+            for number, rank in zip(reported.number.tolist(), reported.rank.tolist(), strict=True)
         ]
         slots = np.array([self._slot_of.setdefault(key, len(self._slot_of)) for key in keys], dtype=np.int64)
         self._grow(len(self._slot_of))
-        group = self._groups(view, told)
-        self._known = (view.layout, told, slots, group)
+        group = self._groups(view, reported)
+        self._known = (view.layout, reported, slots, group)
         return slots, group
 
     # -- what was told ---------------------------------------------------------------------------------------------------
 
-    def _told(self, view: StepView) -> _RankValues:
+    def _reported(self, view: StepView) -> _RankValues:
         scalars = self._of_scalars(view) if self._has_scalars else _NOTHING
         rows = self._of_rows(view) if self._kinds and view.num_rows else _NOTHING
         if not scalars.quantity or not rows.quantity:
@@ -204,10 +204,10 @@ class SkewWatch(RankEpisodes):
         values = np.array(moments.statistic(self.statistic), dtype=np.float64)
         stats = moments.stats
         values[(stats["num_nan"] + stats["num_pos_inf"] + stats["num_neg_inf"]) > 0] = np.nan
-        is_told = looked.of_several(num_rows > 0)
+        is_reported = looked.of_several(num_rows > 0)
         if self._per_input:
-            values, is_told = looked.over_inputs(values, is_told)
-        return looked.told(values, is_told)
+            values, is_reported = looked.over_inputs(values, is_reported)
+        return looked.reported(values, is_reported)
 
     def _looked_at(self, layout: Layout) -> _Looked:
         for known in self._layouts:
@@ -241,52 +241,52 @@ class SkewWatch(RankEpisodes):
             return False
         return is_of_kind(tensor.kind, tensor.border, self._kinds) and self.rule.match.takes_name(tensor.name)
 
-    def _groups(self, view: StepView, told: _RankValues) -> np.ndarray:
+    def _groups(self, view: StepView, reported: _RankValues) -> np.ndarray:
         """Return the number of each entry's group: same quantity, same place but for the data-parallel axis."""
         where: dict[tuple[int, ...], int] = {}
         place_of = {
             rank: where.setdefault(tuple(_coordinate(view.places[rank], axis) for axis in APART), len(where))
-            for rank in np.unique(told.rank).tolist()
+            for rank in np.unique(reported.rank).tolist()
         }
-        places = np.array([place_of[rank] for rank in told.rank.tolist()], dtype=np.int64)
-        grouped: np.ndarray = told.number * len(where) + places
+        places = np.array([place_of[rank] for rank in reported.rank.tolist()], dtype=np.int64)
+        grouped: np.ndarray = reported.number * len(where) + places
         return grouped
 
     # -- anomalies -------------------------------------------------------------------------------------------------------
 
     def _emit(
-        self, view: StepView, told: _RankValues, group: np.ndarray, scores: Scores, slots: np.ndarray, at: np.ndarray
+        self, view: StepView, reported: _RankValues, group: np.ndarray, scores: Scores, slots: np.ndarray, at: np.ndarray
     ) -> list[Anomaly]:
         if "first" in scores.evidence:
-            at = self._once_each(told, scores, at)
+            at = self._once_each(reported, scores, at)
         at = at[np.argsort(slots[at], kind="stable")]
         return self._tell(
-            view, slots, at, scores, lambda one, severity: self._anomaly(view, told, group, scores, one, severity)
+            view, slots, at, scores, lambda one, severity: self._anomaly(view, reported, group, scores, one, severity)
         )
 
-    def _once_each(self, told: _RankValues, scores: Scores, at: np.ndarray) -> np.ndarray:
-        """Return of ranks that are twins the first, at the first quantity that shows it: one record says it."""
+    def _once_each(self, reported: _RankValues, scores: Scores, at: np.ndarray) -> np.ndarray:
+        """Return of ranks that are duplicates the first, at the first quantity that shows it: one record says it."""
         at = at[scores.evidence["first"][at] == at]
-        at = at[np.lexsort((told.number[at], told.rank[at]))]
-        _, begins = np.unique(told.rank[at], return_index=True)
+        at = at[np.lexsort((reported.number[at], reported.rank[at]))]
+        _, begins = np.unique(reported.rank[at], return_index=True)
         kept: np.ndarray = at[begins]
         return kept
 
     def _anomaly(
-        self, view: StepView, told: _RankValues, group: np.ndarray, scores: Scores, at: int, severity: Severity
+        self, view: StepView, reported: _RankValues, group: np.ndarray, scores: Scores, at: int, severity: Severity
     ) -> Anomaly:
-        kind, name, index = told.quantity[int(told.number[at])]
-        rank, value, score = int(told.rank[at]), float(told.value[at]), float(scores.score[at])
+        kind, name, index = reported.quantity[int(reported.number[at])]
+        rank, value, score = int(reported.rank[at]), float(reported.value[at]), float(scores.score[at])
         middle, is_sure = float(scores.baseline[at]), bool(scores.evidence["is_sure"][at])
-        peers = sorted(int(one) for one in told.rank[(group == group[at]) & np.isfinite(told.value)] if one != rank)
+        peers = sorted(int(one) for one in reported.rank[(group == group[at]) & np.isfinite(reported.value)] if one != rank)
         statistic = VALUE if kind == "scalar" else wording.GAIN if self._per_input else self.statistic
         moved: tuple[int, ...] = (rank,) if is_sure else ()
         text = wording.skewed(kind, name, statistic, rank, value, middle, peers, is_sure)
         mates = tuple(sorted([rank, *peers]))
         if "first" in scores.evidence:
             same = (scores.evidence["first"] == at) & (group == group[at])
-            mates = moved = tuple(sorted(told.rank[same].tolist()))
-            text = wording.twins(kind, name, statistic, mates, value)
+            mates = moved = tuple(sorted(reported.rank[same].tolist()))
+            text = wording.duplicates(kind, name, statistic, mates, value)
         if index >= 0:
             tensor = view.tensors[index]
             anomaly = tensor_anomaly(

@@ -10,11 +10,11 @@ import numpy as np
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.detect import SeriesDetector
-from sentinel.detect.forms import Form
+from sentinel.detect.vectorised import Form
 from sentinel.native.layout import HIT_SETTLED
 from sentinel.record import NONE_ID
 from sentinel.rules.language.schema import Rule
-from sentinel.rules.watches import gradients, wording
+from sentinel.rules.watches import healthy_gradients, wording
 from sentinel.rules.watches.facts import moved_holders, tensor_anomaly, value_text
 from sentinel.rules.watches.series_index import Selection
 from sentinel.rules.watches.watch import BACKGROUND_RATE, LASTING_STEPS, AnomalousPoints, SeriesWatch, WatchPlan
@@ -191,14 +191,14 @@ class _TensorPoints(AnomalousPoints):
         return float(self.score[i])
 
     def lasting_steps(self, i: int) -> int:
-        if self.values[i] == 0.0 and gradients.is_of_expert(self._view.tensors[int(self.index[i])].name):
-            return gradients.WITHOUT_TOKENS
+        if self.values[i] == 0.0 and healthy_gradients.is_of_expert(self._view.tensors[int(self.index[i])].name):
+            return healthy_gradients.WITHOUT_TOKENS
         return super().lasting_steps(i)
 
     def is_more_than_a_batch(self, which: np.ndarray) -> bool:
         """Return whether these points are not gradients alone, or one of them stands far out."""
         kinds = {self._view.tensors[int(at)].kind for at in self.index[which]}
-        return not kinds <= gradients.GRADIENTS or bool((self.score[which] >= gradients.FAR).any())
+        return not kinds <= healthy_gradients.GRADIENTS or bool((self.score[which] >= healthy_gradients.FAR).any())
 
     def _passes_zero(self, i: int, tensor: LogicalTensor) -> bool:
         """Return whether a fall, or a ratio to a weight, is of few elements: they change sign, and have no size then."""
@@ -212,7 +212,7 @@ class _TensorPoints(AnomalousPoints):
         rule, view = self._watch.rule, self._view
         tensor = view.tensors[int(self.index[i])]
         value, baseline, score = float(self.values[i]), float(self.baseline[i]), float(self.score[i])
-        full = full and not (self.direction[i] < 0 and gradients.is_ordinary_fall(tensor.kind, value, baseline))
+        full = full and not (self.direction[i] < 0 and healthy_gradients.is_ordinary_fall(tensor.kind, value, baseline))
         full = full and not self._passes_zero(i, tensor)
         severity = rule.severity if full else Severity.INFO
         statistic = self._watch.statistic

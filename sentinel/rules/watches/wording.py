@@ -100,17 +100,21 @@ def skewed(
     return f"{text}, which do the same work; its data, its copy of the model or its hardware is not theirs"
 
 
-def twins(kind: str, name: str, statistic: str, members: Sequence[int], value: float) -> str:
+def duplicates(kind: str, name: str, statistic: str, members: Sequence[int], value: float) -> str:
     """Return the message of ranks that tell the same number to the last bit, and what it usually means."""
     text = f"{subject(kind, name, statistic)} is {number(value)} on each of {ranks(members)}, to the last bit"
     return f"{text}: they read the same data (does the sampler know its rank?), or are copies that nobody told Sentinel of"
 
 
-def beside_sisters(score: float, is_alone: bool) -> str:
-    """Return what sister runs on the same data did at the same step; score: how far they moved, 1 is anomalous."""
+def beside_references(score: float, is_alone: bool) -> str:
+    """Return what reference runs on the same data did at the same step; score: how far they moved, 1 is anomalous."""
     if is_alone:
-        return "sister runs on the same data do not show it" if score < 1.0 else "more than in sister runs on the same data"
-    return "sister runs on the same data moved too: the batch" if score >= 1.0 else "sister runs stood still"
+        return (
+            "reference runs on the same data do not show it"
+            if score < 1.0
+            else "more than in reference runs on the same data"
+        )
+    return "reference runs on the same data moved too: the batch" if score >= 1.0 else "reference runs stood still"
 
 
 def nonfinite(
@@ -359,9 +363,9 @@ def ending(onset: Anomaly, lasted: int, settled: bool, goes_on_as: str = "") -> 
     if onset.statistic == "busy_s":
         return f"{ranks(onset.ranks)} no longer arrives last; it did in {count(lasted, 'step')}"
     if onset.statistic == "checksum":
-        told = f"; goes on as {goes_on_as}" if goes_on_as else ""
+        reported = f"; goes on as {goes_on_as}" if goes_on_as else ""
         state = "is told anew" if goes_on_as else "is the same again on all that were compared"
-        return f"{what} {state}; its copies differed in {count(lasted, 'step')}{told}"
+        return f"{what} {state}; its copies differed in {count(lasted, 'step')}{reported}"
     if settled:
         return f"{what} settled at a new level, which is the new normal, after {count(lasted, 'step')}"
     if goes_on_as:

@@ -11,7 +11,7 @@ import numpy as np
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.record import Kind
-from sentinel.rules.watches.gradients import GRADIENTS
+from sentinel.rules.watches.healthy_gradients import GRADIENTS
 
 if TYPE_CHECKING:
     from sentinel.step_view import StepView

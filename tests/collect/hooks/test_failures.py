@@ -29,12 +29,14 @@ def test_a_probe_that_fails_on_a_tensor_names_module_probe_shapes_and_loss(
     loss_of(model, 0).backward()
     monitor.detach()
 
-    (told,) = [one for one in Said(run).health if one.code == "hook_failed"]
+    (reported,) = [one for one in Said(run).health if one.code == "hook_failed"]
     shape = list(model.blocks[0].fc1(torch.zeros(1, 8)).shape[-1:])
-    assert told.site == "blocks.0.fc1:saturation"
-    assert told.message.startswith("probe saturation, at activation of blocks.0.fc1, given [")
-    assert f"{shape[0]}] float32: RuntimeError: planned; " in told.message
-    assert "rows of saturation at activation of blocks.0.fc1 are missing from this step; training goes on" in told.message
+    assert reported.site == "blocks.0.fc1:saturation"
+    assert reported.message.startswith("probe saturation, at activation of blocks.0.fc1, given [")
+    assert f"{shape[0]}] float32: RuntimeError: planned; " in reported.message
+    assert (
+        "rows of saturation at activation of blocks.0.fc1 are missing from this step; training goes on" in reported.message
+    )
 
 
 def test_a_probe_that_fails_at_the_end_of_a_step_says_that_its_rows_are_missing(
@@ -48,8 +50,8 @@ def test_a_probe_that_fails_at_the_end_of_a_step_says_that_its_rows_are_missing(
     loss_of(model, 0).backward()
     monitor.detach()
 
-    (told,) = [one for one in Said(run).health if one.code == "hook_failed" and one.site == "channel"]
-    assert told.message == (
+    (reported,) = [one for one in Said(run).health if one.code == "hook_failed" and one.site == "channel"]
+    assert reported.message == (
         "probe channel: RuntimeError: planned; rows of channel are missing from this step; training goes on"
     )
 
@@ -62,9 +64,9 @@ def test_a_tap_that_fails_says_which_rows_are_missing(run: Path, monkeypatch: py
     monkeypatch.undo()
     monitor.detach()
 
-    told = {one.site: one.message for one in Said(run).health if one.code == "hook_failed"}
-    assert "RuntimeError: planned; rows of its outputs, and of their gradients, are missing" in told["blocks.0.fc1"]
-    assert "given [" in told["blocks.0.fc1"] and "float32" in told["blocks.0.fc1"]
+    reported = {one.site: one.message for one in Said(run).health if one.code == "hook_failed"}
+    assert "RuntimeError: planned; rows of its outputs, and of their gradients, are missing" in reported["blocks.0.fc1"]
+    assert "given [" in reported["blocks.0.fc1"] and "float32" in reported["blocks.0.fc1"]
 
 
 def test_shapes_of_nested_and_sparse_tensors_are_told_and_what_cannot_be_told_is_left_out() -> None:
@@ -78,7 +80,7 @@ def test_shapes_of_nested_and_sparse_tensors_are_told_and_what_cannot_be_told_is
 
 
 def test_what_is_no_probe_says_what_is_lost_by_its_site() -> None:
-    told = describe_failure("log(loss=...)", ValueError("no number"))
+    reported = describe_failure("log(loss=...)", ValueError("no number"))
 
-    assert told == "log(loss=...): ValueError: no number; this value was not logged; training goes on"
+    assert reported == "log(loss=...): ValueError: no number; this value was not logged; training goes on"
     assert describe_failure("", KeyError("x")).startswith("the model itself: KeyError: 'x'; ")

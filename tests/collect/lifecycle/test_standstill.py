@@ -29,11 +29,11 @@ def stuck() -> Iterator[threading.Thread]:
 
 def test_who_makes_no_progress_is_seen_at_the_line_where_it_stands(stuck: threading.Thread) -> None:
     standstill = Standstill()
-    told = [standstill.site((3, 17), stuck.ident or 0) for _ in range(AFTER + 2)]
+    reported = [standstill.site((3, 17), stuck.ident or 0) for _ in range(AFTER + 2)]
 
-    assert told[:AFTER] == [""] * AFTER
-    assert told[-1].startswith("lifecycle/test_standstill.py:")
-    assert told[-1].endswith(".waits_for_nothing)")
+    assert reported[:AFTER] == [""] * AFTER
+    assert reported[-1].startswith("lifecycle/test_standstill.py:")
+    assert reported[-1].endswith(".waits_for_nothing)")
 
 
 def test_who_makes_progress_is_not_looked_at(stuck: threading.Thread) -> None:

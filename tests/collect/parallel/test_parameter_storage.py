@@ -57,14 +57,14 @@ def test_shape_and_type_of_a_weight_are_described_again_when_they_change() -> No
     table = TensorTable()
     entry = table.entry(0, "head.weight", Kind.PARAM)
     holding = TorchStorage(Place())
-    told = []
+    reported = []
     for tensor in (torch.ones(3, 2), torch.ones(3, 2, dtype=torch.bfloat16), torch.ones(4, 2)):
         held = holding.param(nn.Parameter(tensor))
         assert held is not None
         table.describe(entry, held.tensor, held.placements, held.part, held.shape)
-        told.append((entry.shape, entry.dtype))
+        reported.append((entry.shape, entry.dtype))
 
-    assert told == [((3, 2), "float32"), ((3, 2), "bfloat16"), ((4, 2), "float32")]
+    assert reported == [((3, 2), "float32"), ((3, 2), "bfloat16"), ((4, 2), "float32")]
 
 
 def test_flags_of_a_tensor_are_plain_ints() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from sentinel.collect.parallel.styles import declared_by_style
 
 from ...end_to_end.ranks import Spoken
-from ...layouts.layout import EVERYTHING, Result, Trainer, differences, heard, statistics, train
+from ...layouts.layout import EVERYTHING, Result, Trainer, differences, received, statistics, train
 from .. import llama
 
 LAYOUTS: dict[str, tuple[Callable[[], Trainer], int]] = {
@@ -57,7 +57,7 @@ def test_activations_mean_what_they_mean_on_one_process(name: str, trained: Trai
     (folder, _), (alone, _) = trained(name), trained("one process")
 
     assert [key for key, word in placements(folder).items() if word == "unknown"] == []
-    for ours, truth in zip(heard(folder), heard(alone), strict=True):
+    for ours, truth in zip(received(folder), received(alone), strict=True):
         for kind in ("activation", "activation_in", "dgrad", "dgrad_in"):
             expected = statistics(truth, kind)
             assert len(expected) > 10
@@ -91,7 +91,7 @@ def test_gradients_of_sequence_parallel_norms_are_summands(trained: Trained) -> 
     expected = {"norm.weight"} | {f"layers.{at}.n{n}.weight" for at in (0, 1) for n in (1, 2)}
 
     assert {name for (name, kind), word in placements(folder).items() if (kind, word) == ("wgrad", "partial")} == expected
-    ours, truth = statistics(heard(folder)[1], "wgrad"), statistics(heard(alone)[1], "wgrad")
+    ours, truth = statistics(received(folder)[1], "wgrad"), statistics(received(alone)[1], "wgrad")
     assert set(differences(ours, truth)) == {f"missing: {name}/wgrad" for name in expected}
 
 
@@ -117,7 +117,7 @@ def test_what_is_not_certain_stays_apart_unless_the_user_says_it(tmp_path: Path)
         assert words["layers.1.drop", kind] == "replicate"
         assert words["layers.1.mine", kind] == "shard"
         assert words["layers.0.ff.w2", kind] == "replicate"  # The positive control.
-    keys = {tensor.key for tensor in heard(tmp_path)[0].tensors}
+    keys = {tensor.key for tensor in received(tmp_path)[0].tensors}
     assert {"layers.0.drop/activation@tp1", "layers.1.drop/activation"} <= keys
 
 

@@ -23,8 +23,8 @@ from sentinel.collect.probes.attention_calls import calls
 
 from ..conftest import Said
 from ..llama import Llama, one
+from .reported import Reported, check
 from .test_attention_scores import logits_of, truth
-from .told import Told, check
 
 ATTENTION = {"kinds": ["attention"], "black_box": False}
 WIDTH, HEADS, LENGTH = 16, 4, 6
@@ -156,7 +156,7 @@ def test_every_way_to_attend_is_seen(how: str, crossed: int, run: Path) -> None:
     monitor = sentinel.attach(model, config=ATTENTION)
     fit(model)
     monitor.detach()
-    told = Told(run)
+    reported = Reported(run)
 
     name = "attn.softmax" if how == "eager_module" else "attn"
     seen = 2 * [None]
@@ -164,18 +164,18 @@ def test_every_way_to_attend_is_seen(how: str, crossed: int, run: Path) -> None:
         x = torch.stack(model.attn.expected[2 * step : 2 * step + 2]).flatten(0, 1).detach()
         keep = ~(x.amax(-1) == -torch.inf)
         entropy, largest = truth(x.masked_fill(x < -1e30, -torch.inf))
-        check(told.row(step, "attention", f"{name}:entropy"), entropy[keep], rel=1e-4)
-        check(told.row(step, "attention", f"{name}:max_logit"), largest[~largest.isneginf()], rel=1e-4)
-        seen[step] = told.names(step, "attention")
-        per_head = told.vectors[step][f"{name}:entropy", "entropy"]
+        check(reported.row(step, "attention", f"{name}:entropy"), entropy[keep], rel=1e-4)
+        check(reported.row(step, "attention", f"{name}:max_logit"), largest[~largest.isneginf()], rel=1e-4)
+        seen[step] = reported.names(step, "attention")
+        per_head = reported.vectors[step][f"{name}:entropy", "entropy"]
         assert len(per_head) == 2  # One a micro-step.
         if keep.all():
             assert np.allclose(np.mean(per_head, 0), entropy.mean((0, 2)), atol=1e-4)
-            top = np.max(told.vectors[step][f"{name}:max_logit", "max_logit"], 0)
+            top = np.max(reported.vectors[step][f"{name}:max_logit", "max_logit"], 0)
             assert np.allclose(top, largest.amax(0), rtol=1e-4)
     assert seen[0] == seen[1] == [f"{name}:entropy", f"{name}:max_logit"]
-    assert told.ends[0].due["attention"] == 4
-    assert not told.health, told.health
+    assert reported.ends[0].due["attention"] == 4
+    assert not reported.health, reported.health
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -220,11 +220,11 @@ def test_multihead_attention_of_torch(need_weights: bool, run: Path) -> None:
     monitor = sentinel.attach(model, config=ATTENTION)
     model(x).backward()
     monitor.detach()
-    told = Told(run)
+    reported = Reported(run)
 
-    check(told.row(0, "attention", "mix:entropy"), entropy, rel=1e-4)
-    check(told.row(0, "attention", "mix:max_logit"), largest, rel=1e-4)
-    assert len(told.vectors[0]["mix:entropy", "entropy"][0]) == HEADS
+    check(reported.row(0, "attention", "mix:entropy"), entropy, rel=1e-4)
+    check(reported.row(0, "attention", "mix:max_logit"), largest, rel=1e-4)
+    assert len(reported.vectors[0]["mix:entropy", "entropy"][0]) == HEADS
 
 
 def test_a_llama_with_checkpointing_is_counted_once(run: Path) -> None:
@@ -233,13 +233,13 @@ def test_a_llama_with_checkpointing_is_counted_once(run: Path) -> None:
     for step in range(4):
         trainer.train_step(step)
     monitor.detach()
-    told = Told(run)
+    reported = Reported(run)
 
-    assert told.steps_of("attention") == [0, 2]
-    assert told.names(0, "attention") == [
+    assert reported.steps_of("attention") == [0, 2]
+    assert reported.names(0, "attention") == [
         f"layers.{layer}.attention.core:{one}" for layer in range(2) for one in ("entropy", "max_logit")
     ]
-    row = told.row(0, "attention", "layers.0.attention.core:entropy")
+    row = reported.row(0, "attention", "layers.0.attention.core:entropy")
     assert (row["count"], row["num_folded"], row["min"]) == (4 * 4 * 8, 1, 0.0)  # The first query sees itself alone.
 
 
@@ -257,11 +257,11 @@ def test_several_calls_of_one_module_are_told_apart(run: Path) -> None:
     monitor = sentinel.attach(model, config=ATTENTION)
     fit(model)
     monitor.detach()
-    told = Told(run)
+    reported = Reported(run)
 
     for number, suffix in enumerate(["", ":1"]):
         x = torch.cat([model.attn.expected[at] for at in (number, 2 + number)]).detach()
-        check(told.row(0, "attention", f"attn:entropy{suffix}"), truth(x)[0], rel=1e-4)
+        check(reported.row(0, "attention", f"attn:entropy{suffix}"), truth(x)[0], rel=1e-4)
 
 
 def test_nothing_is_replaced_unless_wanted_and_all_is_put_back(run: Path) -> None:
@@ -306,7 +306,7 @@ def test_steps_that_are_not_due_look_at_nothing(run: Path, monkeypatch: pytest.M
     monitor.detach()
 
     assert num_calls == 2
-    assert Told(run).steps_of("attention") == [1, 3]
+    assert Reported(run).steps_of("attention") == [1, 3]
 
 
 def test_targets_choose_modules_and_quantities(run: Path) -> None:
@@ -316,7 +316,7 @@ def test_targets_choose_modules_and_quantities(run: Path) -> None:
     model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     monitor.detach()
 
-    assert set(Told(run).names(0, "attention")) == {
+    assert set(Reported(run).names(0, "attention")) == {
         "layers.0.attention.core:entropy", "layers.0.attention.core:max_logit", "layers.1.attention.core:max_logit",
     }  # fmt: skip
 
@@ -331,7 +331,7 @@ def test_a_softmax_elsewhere_is_attention_where_a_target_says_so(run: Path) -> N
     model(batch(0)).sum().backward()
     monitor.detach()
 
-    assert Told(run).row(0, "attention", "1:entropy")["count"] == 3 * LENGTH
+    assert Reported(run).row(0, "attention", "1:entropy")["count"] == 3 * LENGTH
 
 
 def test_a_router_inside_an_attention_block_is_no_attention(run: Path) -> None:
@@ -352,7 +352,7 @@ def test_a_router_inside_an_attention_block_is_no_attention(run: Path) -> None:
     model(batch(0)).sum().backward()
     monitor.detach()
 
-    assert set(Told(run).names(0, "attention")) == {"1:entropy", "1:max_logit"}
+    assert set(Reported(run).names(0, "attention")) == {"1:entropy", "1:max_logit"}
 
 
 def test_a_model_that_is_not_ours_is_not_measured(run: Path) -> None:
@@ -372,9 +372,9 @@ def test_a_model_that_is_not_ours_is_not_measured(run: Path) -> None:
         model.eval()(batch(0))
     monitor.detach()
 
-    told = Told(run)
-    assert [row["num_folded"] for row in told.of(0, "attention")] == [1, 1]
-    assert set(told.names(0, "attention")) == {"student.attn:entropy", "student.attn:max_logit"}
+    reported = Reported(run)
+    assert [row["num_folded"] for row in reported.of(0, "attention")] == [1, 1]
+    assert set(reported.names(0, "attention")) == {"student.attn:entropy", "student.attn:max_logit"}
 
 
 def test_a_block_that_is_compiled_is_named(run: Path) -> None:
@@ -387,10 +387,10 @@ def test_a_block_that_is_compiled_is_named(run: Path) -> None:
     monitor.detach()
     torch._dynamo.reset()
 
-    told = Told(run)
-    seen = set(told.names(0, "attention"))
+    reported = Reported(run)
+    seen = set(reported.names(0, "attention"))
     assert {"1:entropy", "1:max_logit"} <= seen
-    assert "2:entropy" in seen or [one.site for one in told.health if one.code == "blind_probe"] == ["2:attention"]
+    assert "2:entropy" in seen or [one.site for one in reported.health if one.code == "blind_probe"] == ["2:attention"]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
@@ -417,8 +417,8 @@ def test_blindness_is_said(run: Path) -> None:
         monitor.step()
     monitor.detach()
 
-    told = Told(run)
-    assert {one.code for one in told.health} == {"blind_probe"}
+    reported = Reported(run)
+    assert {one.code for one in reported.health} == {"blind_probe"}
 
 
 def test_attention_monitor_survives_lengths_that_differ_and_tensors_it_cannot_read(run: Path) -> None:
@@ -442,9 +442,9 @@ def test_attention_monitor_survives_lengths_that_differ_and_tensors_it_cannot_re
     loss.backward()
     monitor.detach()
 
-    told = Told(run)
-    assert told.row(0, "attention", ":entropy")["count"] == 3 * LENGTH
-    assert [one.code for one in told.health] == ["blind_probe"]
+    reported = Reported(run)
+    assert reported.row(0, "attention", ":entropy")["count"] == 3 * LENGTH
+    assert [one.code for one in reported.health] == ["blind_probe"]
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
@@ -471,8 +471,8 @@ def test_a_compiled_model_is_not_broken(fullgraph: bool, run: Path) -> None:
     torch._dynamo.reset()
 
     assert losses == pytest.approx(expected, rel=1e-5)
-    told = Told(run)
-    assert told.of(0, "attention") or "blind_probe" in {one.code for one in told.health}
+    reported = Reported(run)
+    assert reported.of(0, "attention") or "blind_probe" in {one.code for one in reported.health}
 
 
 WATCHED_BEFORE_THERE_IS_AN_OPTIMIZER = """

@@ -15,7 +15,7 @@ from sentinel.collect.probes.channel import MOST_RATIO, channel_sums, mean_over_
 from sentinel.collect.probes.token_blocks import blocks, by_channel
 
 from ..conftest import TinyModel, loss_of
-from .told import Told, check, outputs
+from .reported import Reported, check, outputs
 
 CHANNEL = {"kinds": ["channel"], "black_box": False}
 
@@ -39,20 +39,20 @@ def test_rms_and_mean_of_each_channel_over_all_micro_steps(run: Path) -> None:
     monitor = sentinel.attach(model, config=CHANNEL)
     seen = outputs(model, ["blocks.0.fc1", "norm"], lambda: train(model))
     monitor.detach()
-    told = Told(run)
+    reported = Reported(run)
 
     for name, made in seen.items():
         for step in range(2):
             x = torch.cat([one.flatten(0, -2) for one in made[2 * step : 2 * step + 2]]).double()
             rms = x.square().mean(0).sqrt()
-            check(told.row(step, "channel", f"{name}:channel_rms"), rms)
-            check(told.row(step, "channel", f"{name}:mean_over_std"), x.mean(0).abs() / x.std(0, correction=0))
-            (top,) = told.vectors[step][f"{name}:channel_rms", "top_channels"]
+            check(reported.row(step, "channel", f"{name}:channel_rms"), rms)
+            check(reported.row(step, "channel", f"{name}:mean_over_std"), x.mean(0).abs() / x.std(0, correction=0))
+            (top,) = reported.vectors[step][f"{name}:channel_rms", "top_channels"]
             assert top.tolist() == rms.topk(min(8, len(rms))).indices.tolist()
-            (sums,) = told.vectors[step][f"{name}:channel_rms", "channel_sums"]
+            (sums,) = reported.vectors[step][f"{name}:channel_rms", "channel_sums"]
             assert np.allclose(sums, torch.stack((torch.full_like(rms, len(x)), x.sum(0), x.square().sum(0))).numpy())
-    assert not told.health
-    assert told.ends[0].due["channel"] == len(told.names(0, "channel"))
+    assert not reported.health
+    assert reported.ends[0].due["channel"] == len(reported.names(0, "channel"))
 
 
 def test_an_outlier_channel_shows_in_the_kurtosis(run: Path) -> None:
@@ -62,12 +62,12 @@ def test_an_outlier_channel_shows_in_the_kurtosis(run: Path) -> None:
     monitor = sentinel.attach(model, config={**CHANNEL, "targets": ["norm"]})
     train(model, 1)
     monitor.detach()
-    told = Told(run)
+    reported = Reported(run)
 
-    row = told.row(0, "channel", "norm:channel_rms")
+    row = reported.row(0, "channel", "norm:channel_rms")
     assert row["count"] * row["m4"] / row["m2"] ** 2 > 50
-    assert told.vectors[0]["norm:channel_rms", "top_channels"][0][0] == 17
-    assert set(told.names(0, "channel")) == {"norm:channel_rms", "norm:mean_over_std"}
+    assert reported.vectors[0]["norm:channel_rms", "top_channels"][0][0] == 17
+    assert set(reported.names(0, "channel")) == {"norm:channel_rms", "norm:mean_over_std"}
 
 
 def test_a_forward_that_failed_is_not_in_the_sums(run: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_forward_that_failed_is_not_in_the_sums(run: Path) -> None:
 
     # Three forwards ended well: one of batch 0 before, and the two that were looked at.
     x = torch.cat([seen[0], seen[0], seen[1]]).flatten(0, -2).double()
-    check(Told(run).row(0, "channel", "blocks.0.fc1:channel_rms"), x.square().mean(0).sqrt())
+    check(Reported(run).row(0, "channel", "blocks.0.fc1:channel_rms"), x.square().mean(0).sqrt())
 
 
 def test_values_that_are_not_finite_are_left_out() -> None:
@@ -148,9 +148,9 @@ def test_a_row_of_the_whole_step_stands_where_its_tensor_was_first_made(run: Pat
     monitor = sentinel.attach(model, config={"kinds": ["channel", "activation", "dgrad", "wgrad"], "black_box": False})
     train(model)
     monitor.detach()
-    told = Told(run)
+    reported = Reported(run)
 
-    made = [int(told.of(1, "activation", name)[0]["call_id"]) for name in ("blocks.0.fc1", "norm")]
-    summed = [int(told.row(1, "channel", f"{name}:channel_rms")["call_id"]) for name in ("blocks.0.fc1", "norm")]
+    made = [int(reported.of(1, "activation", name)[0]["call_id"]) for name in ("blocks.0.fc1", "norm")]
+    summed = [int(reported.row(1, "channel", f"{name}:channel_rms")["call_id"]) for name in ("blocks.0.fc1", "norm")]
     assert made[0] < summed[0] <= made[0] + 2 < made[1] < summed[1]
-    assert summed[1] < min(int(row["call_id"]) for row in told.of(1, "dgrad", "norm"))
+    assert summed[1] < min(int(row["call_id"]) for row in reported.of(1, "dgrad", "norm"))

@@ -23,13 +23,13 @@ from sentinel.wire.frame import FrameType, decode_message
 from sentinel.wire.spool_reader import SpoolReader
 
 from ...layouts.builds import ddp, fsdp2, pipeline, tp
-from ...layouts.layout import Trainer, heard, train
+from ...layouts.layout import Trainer, received, train
 from ..conftest import TinyModel, loss_of, norm
 
 COMM = {"kinds": ["wgrad", "comm"]}
 
 
-class Heard:
+class Received:
     """Rows, vectors and health of one rank."""
 
     def __init__(self, run: Path, rank: int) -> None:
@@ -168,7 +168,7 @@ def test_every_call_is_a_row_that_matches_the_tensors(tmp_path: Path, monkeypatc
     names = []
     for rank in range(2):
         said = json.loads((tmp_path / "watched" / f"expected-{rank}.json").read_text())
-        ears = Heard(tmp_path / "watched" / "run", rank)
+        ears = Received(tmp_path / "watched" / "run", rank)
         functional = {name: row for name, row in ears.rows[2].items() if name.startswith("all_reduce@")}
         by_line = sorted({name.rpartition(":")[0] for name in functional})
         assert len(by_line) == 2  # The gradient's, and the functional one.
@@ -195,7 +195,7 @@ def test_every_call_is_a_row_that_matches_the_tensors(tmp_path: Path, monkeypatc
         groups = [v for (_, statistic), v in ears.vectors.items() if statistic == "group"]
         assert groups and all(one.tolist() == [0, 1] for vectors in groups for one in vectors)
     assert names[0] == names[1]
-    assert heard(tmp_path / "watched")[-1].tensors  # The daemon reads it: nothing is merged or clashes.
+    assert received(tmp_path / "watched")[-1].tensors  # The daemon reads it: nothing is merged or clashes.
 
 
 def test_fully_sharded_training_is_seen_and_unchanged(tmp_path: Path) -> None:
@@ -206,14 +206,14 @@ def test_fully_sharded_training_is_seen_and_unchanged(tmp_path: Path) -> None:
     assert [(o.losses, o.weights, o.num_collectives) for o in watched] == [
         (o.losses, o.weights, o.num_collectives) for o in plain
     ]
-    ears = Heard(tmp_path / "watched" / "run", 1)
+    ears = Received(tmp_path / "watched" / "run", 1)
     ops = {name.partition("@")[0] for name in ears.rows[1]}
     assert {"all_gather_into_tensor", "reduce_scatter_tensor"} <= ops
     folded = [row for name, row in ears.rows[1].items() if name.startswith("reduce_scatter_tensor@")]
     assert sum(int(row["num_folded"]) for row in folded) > len(folded)  # Several layers, one line of code.
     assert all(int(row["call_id"]) != NONE_ID for row in folded)
     assert not ears.health
-    view = heard(tmp_path / "watched")[1]
+    view = received(tmp_path / "watched")[1]
     comm = [tensor for tensor in view.tensors if tensor.kind == "comm" and tensor.name.endswith(":in")]
     assert comm and {len(tensor.ranks) for tensor in comm} == {1}  # Never merged: each rank sends its own.
 
@@ -222,9 +222,9 @@ def test_fully_sharded_training_is_seen_and_unchanged(tmp_path: Path) -> None:
 def test_tensor_and_pipeline_parallel_are_seen(build: Any, op: str, tmp_path: Path) -> None:
     train(tmp_path, build, 2, config=COMM, num_steps=2)
 
-    both = [Heard(tmp_path / "run", rank) for rank in range(2)]
+    both = [Received(tmp_path / "run", rank) for rank in range(2)]
     assert any(name.startswith(f"{op}@") for ears in both for name in ears.rows[1])
-    for view in heard(tmp_path):
+    for view in received(tmp_path):
         assert all(len(tensor.ranks) == 1 for tensor in view.tensors if tensor.kind == "comm")
     assert not [one for ears in both for one in ears.health]
 
@@ -232,7 +232,7 @@ def test_tensor_and_pipeline_parallel_are_seen(build: Any, op: str, tmp_path: Pa
 def test_ddp_says_what_cannot_be_seen(tmp_path: Path) -> None:
     train(tmp_path, ddp, 2, config=COMM, num_steps=2)
 
-    ears = Heard(tmp_path / "run", 0)
+    ears = Received(tmp_path / "run", 0)
     assert [one.code for one in ears.health] == ["blind_probe"]
 
 
@@ -266,7 +266,7 @@ def test_a_work_that_nobody_waits_for_is_said(tmp_path: Path) -> None:
     config = {"probes": {"comm": {"targets": ["after", "barrier"]}}}
     train(tmp_path, unread, 2, config=config, num_steps=3)
 
-    ears = Heard(tmp_path / "run", 0)
+    ears = Received(tmp_path / "run", 0)
 
     assert "comm_unread" in [one.code for one in ears.health]
     assert {name.rpartition(":")[2] for name in ears.rows[1]} == {"in"}
@@ -278,7 +278,7 @@ def test_code_lines_are_filtered(target: str, tmp_path: Path) -> None:
     config = {"probes": {"comm": {"targets": [target, "nothing.py:3"]}}}
     train(tmp_path, by_hand, 2, config=config, num_steps=1)
 
-    names = set(Heard(tmp_path / "run", 0).rows[0])
+    names = set(Received(tmp_path / "run", 0).rows[0])
 
     assert any(name.startswith("all_gather@") for name in names)
     assert (len({name.partition("@")[0] for name in names}) == 1) is target.startswith("all_gather")
@@ -307,7 +307,7 @@ def test_targets_of_modules_are_no_filter_of_lines(run: Path, tmp_path: Path) ->
     finally:
         dist.destroy_process_group()
 
-    rows = Heard(run, 0).rows
+    rows = Received(run, 0).rows
     assert [len(rows[step]) for step in range(3)] == [2, 2, 0]
 
 
@@ -315,7 +315,7 @@ def test_log_only_counts_and_measures_nothing(tmp_path: Path) -> None:
     config = {"probes": {"comm": {"log_only": True, "step_interval": 2}}}
     train(tmp_path, by_hand, 2, config=config, num_steps=4)
 
-    ears = Heard(tmp_path / "run", 1)
+    ears = Received(tmp_path / "run", 1)
 
     assert not any(ears.rows.values())
     gathered = next(v for (name, what), v in ears.vectors.items() if name.startswith("all_gather@") and what == "calls")
@@ -406,7 +406,7 @@ def test_threads_compiled_graphs_and_failed_forwards(run: Path, tmp_path: Path) 
     finally:
         dist.destroy_process_group()
 
-    ears = Heard(run, 0)
+    ears = Received(run, 0)
     first = {name: int(row["num_folded"]) for name, row in ears.rows[0].items()}
     assert sorted(name.rpartition(":")[2] for name in first) == ["in", "in", "out", "out"]
     assert all(name.startswith("all_reduce@") for name in first)
@@ -432,7 +432,7 @@ def test_calls_held_back_are_seen_when_they_are_sent(run: Path, tmp_path: Path) 
     finally:
         dist.destroy_process_group()
 
-    rows = {name.rpartition(":")[2]: row for name, row in Heard(run, 0).rows[0].items()}
+    rows = {name.rpartition(":")[2]: row for name, row in Received(run, 0).rows[0].items()}
     assert {role: (int(row["count"]), float(row["mean"])) for role, row in rows.items()} == {
         "in.0": (2, 3.0), "in.1": (5, 4.0), "out.0": (2, 3.0), "out.1": (5, 4.0),
     }  # fmt: skip

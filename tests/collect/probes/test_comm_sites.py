@@ -18,12 +18,12 @@ import torch.distributed as dist
 import sentinel
 
 from ..conftest import TinyModel, loss_of
-from .test_comm import Heard, single
+from .test_comm import Received, single
 
 HERE = f"probes/{Path(__file__).name}"
 
 
-def recorded(run: Path, body: Callable[[], object]) -> Heard:
+def recorded(run: Path, body: Callable[[], object]) -> Received:
     """What was recorded of a step that ends with `body`."""
     model = TinyModel()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -34,7 +34,7 @@ def recorded(run: Path, body: Callable[[], object]) -> Heard:
         body()
         optimizer.step()
     monitor.detach()
-    return Heard(run, 0)
+    return Received(run, 0)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def line_of(body: Callable[..., object], behind: int = 1) -> int:
     return body.__code__.co_firstlineno + behind
 
 
-def sites(ears: Heard) -> set[str]:
+def sites(ears: Received) -> set[str]:
     return {name.partition("@")[2].rpartition(":")[0] for name in ears.rows[0]}
 
 

@@ -22,7 +22,7 @@ from ..conftest import Said, TinyModel, loss_of
 from .test_wgrad_unreduced import WithDropout
 
 
-class Heard:
+class Received:
     """(step, kind, name, micro_step) -> vectors of a run."""
 
     def __init__(self, run: Path) -> None:
@@ -127,7 +127,7 @@ def test_every_kind_that_asks_has_one_a_step_and_its_row_counts_as_many(run: Pat
     model = TinyModel()
     seen = train(model, CONFIG)
 
-    said, heard = Said(run), Heard(run)
+    said, received = Said(run), Received(run)
 
     assert not said.health
     for step in range(3):
@@ -135,21 +135,21 @@ def test_every_kind_that_asks_has_one_a_step_and_its_row_counts_as_many(run: Pat
             rows = {name: said.of(step, kind, name) for name in set(said.names(step, kind))}
             assert rows, kind
             for name, (row,) in rows.items():
-                (counts,) = heard.of(step, kind, name)
+                (counts,) = received.of(step, kind, name)
                 assert counts.sum() == row["count"], (kind, name)
         for name, weights in seen[step].items():
-            assert heard.of(step, "param", name)[0].tolist() == truth_of(weights).tolist()
-    (vector,) = heard.vectors[0, "param", "head.weight"]
+            assert received.of(step, "param", name)[0].tolist() == truth_of(weights).tolist()
+    (vector,) = received.vectors[0, "param", "head.weight"]
     assert (vector.axis, vector.edges, vector.micro_step) == ("bin", EDGES, -1)
 
 
 def test_micro_steps_stay_apart_on_request(run: Path) -> None:
     train(TinyModel(), {**CONFIG, "per_micro_step": True}, 1)
 
-    heard = Heard(run)
+    received = Received(run)
 
-    assert [one.micro_step for one in heard.vectors[0, "activation", "head"]] == [0, 1]
-    assert len(heard.of(0, "param", "head.weight")) == 1
+    assert [one.micro_step for one in received.vectors[0, "activation", "head"]] == [0, 1]
+    assert len(received.of(0, "param", "head.weight")) == 1
 
 
 def test_micro_steps_are_added_up_when_there_are_many(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,9 +157,9 @@ def test_micro_steps_are_added_up_when_there_are_many(run: Path, monkeypatch: py
     model = TinyModel()
     train(model, CONFIG, 1)
 
-    said, heard = Said(run), Heard(run)
+    said, received = Said(run), Received(run)
 
-    (counts,) = heard.of(0, "activation", "head")
+    (counts,) = received.of(0, "activation", "head")
     assert counts.sum() == said.of(0, "activation", "head")[0]["count"] == 2 * 20 * 11
 
 
@@ -168,7 +168,7 @@ def test_an_update_in_pieces_has_one_histogram(run: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(update, "ROOM", 20)
     train(TinyModel(), {**CONFIG, "per_micro_step": True}, 1)
 
-    (counts,) = Heard(run).of(0, "update", "head.weight")
+    (counts,) = Received(run).of(0, "update", "head.weight")
 
     assert counts.sum() == 88
 
@@ -191,8 +191,8 @@ def test_only_kinds_and_steps_that_ask_pay(run: Path) -> None:
 
     assert looking[1] == looking[0] + 1
     assert off == looking[0]
-    assert {key[:2] for key in Heard(run).vectors} == {(0, "wgrad"), (2, "wgrad")}
-    assert {key[2] for key in Heard(run).vectors} == {"head.weight", "head.bias"}
+    assert {key[:2] for key in Received(run).vectors} == {(0, "wgrad"), (2, "wgrad")}
+    assert {key[2] for key in Received(run).vectors} == {"head.weight", "head.bias"}
 
 
 @pytest.mark.parametrize("build", [TinyModel, WithDropout])
@@ -204,7 +204,7 @@ def test_defect_18_training_is_bit_identical(build: Callable[[], nn.Module], run
     expected, seen = train(bare, None), train(watched, CONFIG)
 
     assert all(torch.equal(a[name], b[name]) for a, b in zip(expected, seen, strict=True) for name in a)
-    assert Heard(run).vectors
+    assert Received(run).vectors
 
 
 def test_a_forward_that_is_tried_again_is_counted_once(run: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_forward_that_is_tried_again_is_counted_once(run: Path) -> None:
     loss_of(model, 0).backward()
     monitor.detach()
 
-    (counts,) = Heard(run).of(0, "activation", "head")
+    (counts,) = Received(run).of(0, "activation", "head")
 
     assert counts.sum() == 20 * 11
 
@@ -246,15 +246,15 @@ def test_the_scale_of_the_loss_is_divided_out(unscales: bool, scale: float, run:
     monitor.detach()
     loss_of(alone, 0).backward()
 
-    heard = Heard(run)
+    received = Received(run)
 
     for name, p in alone.named_parameters():
         assert p.grad is not None
         truth = truth_of(p.grad)
         for kind in ("wgrad_unreduced", "wgrad"):
-            (counts,) = heard.of(0, kind, name)
+            (counts,) = received.of(0, kind, name)
             # Elements at an edge may be rounded to its other side.
             assert np.abs(counts.cumsum() - truth.cumsum()).max() <= (0 if scale == 2.0**16 else 2), (kind, name)
-    (counts,) = heard.of(0, "dgrad", "head")
+    (counts,) = received.of(0, "dgrad", "head")
     assert counts[: NUM_BINS // 2 - 64 - 2].sum() == 0  # None is below -4.
     assert counts.sum() == 20 * 11

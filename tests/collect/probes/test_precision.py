@@ -14,8 +14,8 @@ from sentinel.collect.probes.prepared_rows import moments_words
 from sentinel.record import STATS_DTYPE
 
 from ..conftest import TinyModel
+from .reported import Reported, check
 from .test_channel import train
-from .told import Told, check
 
 DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "fp16": torch.float16, "bf16": torch.bfloat16,
@@ -100,16 +100,16 @@ def test_every_measured_tensor_is_looked_at(run: Path) -> None:
     monitor = sentinel.attach(model, config={"kinds": ["param", "wgrad", "precision"], "black_box": False})
     train(model, 1)
     monitor.detach()
-    told = Told(run)
+    reported = Reported(run)
 
     for quantity in QUANTITIES:
-        check(told.row(0, "precision", f"blocks.0.fc1.weight:param.{quantity}"), truth(weight, quantity))
-        check(told.row(0, "precision", f"head.bias:param.{quantity}"), truth(bias, quantity))
-    assert told.row(0, "precision", "head.bias:param.fp8_e4m3_overflow")["mean"] == 1.0
-    kinds = {name.rpartition(":")[2].partition(".")[0] for name in told.names(0, "precision")}
+        check(reported.row(0, "precision", f"blocks.0.fc1.weight:param.{quantity}"), truth(weight, quantity))
+        check(reported.row(0, "precision", f"head.bias:param.{quantity}"), truth(bias, quantity))
+    assert reported.row(0, "precision", "head.bias:param.fp8_e4m3_overflow")["mean"] == 1.0
+    kinds = {name.rpartition(":")[2].partition(".")[0] for name in reported.names(0, "precision")}
     assert kinds == {"param", "wgrad", "activation", "dgrad"}
-    assert told.ends[0].due["precision"] == sum(row["num_folded"] for row in told.of(0, "precision"))
-    assert not told.health
+    assert reported.ends[0].due["precision"] == sum(row["num_folded"] for row in reported.of(0, "precision"))
+    assert not reported.health
 
 
 def test_a_target_picks_one_quantity(run: Path) -> None:
@@ -118,11 +118,11 @@ def test_a_target_picks_one_quantity(run: Path) -> None:
     monitor = sentinel.attach(model, config={"probes": {"precision": {"targets": targets, "step_interval": 2}}})
     train(model, 3)
     monitor.detach()
-    told = Told(run)
+    reported = Reported(run)
 
-    names = set(told.names(0, "precision"))
+    names = set(reported.names(0, "precision"))
     assert {name for name in names if name.startswith("blocks")} == {"blocks.0.fc1.weight:param.fp16_underflow"}
     assert {name for name in names if name.startswith("head")} == {
         f"head.weight:{kind}.{one}" for kind in ("param", "wgrad") for one in QUANTITIES
     }
-    assert told.steps_of("precision") == [0, 2]
+    assert reported.steps_of("precision") == [0, 2]

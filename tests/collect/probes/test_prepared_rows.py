@@ -10,7 +10,7 @@ from sentinel.collect.probes.prepared_rows import device_shares, moments_words, 
 from sentinel.moments import Moments
 from sentinel.record import STATS_DTYPE
 
-from .told import check
+from .reported import check
 
 
 def stats(words: torch.Tensor) -> np.ndarray:

@@ -17,8 +17,8 @@ import sentinel
 from sentinel.record import Flag
 
 from ..conftest import loss_of
+from .reported import Reported
 from .routers import EXPERTS, TOP, LinearGate
-from .told import Told
 
 KINDS = ["attention", "router", "saturation", "precision", "channel"]
 WIDTH = 12
@@ -85,27 +85,27 @@ def test_training_is_bit_identical(kind: str, reentrant: bool | None, run: Path)
 
     assert losses == expected and torch.equal(state, after)
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), bare.parameters(), strict=True))
-    told = Told(run)
-    assert all(told.of(step, one) for step in range(3) for one in (KINDS if kind == "all" else [kind]))
-    assert not told.health, told.health
+    reported = Reported(run)
+    assert all(reported.of(step, one) for step in range(3) for one in (KINDS if kind == "all" else [kind]))
+    assert not reported.health, reported.health
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_forwards_are_counted_once(reentrant: bool, run: Path) -> None:
     """Defect 27: double counts under activation checkpointing."""
-    told = []
+    reported = []
     for number, one in enumerate((None, reentrant)):
         model = Net(one)
         monitor = sentinel.attach(model, config={"kinds": KINDS, "run": f"run{number}"})
         fit(model, 1)
         monitor.detach()
-        told.append(Told(run.parent / f"run{number}"))
+        reported.append(Reported(run.parent / f"run{number}"))
 
     for kind in ("attention", "router", "saturation", "channel"):
         counted = [{(t.name, int(row["count"]), int(row["num_folded"])) for t, row in each.rows[0] if t.kind == kind}
-                   for each in told]  # fmt: skip
+                   for each in reported]  # fmt: skip
         assert counted[0] and counted[0] == counted[1], kind
-    row = told[1].row(0, "router", "blocks.0.moe.gate:load")
+    row = reported[1].row(0, "router", "blocks.0.moe.gate:load")
     assert (row["count"], row["mean"]) == (EXPERTS, pytest.approx(TOP / EXPERTS))
 
 
@@ -117,10 +117,10 @@ def test_steps_that_are_not_due_have_no_rows(kind: str, run: Path) -> None:
     fit(model, 7, 1)
     monitor.detach()
 
-    told = Told(run)
-    assert told.steps_of(kind) == [1, 3]
-    assert [step for step in sorted(told.vectors) if told.vectors[step]] == ([] if kind == "precision" else [1, 3])
-    assert [end.due.get(kind, 0) > 0 for end in told.ends] == [False, True, False, True, False, False, False]
+    reported = Reported(run)
+    assert reported.steps_of(kind) == [1, 3]
+    assert [step for step in sorted(reported.vectors) if reported.vectors[step]] == ([] if kind == "precision" else [1, 3])
+    assert [end.due.get(kind, 0) > 0 for end in reported.ends] == [False, True, False, True, False, False, False]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,7 +139,7 @@ def test_what_nobody_wants_has_no_hook_and_what_was_wanted_leaves_none(kind: str
     monitor.detach()
 
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
-    assert Told(run).steps_of(kind) == [0]
+    assert Reported(run).steps_of(kind) == [0]
 
 
 def test_copies_and_pickles_measure_nothing(run: Path) -> None:
@@ -155,12 +155,12 @@ def test_copies_and_pickles_measure_nothing(run: Path) -> None:
     fit(model, 1)
     monitor.detach()
 
-    told = Told(run)
-    assert len(told.rows) == 1
-    (step,) = told.rows
+    reported = Reported(run)
+    assert len(reported.rows) == 1
+    (step,) = reported.rows
     for kind in KINDS:
-        assert {row["num_folded"] for row in told.of(step, kind)} <= {1, 2}  # The two forwards of the model itself.
-    assert told.of(step, "attention")[0]["num_folded"] == 2
+        assert {row["num_folded"] for row in reported.of(step, kind)} <= {1, 2}  # The two forwards of the model itself.
+    assert reported.of(step, "attention")[0]["num_folded"] == 2
 
 
 def test_a_probe_that_fails_is_said_and_training_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,11 +181,11 @@ def test_a_probe_that_fails_is_said_and_training_goes_on(run: Path, monkeypatch:
     losses = fit(model)
     monitor.detach()
 
-    told = Told(run)
+    reported = Reported(run)
     assert losses == expected
-    assert {one.code for one in told.health} == {"hook_failed"}
-    assert any("attention" in one.site for one in told.health) and any("gate" in one.site for one in told.health)
-    assert told.of(2, "activation", "blocks.0.act")
+    assert {one.code for one in reported.health} == {"hook_failed"}
+    assert any("attention" in one.site for one in reported.health) and any("gate" in one.site for one in reported.health)
+    assert reported.of(2, "activation", "blocks.0.act")
 
 
 @pytest.mark.parametrize("kind", ["saturation", "channel", "precision", "attention"])
@@ -194,9 +194,9 @@ def test_staggered_tensors_take_turns(kind: str, run: Path) -> None:
     monitor = sentinel.attach(model, config={"probes": {kind: {"stagger": 2}}, "black_box": False})
     fit(model, 4, 1)
     monitor.detach()
-    told = Told(run)
+    reported = Reported(run)
 
-    turns = [set(told.names(step, kind)) for step in range(4)]
+    turns = [set(reported.names(step, kind)) for step in range(4)]
     assert turns[0] == turns[2] and turns[1] == turns[3] and not turns[0] & turns[1]
     assert all(turns)
 
@@ -217,9 +217,9 @@ def test_none_outputs_are_nothing(run: Path) -> None:
     model(torch.randn(3, 4))[0].sum().backward()
     monitor.detach()
 
-    told = Told(run)
-    assert told.names(0, "channel") == ["fc:channel_rms", "fc:mean_over_std"]
-    assert all(row["num_nan"] == 0 for _, row in told.rows[0]) and not told.health
+    reported = Reported(run)
+    assert reported.names(0, "channel") == ["fc:channel_rms", "fc:mean_over_std"]
+    assert all(row["num_nan"] == 0 for _, row in reported.rows[0]) and not reported.health
 
 
 def test_nothing_draws_from_the_trainings_generator(run: Path) -> None:
@@ -236,7 +236,7 @@ def test_nothing_draws_from_the_trainings_generator(run: Path) -> None:
 
     assert torch.equal(state, torch.get_rng_state())
     monitor.detach()
-    assert Told(run).of(0, "attention")
+    assert Reported(run).of(0, "attention")
 
 
 def test_rows_of_a_skipped_step_say_so(run: Path) -> None:
@@ -246,7 +246,7 @@ def test_rows_of_a_skipped_step_say_so(run: Path) -> None:
     monitor.step(is_skipped=True)
     monitor.detach()
 
-    told = Told(run)
+    reported = Reported(run)
     for kind in KINDS:
-        rows = told.of(0, kind)
+        rows = reported.of(0, kind)
         assert rows and all(row["flags"] & Flag.SKIPPED for row in rows)

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ...layouts.layout import Result, Trainer, differences, heard, statistics, train
+from ...layouts.layout import Result, Trainer, differences, received, statistics, train
 from .. import llama
-from .told import Told
+from .reported import Reported
 
 KINDS = ["attention", "saturation", "precision", "channel"]
 LAYOUTS: dict[str, tuple[Callable[[], Trainer], int]] = {
@@ -40,7 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 def test_shares_and_attention_merge_to_those_of_one_process(name: str, trained: Trained) -> None:
     (folder, _), (alone, _) = trained(name), trained("one process")
 
-    for ours, truth in zip(heard(folder), heard(alone), strict=True):
+    for ours, truth in zip(received(folder), received(alone), strict=True):
         for kind in KINDS:
             mine, theirs = statistics(ours, kind), statistics(truth, kind)
             if kind == "precision":  # The range of a shard is its own, and a summand of a gradient has other values.
@@ -66,12 +66,12 @@ def test_each_rank_tells_of_its_own_heads(trained: Trained) -> None:
     alone, _ = trained("one process")
     key = ("layers.0.attention.core:entropy", "entropy")
 
-    (whole,) = Told(alone / "run").vectors[0][key]
-    parts = [Told(folder / "run", rank).vectors[0][key][0] for rank in range(2)]
+    (whole,) = Reported(alone / "run").vectors[0][key]
+    parts = [Reported(folder / "run", rank).vectors[0][key][0] for rank in range(2)]
 
     assert [len(part) for part in parts] == [2, 2]
     assert np.allclose(np.concatenate(parts), whole, rtol=1e-4)
-    descriptor = Told(folder / "run").descriptor
+    descriptor = Reported(folder / "run").descriptor
     assert descriptor is not None
     words = {tensor.placements.get("tp") for tensor in descriptor.tensors if tensor.kind == "attention"}
     assert words == {"shard"}

@@ -15,7 +15,7 @@ from sentinel.order.phase import phase_of
 
 from ...ingest.daemon import Ears
 from ..conftest import TinyModel, loss_of
-from .told import check, outputs
+from .reported import check, outputs
 
 
 def measured(run: Path, kinds: list[str]) -> tuple[TinyModel, list[torch.Tensor], Ears]:

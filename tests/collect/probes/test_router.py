@@ -17,8 +17,8 @@ import sentinel
 from sentinel.collect.probes.router_finding import find_routers
 from sentinel.collect.probes.routing import balance_of, coupling_of, decide, load_of
 
+from .reported import Reported, check
 from .routers import EXPERTS, MAKES, TOP, WIDTH, LinearGate, Net, fit
-from .told import Told, check
 
 ROUTER = {"kinds": ["router"], "black_box": False}
 
@@ -74,22 +74,22 @@ def test_every_make_of_router(like: str, run: Path) -> None:
     monitor = sentinel.attach(model, config=ROUTER)
     fit(model)
     monitor.detach()
-    told = Told(run)
+    reported = Reported(run)
 
     for step, all_of_it in enumerate(expected):
         counts = all_of_it.pop("counts")
         for quantity, values in all_of_it.items():
             if values is None:
-                assert not told.of(step, "router", f"{name}:{quantity}")
+                assert not reported.of(step, "router", f"{name}:{quantity}")
                 continue
-            check(told.row(step, "router", f"{name}:{quantity}"), values, rel=2e-4)
-        (load,) = told.vectors[step][f"{name}:load", "load"]
+            check(reported.row(step, "router", f"{name}:{quantity}"), values, rel=2e-4)
+        (load,) = reported.vectors[step][f"{name}:load", "load"]
         assert load.dtype == np.int64 and load.tolist() == counts.tolist()
         if like in ("flat", "deepspeed"):
-            assert told.row(step, "router", f"{name}:aux_loss")["num_folded"] == 2
-    assert told.ends[0].due["router"] == sum(row["num_folded"] for row in told.of(0, "router"))
-    assert {one.partition(":")[0] for one in told.names(0, "router")} == {name}  # The gate inside is no second router.
-    assert not told.health, told.health
+            assert reported.row(step, "router", f"{name}:aux_loss")["num_folded"] == 2
+    assert reported.ends[0].due["router"] == sum(row["num_folded"] for row in reported.of(0, "router"))
+    assert {one.partition(":")[0] for one in reported.names(0, "router")} == {name}  # The gate inside is no second router.
+    assert not reported.health, reported.health
 
 
 @pytest.mark.parametrize("like", MAKES)
@@ -104,7 +104,7 @@ def test_training_is_bit_identical(like: str, run: Path) -> None:
 
     assert losses == expected and torch.equal(state, after)
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), bare.parameters(), strict=True))
-    assert Told(run).of(1, "router")
+    assert Reported(run).of(1, "router")
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
 
 
@@ -124,7 +124,7 @@ def test_hooks_are_on_routers_alone_and_only_while_wanted(run: Path) -> None:
     assert hooked() == set()
     monitor.detach()
 
-    assert Told(run).steps_of("router") == [0]
+    assert Reported(run).steps_of("router") == [0]
 
 
 def test_a_schedule_and_targets_of_its_own(run: Path) -> None:
@@ -134,9 +134,9 @@ def test_a_schedule_and_targets_of_its_own(run: Path) -> None:
     fit(model, 4)
     monitor.detach()
 
-    told = Told(run)
-    assert told.steps_of("router") == [0, 2]
-    assert set(told.names(0, "router")) == {"moe.gate:load", "moe.gate:entropy"}
+    reported = Reported(run)
+    assert reported.steps_of("router") == [0, 2]
+    assert set(reported.names(0, "router")) == {"moe.gate:load", "moe.gate:entropy"}
 
 
 def test_what_is_no_router_is_not_taken_for_one() -> None:
@@ -224,8 +224,8 @@ def test_a_router_that_is_not_seen_and_a_model_without_any_are_told(run: Path) -
     plain(torch.ones(2)).sum().backward()
     monitor.detach()
 
-    assert [(one.code, one.site) for one in Told(run).health] == [("blind_probe", "moe.gate")]
-    assert [(one.code, one.site) for one in Told(run.parent / "other").health] == [("blind_probe", "router")]
+    assert [(one.code, one.site) for one in Reported(run).health] == [("blind_probe", "moe.gate")]
+    assert [(one.code, one.site) for one in Reported(run.parent / "other").health] == [("blind_probe", "router")]
 
 
 def test_a_router_that_shows_nothing_says_so(run: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_router_that_shows_nothing_says_so(run: Path) -> None:
     model(torch.randn(3, WIDTH)).sum().backward()
     monitor.detach()
 
-    assert [one.code for one in Told(run).health] == ["blind_probe"]
+    assert [one.code for one in Reported(run).health] == ["blind_probe"]
 
 
 def test_losses_in_megatrons_tracker_are_read_before_it_is_cleared(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,8 +268,8 @@ def test_losses_in_megatrons_tracker_are_read_before_it_is_cleared(run: Path, mo
         tracker["load_balancing_loss"]["values"].zero_()
     monitor.detach()
 
-    told = Told(run)
+    reported = Reported(run)
     for step in range(2):
         # One layer here, two micro-steps.
-        check(told.row(step, "router", ":load_balancing_loss"), [1.5])
-        assert told.vectors[step][":load_balancing_loss", "load_balancing_loss"][0].tolist() == [0.0, 1.5, 0.0]
+        check(reported.row(step, "router", ":load_balancing_loss"), [1.5])
+        assert reported.vectors[step][":load_balancing_loss", "load_balancing_loss"][0].tolist() == [0.0, 1.5, 0.0]

@@ -13,7 +13,7 @@ import sentinel
 from sentinel.monitor_config import MEASURED_LABELS
 from sentinel.record import Flag
 
-from .told import Told, check, outputs
+from .reported import Reported, check, outputs
 
 ALL = {"kinds": list(MEASURED_LABELS)}
 UNLIKE = {"attention", "router", "comm", "residual"}
@@ -74,17 +74,17 @@ def test_channels_and_dead_units_of_a_module_called_at_three_widths_are_those_of
     batches = [torch.randn(5, 7, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     seen = outputs(model, ["act"], lambda: train(model, [optimizer], batches, micro_steps=2))
     monitor.detach()
-    told = Told(run)
+    reported = Reported(run)
 
     flat = [[one.flatten(0, -2).double() for one in seen["act"][at::3]] for at in range(3)]
     wide = [torch.cat(parts) for parts in flat]
-    check(told.row(0, "channel", "act:channel_rms"), torch.cat([x.square().mean(0).sqrt() for x in wide]))
+    check(reported.row(0, "channel", "act:channel_rms"), torch.cat([x.square().mean(0).sqrt() for x in wide]))
     is_dead = torch.cat([(x == 0).all(0) for x in wide])
     assert is_dead.sum() >= 2
-    check(told.row(0, "saturation", "act:dead"), is_dead)
-    (vector,) = told.vectors[0]["act:dead", "is_dead"]
+    check(reported.row(0, "saturation", "act:dead"), is_dead)
+    (vector,) = reported.vectors[0]["act:dead", "is_dead"]
     assert vector.tolist() == is_dead.int().tolist()
-    assert not told.health
+    assert not reported.health
 
 
 def test_every_kind_measures_a_u_net_and_training_is_the_same(run: Path) -> None:
@@ -99,11 +99,11 @@ def test_every_kind_measures_a_u_net_and_training_is_the_same(run: Path) -> None
     monitor = sentinel.attach(model, optimizer, ALL)
     losses = train(model, [optimizer], batches)
     monitor.detach()
-    told = Told(run)
+    reported = Reported(run)
 
     assert losses == expected
-    assert {one.code for one in told.health} <= {"blind_probe"}
-    assert all(told.of(2, kind) for kind in MEASURED_LABELS if kind not in UNLIKE)
+    assert {one.code for one in reported.health} <= {"blind_probe"}
+    assert all(reported.of(2, kind) for kind in MEASURED_LABELS if kind not in UNLIKE)
 
 
 class Sparse(nn.Module):
@@ -143,13 +143,13 @@ def test_sparse_gradients_with_every_kind_fail_nowhere_and_the_update_is_measure
         train(model, optimizers, [torch.randint(0, 50, (4, 6), generator=torch.Generator().manual_seed(seed))])
         weights.append(model.emb.weight.detach().clone())
     monitor.detach()
-    told = Told(run)
+    reported = Reported(run)
 
-    assert not [one for one in told.health if one.code == "hook_failed"]
-    assert {one.site.rpartition(" ")[2] for one in told.health if one.code.startswith("unsupported")} == {"emb.weight"}
+    assert not [one for one in reported.health if one.code == "hook_failed"]
+    assert {one.site.rpartition(" ")[2] for one in reported.health if one.code.startswith("unsupported")} == {"emb.weight"}
     for step in range(3):
-        row = told.row(step, "update", "emb.weight")
+        row = reported.row(step, "update", "emb.weight")
         check(row, (weights[step + 1] - weights[step]).double())
         assert row["flags"] & Flag.DIFFERENCE
-        assert not told.of(step, "wgrad", "emb.weight")
-        assert told.of(step, "wgrad", "fc.weight") and told.of(step, "update", "fc.weight")
+        assert not reported.of(step, "wgrad", "emb.weight")
+        assert reported.of(step, "wgrad", "fc.weight") and reported.of(step, "update", "fc.weight")

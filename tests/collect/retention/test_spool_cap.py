@@ -42,9 +42,9 @@ def test_past_its_cap_the_spool_keeps_less_of_the_oldest(tmp_path: Path, caplog:
     assert [end.step for end in ends] == list(range(60))
     assert all(end.num_rows + end.num_dropped_rows == 10 for end in ends)
     assert sum(end.num_dropped_rows for end in ends) == cap.cut.num_rows > 0
-    told = [one for one in said if isinstance(one, Health)]
-    assert told
-    assert all(one.code == "spool_full" for one in told)
+    reported = [one for one in said if isinstance(one, Health)]
+    assert reported
+    assert all(one.code == "spool_full" for one in reported)
     [line] = caplog.messages
     assert "finite rows" in line and "sentinel serve" in line
 

@@ -160,7 +160,7 @@ def restarted(ears: Ears, run: SyntheticRun) -> Ears:
     snapshot = ears.assembler.snapshot()
     later = Ears(run.directory)
     later.follower.restore(snapshot_positions(snapshot))
-    later.assembler.restore(snapshot, later.follower.lives)
+    later.assembler.restore(snapshot, later.follower.incarnations)
     return later
 
 

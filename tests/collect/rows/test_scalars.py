@@ -125,12 +125,12 @@ def test_device_counters_are_told_until_they_fail(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("sentinel.collect.lifecycle.memory._module_of", lambda device: module)
     memory = MemoryUse(torch.device("cuda"), fresh_s=0.0)
 
-    told = memory()
+    reported = memory()
     module.stats = RuntimeError("device-side assert triggered")
     blind = [memory(), memory()]
     memory.close()
 
-    assert {name: value for name, value in told.items() if name != "memory_host_bytes"} == {
+    assert {name: value for name, value in reported.items() if name != "memory_host_bytes"} == {
         "memory_allocated_bytes": 3.0, "memory_peak_bytes": 5.0, "memory_reserved_bytes": 8.0,
     }  # fmt: skip
     assert module.asked == 2  # What failed once is not asked again.
@@ -142,11 +142,11 @@ def test_memory_of_short_steps_is_read_once_for_several_of_them(monkeypatch: pyt
     monkeypatch.setattr("sentinel.collect.lifecycle.memory._module_of", lambda device: module)
     memory = MemoryUse(torch.device("cuda"), fresh_s=3600.0)
 
-    told = [memory() for _ in range(3)]
+    reported = [memory() for _ in range(3)]
     memory.close()
 
     assert module.asked == 1
-    assert told[0] == told[1] == told[2]
+    assert reported[0] == reported[1] == reported[2]
 
 
 def test_an_optimizer_that_is_gone_leaves_its_name() -> None:

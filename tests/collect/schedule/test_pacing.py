@@ -92,11 +92,11 @@ def test_a_kind_that_costs_more_than_its_share_lengthens_its_interval_and_says_s
     assert [step for step in at if step > first] == [step for step in range(first, NUM_STEPS) if step % every == 0]
     assert all(("activation" in end.left_out) == (end.step not in at) for end in said.ends)
     assert measured_at(said, "param") == measured_at(said, "wgrad") == list(range(NUM_STEPS))
-    (told,) = [one for one in said.health if one.code == "interval_lengthened"]
-    assert told.site == "activation"
-    assert f"measured every {every} steps instead of every step" in told.message
-    assert "max_overhead (10 %)" in told.message
-    assert "{activation: {step_interval: 1}}" in told.message
+    (reported,) = [one for one in said.health if one.code == "interval_lengthened"]
+    assert reported.site == "activation"
+    assert f"measured every {every} steps instead of every step" in reported.message
+    assert "max_overhead (10 %)" in reported.message
+    assert "{activation: {step_interval: 1}}" in reported.message
 
 
 def test_borders_and_the_rows_of_a_due_step_are_as_without_a_bound(run: Path) -> None:
@@ -146,8 +146,8 @@ def test_what_is_measured_by_default_stays_within_half_of_it_and_weights_go_firs
 
     assert Kind.WGRAD not in intervals
     assert 2 <= intervals[Kind.PARAM] <= 4
-    (told,) = [one for one in said.health if one.code == "interval_lengthened"]
-    assert "half of max_overhead (5 %)" in told.message
+    (reported,) = [one for one in said.health if one.code == "interval_lengthened"]
+    assert "half of max_overhead (5 %)" in reported.message
 
 
 def test_default_kinds_are_measured_every_eight_steps_at_least(run: Path) -> None:

@@ -19,7 +19,7 @@ from sentinel.collect.schedule.plan import Plan
 from sentinel.command import ChangeConfig, DisableMonitoring, EnableMonitoring, WithdrawCommand
 from sentinel.config_file import STABLE_S
 from sentinel.messages import Ack
-from sentinel.monitor_config import Measurement, MonitorConfig, ProbeSchedule, as_told, read_source
+from sentinel.monitor_config import Measurement, MonitorConfig, ProbeSchedule, as_reported, read_source
 from sentinel.record import Kind
 
 from ..conftest import Said, TinyModel, loss_of
@@ -259,7 +259,7 @@ class Training:
         return answer
 
     def change(self, at_step: int, name: str = "c", **keys: Any) -> Ack | None:
-        settings = as_told(MonitorConfig(**keys).measurement)
+        settings = as_reported(MonitorConfig(**keys).measurement)
         return self.order(ChangeConfig, id=name, at_step=at_step, settings=settings, text_hash=name)
 
     def end(self) -> Said:
@@ -337,11 +337,11 @@ def test_what_is_in_force_is_said_in_the_descriptor(run: Path, tmp_path: Path) -
     one.train(3)
     said = one.end()
 
-    told = said.descriptor
-    assert told is not None
-    assert (told.config_path, told.config_hash) == (str(tmp_path / "monitor.yaml"), "edited")
-    assert (told.settings["kinds"], told.settings["collect_times"]) == (["wgrad"], 7)
-    assert msgspec.convert(told.settings, MonitorConfig).max_rows == 65536
+    reported = said.descriptor
+    assert reported is not None
+    assert (reported.config_path, reported.config_hash) == (str(tmp_path / "monitor.yaml"), "edited")
+    assert (reported.settings["kinds"], reported.settings["collect_times"]) == (["wgrad"], 7)
+    assert msgspec.convert(reported.settings, MonitorConfig).max_rows == 65536
 
 
 @pytest.mark.parametrize(
@@ -396,10 +396,10 @@ class Alone:
         self.file = tmp_path / "monitor.yaml"
         self.file.write_text(text)
         self.training = Training(run, self.file)
-        self.told: list[tuple[str, str]] = []
+        self.reported: list[tuple[str, str]] = []
         monitor = self.training.monitor
         self.edits = ConfigEdits(
-            read_source(self.file), monitor.planning.orders, lambda code, why, site: self.told.append((code, why))
+            read_source(self.file), monitor.planning.orders, lambda code, why, site: self.reported.append((code, why))
         )
         monitor.session.edits.stop()
         self.mono = 0.0
@@ -423,7 +423,7 @@ def test_an_edit_that_names_a_future_step_needs_no_daemon(run: Path, tmp_path: P
     said = one.training.end()
 
     assert (steps_of(said, "param"), steps_of(said, "wgrad")) == ([0, 1, 2, 3], [4, 5])
-    assert one.told == []
+    assert one.reported == []
 
 
 def test_an_edit_that_was_read_too_late_is_said(run: Path, tmp_path: Path) -> None:
@@ -433,8 +433,8 @@ def test_an_edit_that_was_read_too_late_is_said(run: Path, tmp_path: Path) -> No
     one.training.train(2)
     said = one.training.end()
 
-    assert [code for code, _ in one.told] == ["config_missed"]
-    assert "rank 0 read the edit" in one.told[0][1]
+    assert [code for code, _ in one.reported] == ["config_missed"]
+    assert "rank 0 read the edit" in one.reported[0][1]
     assert steps_of(said, "wgrad") == []
 
 
@@ -470,13 +470,13 @@ def test_broken_and_unread_edits_are_said_once(run: Path, tmp_path: Path) -> Non
     one = Alone(run, tmp_path, "kinds: [param]\n")
     one.edit(kindz=["wgrad"], at_step=9)
     one.look(3)
-    assert [code for code, _ in one.told] == ["config_broken"]
+    assert [code for code, _ in one.reported] == ["config_broken"]
     one.edit(kinds=["wgrad"], max_rows=2048, at_step=9)
-    assert "max_rows cannot change while the run trains" in one.told[-1][1]
+    assert "max_rows cannot change while the run trains" in one.reported[-1][1]
     one.edit(kinds=["wgrad"])
     one.look(60)
 
-    assert [code for code, _ in one.told] == ["config_broken", "config_broken", "config_unread"]
+    assert [code for code, _ in one.reported] == ["config_broken", "config_broken", "config_unread"]
     one.training.end()
 
 

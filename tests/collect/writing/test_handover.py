@@ -30,7 +30,9 @@ class Trainer:
     def __init__(self, directory: Path, **more: object) -> None:
         self.clock = FakeClock()
         self.released: list[int] = []
-        self.handover = Handover(directory, life=LIFE, run="run", rank=0, attempt=0, clock=self.clock, start=False, **more)  # type: ignore[arg-type]
+        self.handover = Handover(
+            directory, incarnation=LIFE, run="run", rank=0, attempt=0, clock=self.clock, start=False, **more
+        )  # type: ignore[arg-type]
         self.directory = directory
 
     def submit(self, step: int, num_rows: int = 3, **more: object) -> bool:
@@ -160,9 +162,11 @@ def test_a_full_queue_cuts_finite_rows_of_the_oldest_steps_and_no_step(tmp_path:
     rows = {f.header.step: np.frombuffer(f.payload, ROW_DTYPE) for f in trainer.frames() if f.header.type == FrameType.ROWS}
     assert rows[2]["tensor"].tolist() == [0, 1], "the border, and the NaN"
     assert rows[3]["tensor"].tolist() == [0]
-    told = [one for one in trainer.said() if isinstance(one, Health)]
-    assert [(one.code, one.first_step, one.step, one.count) for one in told] == [("rows_dropped", 0, len(cut) - 1, len(cut))]
-    assert told[0].num_rows == sum(end.num_dropped_rows for end in ends)
+    reported = [one for one in trainer.said() if isinstance(one, Health)]
+    assert [(one.code, one.first_step, one.step, one.count) for one in reported] == [
+        ("rows_dropped", 0, len(cut) - 1, len(cut))
+    ]
+    assert reported[0].num_rows == sum(end.num_dropped_rows for end in ends)
     assert trainer.handover.num_cut_steps == len(cut)
 
 
@@ -212,8 +216,14 @@ def test_no_end_is_lost_however_many_steps_wait(tmp_path: Path, monkeypatch: pyt
     trainer.handover.turn()
 
     assert [end.step for end in late_ends] == list(range(50))
-    [told] = [one for one in trainer.said() if isinstance(one, Health)]
-    assert (told.code, told.first_step, told.step, told.count, told.num_rows) == ("steps_dropped", 50, 59, 10, 1000)
+    [reported] = [one for one in trainer.said() if isinstance(one, Health)]
+    assert (reported.code, reported.first_step, reported.step, reported.count, reported.num_rows) == (
+        "steps_dropped",
+        50,
+        59,
+        10,
+        1000,
+    )
 
 
 def test_rows_the_disk_refused_are_told_by_their_own_step(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,8 +246,8 @@ def test_the_queue_of_notes_is_bounded(trainer: Trainer) -> None:
 
     trainer.handover.turn()
 
-    told = [one for one in trainer.said() if isinstance(one, Health)]
-    assert [(one.code, one.count) for one in told[MAX_NOTES:]] == [("writer_failed", 10)]
+    reported = [one for one in trainer.said() if isinstance(one, Health)]
+    assert [(one.code, one.count) for one in reported[MAX_NOTES:]] == [("writer_failed", 10)]
 
 
 def test_a_failing_step_is_said_and_the_next_is_written(trainer: Trainer) -> None:
@@ -249,8 +259,8 @@ def test_a_failing_step_is_said_and_the_next_is_written(trainer: Trainer) -> Non
     trainer.handover.turn()
 
     assert [(end.step, end.num_rows, end.num_dropped_rows) for end in trainer.ends()] == [(0, 0, 3), (1, 3, 0)]
-    told = [one for one in trainer.said() if isinstance(one, Health)]
-    assert "device lost" in told[0].message
+    reported = [one for one in trainer.said() if isinstance(one, Health)]
+    assert "device lost" in reported[0].message
     assert trainer.released == [0, 1]
 
 
@@ -310,7 +320,7 @@ def test_close_writes_what_is_queued_and_bye_last(trainer: Trainer) -> None:
 
 
 def test_the_thread_writes_and_ends(tmp_path: Path) -> None:
-    handover = Handover(tmp_path, life=LIFE, run="run", rank=0)
+    handover = Handover(tmp_path, incarnation=LIFE, run="run", rank=0)
     rows = np.zeros(100, ROW_DTYPE)
     rows["micro_step"] = -1
     for step in range(20):
@@ -334,7 +344,7 @@ def test_a_stalled_disk_stalls_nobody_else(tmp_path: Path, monkeypatch: pytest.M
         return writev(fd, buffers)
 
     monkeypatch.setattr(spool.os, "writev", stall)
-    handover = Handover(tmp_path, life=LIFE, run="run", rank=0, queue_bytes=20_000)
+    handover = Handover(tmp_path, incarnation=LIFE, run="run", rank=0, queue_bytes=20_000)
 
     def step() -> StepBatch:
         end = EndStep(step=0, num_rows=10, num_calls=10)
@@ -357,7 +367,7 @@ def test_a_stalled_disk_stalls_nobody_else(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
-    handover = Handover(tmp_path, life=LIFE, run="run", rank=0)
+    handover = Handover(tmp_path, incarnation=LIFE, run="run", rank=0)
     handover.post(Health(code="before", message=""))
     child = os.fork()
     if child == 0:

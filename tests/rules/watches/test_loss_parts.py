@@ -41,8 +41,8 @@ def test_the_losses_of_several_players_are_sides(names, expected):
     assert sides(names) == expected
 
 
-@pytest.mark.parametrize(("climb", "other", "is_told"), [(1.3, 1.0, False), (1.3, 1.3, True), (4.0, 1.0, True)])
-def test_a_side_that_sways_alone_is_a_note_until_it_is_far(paper_run, rng, climb, other, is_told):
+@pytest.mark.parametrize(("climb", "other", "is_reported"), [(1.3, 1.0, False), (1.3, 1.3, True), (4.0, 1.0, True)])
+def test_a_side_that_sways_alone_is_a_note_until_it_is_far(paper_run, rng, climb, other, is_reported):
     run = paper_run([("layers.0", "param")])
     engine, found = Engine(Pack(rules=(load_pack().rule("loss-drift"),))), []
     for step in range(900):
@@ -52,7 +52,7 @@ def test_a_side_that_sways_alone_is_a_note_until_it_is_far(paper_run, rng, climb
         found += [a for a in engine.judge(run.view(step, scalars=scalars)) if a.event == "onset"]
 
     assert found
-    assert any(a.severity is not Severity.INFO for a in found) == is_told
+    assert any(a.severity is not Severity.INFO for a in found) == is_reported
 
 
 @pytest.mark.parametrize(

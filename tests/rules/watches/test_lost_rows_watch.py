@@ -40,12 +40,12 @@ class Lossy:
         rows, end = self.run.observe(rank, step)
         kept = rows[is_precious(rows)]
         num_lost = len(rows) - len(kept)
-        told = msgspec.structs.replace(
+        reported = msgspec.structs.replace(
             end, num_rows=len(kept), num_dropped_rows=num_lost, num_finite_dropped=num_lost * is_finite, lost_to=lost_to
         )
         one = self.run._ranks[rank]
         self.run._say(one, FrameType.ROWS, kept.tobytes(), step, len(kept))
-        self.run._say(one, FrameType.END_STEP, encode_message(told), step, 0)
+        self.run._say(one, FrameType.END_STEP, encode_message(reported), step, 0)
 
     def judge(self, *, is_over: bool = False) -> list[Anomaly]:
         """Return what the rule on losses says of what was written since; others' records are in `found`."""
@@ -101,14 +101,14 @@ def test_a_live_loss_is_told_at_its_first_step_and_its_sum_at_its_end(lossy: Los
 
 
 def test_losses_with_pauses_between_are_one_episode(lossy: Lossy) -> None:
-    told = []
+    reported = []
     for _ in range(8):
         lossy.write(1, lossy=(0,), lost_to="writer")
         lossy.write(50)
-        told += lossy.judge()
+        reported += lossy.judge()
 
-    assert len(told) == 1
-    assert "writer thread" in told[0].message
+    assert len(reported) == 1
+    assert "writer thread" in reported[0].message
 
 
 def test_rows_that_may_have_held_a_nan_are_graver_and_told_again(lossy: Lossy) -> None:

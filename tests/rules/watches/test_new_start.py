@@ -19,25 +19,25 @@ def losses_of(run: SyntheticRun, level: float) -> None:
     original = run._values.scalars
 
     def scalars(place: object, step: int) -> dict[str, float]:
-        told: dict[str, float] = dict(original(place, step))  # type: ignore[arg-type]
-        told["loss"] = level * (1.0 + 0.01 * ((step * 7919) % 13 - 6) / 6.0)
-        return told
+        reported: dict[str, float] = dict(original(place, step))  # type: ignore[arg-type]
+        reported["loss"] = level * (1.0 + 0.01 * ((step * 7919) % 13 - 6) / 6.0)
+        return reported
 
     run._values.scalars = scalars  # type: ignore[method-assign,assignment]
 
 
 def judged(run: SyntheticRun) -> list[Anomaly]:
-    verdicts = judged_again(RunPaths.of(run.directory), None, pack=load_pack(), recompute=True)
-    return [one for what, verdict in verdicts if not isinstance(what, Tick) for one in verdict.anomalies]
+    judgements = judged_again(RunPaths.of(run.directory), None, pack=load_pack(), recompute=True)
+    return [one for what, judgement in judgements if not isinstance(what, Tick) for one in judgement.anomalies]
 
 
 @pytest.mark.parametrize(
-    ("first", "is_resumed", "is_told"),
+    ("first", "is_resumed", "is_reported"),
     [(0, False, False), (300, True, True), (40, False, False), (0, True, True)],
     ids=["from step 0", "from our checkpoint", "further on, without one", "from our checkpoint of step 0"],
 )
 def test_a_relaunch_is_held_against_the_former_life_only_if_it_resumed(
-    tmp_path: Path, first: int, is_resumed: bool, is_told: bool
+    tmp_path: Path, first: int, is_resumed: bool, is_reported: bool
 ) -> None:
     run = SyntheticRun(tmp_path / "run", dp=1, layers=1, d_model=16, elements=8)
     losses_of(run, 0.001)
@@ -49,7 +49,7 @@ def test_a_relaunch_is_held_against_the_former_life_only_if_it_resumed(
     run.end()
 
     found = [one for one in judged(run) if one.tag_name == "loss" and one.attempt == 1 and one.event == "onset"]
-    assert bool(found) == is_told
+    assert bool(found) == is_reported
 
 
 def test_a_step_that_goes_on_is_a_resume_whoever_says_so(tmp_path: Path) -> None:

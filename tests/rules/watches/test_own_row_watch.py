@@ -51,7 +51,7 @@ def steps(rng):
     return [{key: level[key] * float(np.exp(0.4 * rng.standard_normal())) for key in keys} for _ in range(40)]
 
 
-def told(engine, run, steps, rule=TURBULENCE, statistic="norm"):
+def reported(engine, run, steps, rule=TURBULENCE, statistic="norm"):
     names = [name for name, _ in run.tensors]
     found = set()
     for step, norms in enumerate(steps):
@@ -68,7 +68,7 @@ def test_each_rank_and_micro_step_is_a_series_of_its_own(paper_run, steps):
     expected = reference(steps)
     assert len(expected) > 20
 
-    assert told(Engine(load_pack(["msprobe"])), run, steps) == expected
+    assert reported(Engine(load_pack(["msprobe"])), run, steps) == expected
 
 
 def test_a_nan_is_told_of_its_own_row_and_blinds_that_series_alone(paper_run, steps):
@@ -79,8 +79,8 @@ def test_a_nan_is_told_of_its_own_row_and_blinds_that_series_alone(paper_run, st
             steps[step][0, 1, micro] *= 1e3
     expected = reference(steps)
 
-    nans = told(Engine(load_pack(["msprobe"])), run, steps, NAN, "nans")
-    found = told(Engine(load_pack(["msprobe"])), run, steps)
+    nans = reported(Engine(load_pack(["msprobe"])), run, steps, NAN, "nans")
+    found = reported(Engine(load_pack(["msprobe"])), run, steps)
 
     assert nans == {(5, 0, 1, 0)}
     assert found == expected
@@ -109,4 +109,4 @@ def test_a_rank_and_a_micro_step_that_join_late_begin_with_their_own_history(pap
         for key in [key for key in norms if key[1] == 1 or key[2] == 1]:
             del norms[key]
 
-    assert told(Engine(load_pack(["msprobe"])), run, steps) == reference(steps)
+    assert reported(Engine(load_pack(["msprobe"])), run, steps) == reference(steps)

@@ -12,7 +12,7 @@ from sentinel.rules.language.schema import Pack
 from sentinel.rules.watches.recurring import OFTEN, RECALL_STEPS, Recurring
 
 
-def told_of(paper_run, losses, names=("loss",)):
+def reported_of(paper_run, losses, names=("loss",)):
     """The steps and severities of what is told of losses [steps] or [steps, names]."""
     run = paper_run([("layers.0", "param")])
     engine, found = Engine(Pack(rules=(load_pack().rule("loss-spike"),))), []
@@ -41,7 +41,7 @@ def test_tasks_that_alternate_wake_nobody(paper_run, seed):
     easy = 0.05 + 2.3 * np.exp(-t / 40.0)
     losses = np.where(t % 5 == 4, 2.5, easy) * np.exp(0.08 * rng.standard_normal(600))
 
-    assert told_of(paper_run, losses) == []
+    assert reported_of(paper_run, losses) == []
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -51,7 +51,7 @@ def test_a_classifier_with_rare_mistakes_is_told_of_at_most_once(paper_run, seed
     wrong = rng.binomial(32, 0.01, 1200) * (0.2 + 0.05 * rng.standard_normal(1200)).clip(0.1)
     losses = (0.01 + 2.3 * np.exp(-t / 30.0)) * np.exp(0.2 * rng.standard_normal(1200)) + wrong
 
-    assert len(told_of(paper_run, losses)) <= 1
+    assert len(reported_of(paper_run, losses)) <= 1
 
 
 def test_a_loss_that_is_mostly_zero_wakes_nobody_by_one_batch(paper_run, rng):
@@ -60,7 +60,7 @@ def test_a_loss_that_is_mostly_zero_wakes_nobody_by_one_batch(paper_run, rng):
     losses = np.where(rng.random(900) < share, rng.exponential(0.1, 900) * (0.2 + share), 0.0)
     losses[:40] += 0.3
 
-    assert told_of(paper_run, losses) == []
+    assert reported_of(paper_run, losses) == []
 
 
 @pytest.mark.parametrize("step", [120, 500])
@@ -68,25 +68,25 @@ def test_one_batch_that_stands_far_out_is_told_young_or_old(paper_run, rng, step
     losses = (2.0 + 6.0 * np.exp(-np.arange(700) / 40.0)) * np.exp(0.02 * rng.standard_normal(700))
     losses[step] *= 4.0
 
-    assert told_of(paper_run, losses) == [(step, Severity.CRITICAL)]
+    assert reported_of(paper_run, losses) == [(step, Severity.CRITICAL)]
 
 
 def test_a_mature_loss_of_little_noise_is_told_by_one_batch(paper_run, rng):
     losses = (2.0 + 6.0 * np.exp(-np.arange(700) / 40.0)) * np.exp(0.02 * rng.standard_normal(700))
     losses[500] *= 1.25
 
-    assert told_of(paper_run, losses) == [(500, Severity.WARNING)]
+    assert reported_of(paper_run, losses) == [(500, Severity.WARNING)]
 
 
 def test_a_young_loss_that_stays_high_is_told(paper_run, rng):
     losses = (0.05 + 2.3 * np.exp(-np.arange(200) / 20.0)) * np.exp(0.1 * rng.standard_normal(200))
     losses[110:] *= 8.0
 
-    told = told_of(paper_run, losses)
+    reported = reported_of(paper_run, losses)
 
-    assert told
-    assert told[0][0] <= 113
-    assert told[-1][1] is Severity.CRITICAL
+    assert reported
+    assert reported[0][0] <= 113
+    assert reported[-1][1] is Severity.CRITICAL
 
 
 def test_recurring_excursions_hide_neither_one_far_above_them_nor_a_jump_as_high(paper_run, rng):
@@ -96,7 +96,7 @@ def test_recurring_excursions_hide_neither_one_far_above_them_nor_a_jump_as_high
     losses[500] *= 12.0
     losses[700:] *= 1.6
 
-    steps = [step for step, _ in told_of(paper_run, losses)]
+    steps = [step for step, _ in reported_of(paper_run, losses)]
 
     assert steps[0] == 300
     assert 500 in steps
@@ -108,9 +108,9 @@ def test_a_side_of_a_game_that_rises_as_the_other_falls_wakes_nobody(paper_run, 
     one, other = (1.0 * np.exp(0.03 * rng.standard_normal(300)) for _ in range(2))
     one[200:206], other[200:206] = one[200:206] * 1.6, other[200:206] * 0.7
 
-    assert told_of(paper_run, np.stack([one, other], 1), ("G/loss", "D/loss")) == []
-    assert told_of(paper_run, one)
-    assert told_of(paper_run, np.stack([one, other], 1), ("lm_loss", "aux_loss"))
+    assert reported_of(paper_run, np.stack([one, other], 1), ("G/loss", "D/loss")) == []
+    assert reported_of(paper_run, one)
+    assert reported_of(paper_run, np.stack([one, other], 1), ("lm_loss", "aux_loss"))
 
 
 def test_what_recurred_is_kept_in_a_snapshot():

@@ -1,4 +1,4 @@
-"""Scalars beside sister runs: what the batch did to all is told apart from what this run has for itself."""
+"""Scalars beside reference runs: what the batch did to all is told apart from what this run has for itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sentinel.anomaly import Severity
 from sentinel.errors import RuleError
 from sentinel.judge.judge import Judge
 from sentinel.judge.references import read_references, with_reference
-from sentinel.logs.reading import read_log
+from sentinel.logs.log_file import read_log
 from sentinel.logs.views import log_views
 from sentinel.reference import combine
 from sentinel.rules.language.loader import load_pack, read_pack
@@ -40,22 +40,22 @@ def loss_rule(reference=None) -> Pack:
 
 def judge(pack, path):
     """Return the onsets and the number of rows judged."""
-    court, found, rows = Judge(pack), [], 0
+    judge, found, rows = Judge(pack), [], 0
     for view in log_views(read_log(path), run="own"):
-        found += [a for a in court.judge(None, view).anomalies if a.event == "onset"]
+        found += [a for a in judge.judge(None, view).anomalies if a.event == "onset"]
         rows += 1
     return found, rows
 
 
 @pytest.mark.parametrize("num", [1, 2, 5])
-def test_two_percent_shows_beside_sisters_and_a_bad_batch_is_no_fault(num, rng, tmp_path):
+def test_two_percent_shows_beside_reference_runs_and_a_bad_batch_is_no_fault(num, rng, tmp_path):
     loss = make_runs(rng, num + 1)
     loss[0, OWN] *= 1.025
-    sisters = [write_log(tmp_path / f"{i}.csv", one) for i, one in enumerate(loss[1:])]
+    references = [write_log(tmp_path / f"{i}.csv", one) for i, one in enumerate(loss[1:])]
     own = write_log(tmp_path / "own.csv", loss[0])
 
     alone, rows = judge(loss_rule(), own)
-    found, rows_beside = judge(loss_rule(read_references(sisters)), own)
+    found, rows_beside = judge(loss_rule(read_references(references)), own)
 
     assert rows == rows_beside == POINTS
     assert [(a.step, a.severity) for a in alone if a.step == BATCH] == [(BATCH, Severity.CRITICAL)]
@@ -67,7 +67,7 @@ def test_two_percent_shows_beside_sisters_and_a_bad_batch_is_no_fault(num, rng, 
     assert by_step[OWN].baseline == pytest.approx(loss[0, OWN] / 1.025, rel=0.01)
 
 
-def test_sisters_that_lack_steps_log_seldom_or_hold_nan_do_no_harm(rng, tmp_path, caplog):
+def test_reference_runs_that_lack_steps_log_seldom_or_hold_nan_do_no_harm(rng, tmp_path, caplog):
     loss = make_runs(rng, 5)
     loss[0, OWN] *= 1.03
     loss[2, 200:210] = np.nan
@@ -87,7 +87,7 @@ def test_sisters_that_lack_steps_log_seldom_or_hold_nan_do_no_harm(rng, tmp_path
     assert said(caplog) == []
 
 
-def test_sisters_on_other_data_say_nothing(rng, tmp_path):
+def test_reference_runs_on_other_data_say_nothing(rng, tmp_path):
     own = write_log(tmp_path / "own.csv", make_runs(rng, 1)[0])
     strangers = [write_log(tmp_path / f"{i}.csv", make_runs(np.random.default_rng(i), 1)[0]) for i in range(3)]
 
@@ -102,20 +102,20 @@ def said(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "sentinel.rules"]
 
 
-def test_sisters_that_do_not_follow_are_said_once_and_while_it_lasts(rng, tmp_path, caplog):
+def test_reference_runs_that_do_not_follow_are_said_once_and_while_it_lasts(rng, tmp_path, caplog):
     own = write_log(tmp_path / "own.csv", make_runs(rng, 1)[0])
     others = [write_log(tmp_path / f"{i}.csv", make_runs(rng, 1)[0]) for i in range(2)]
-    court = Judge(loss_rule(read_references(others)))
+    judge = Judge(loss_rule(read_references(others)))
 
     for view in log_views(read_log(own), run="own"):
-        court.judge(None, view)
+        judge.judge(None, view)
 
     (text,) = said(caplog)
     assert 'rule "loss-spike": the 2 runs under reference have a loss that this run does not follow' in text
-    assert [text] == [f"rules: {one}" for one in court.blindness]
+    assert [text] == [f"rules: {one}" for one in judge.blindness]
 
 
-def test_sisters_without_a_step_or_a_scalar_of_the_run_are_said(rng, tmp_path, caplog):
+def test_reference_runs_without_a_step_or_a_scalar_of_the_run_are_said(rng, tmp_path, caplog):
     loss = make_runs(rng, 2)
     own = write_log(tmp_path / "own.csv", loss[0])
     later = write_log(tmp_path / "later.csv", loss[1], np.arange(POINTS) + 10 * POINTS)
@@ -131,16 +131,16 @@ def test_sisters_without_a_step_or_a_scalar_of_the_run_are_said(rng, tmp_path, c
 
 
 @pytest.mark.parametrize("num", [1, 5])
-def test_nothing_is_said_of_sisters_that_follow(num, rng, tmp_path, caplog):
+def test_nothing_is_said_of_reference_runs_that_follow(num, rng, tmp_path, caplog):
     loss = make_runs(rng, num + 1)
-    sisters = [write_log(tmp_path / f"{i}.csv", one) for i, one in enumerate(loss[1:])]
+    references = [write_log(tmp_path / f"{i}.csv", one) for i, one in enumerate(loss[1:])]
 
-    judge(loss_rule(read_references(sisters)), write_log(tmp_path / "own.csv", loss[0]))
+    judge(loss_rule(read_references(references)), write_log(tmp_path / "own.csv", loss[0]))
 
     assert said(caplog) == []
 
 
-def test_a_rule_names_its_sisters_and_the_pack_holds_them(rng, tmp_path):
+def test_a_rule_names_its_reference_runs_and_the_pack_holds_them(rng, tmp_path):
     loss = make_runs(rng, 3)
     write_log(tmp_path / "a.csv", loss[1])
     write_log(tmp_path / "b.csv", loss[2])
@@ -180,7 +180,7 @@ def test_what_is_wrong_with_a_reference_is_said_with_its_line(text, line, says, 
         load_pack([rules])
 
 
-def test_a_snapshot_goes_on_beside_the_sisters(rng, tmp_path):
+def test_a_snapshot_goes_on_beside_the_reference_runs(rng, tmp_path):
     loss = make_runs(rng, 4)
     loss[0, OWN] *= 1.03
     reference = combine([{"loss": (np.arange(POINTS), one)} for one in loss[1:]])
@@ -198,19 +198,19 @@ def test_a_snapshot_goes_on_beside_the_sisters(rng, tmp_path):
     ]
 
 
-def test_the_run_itself_as_its_sister_is_told_once(rng, tmp_path, caplog):
+def test_the_run_itself_as_its_reference_run_is_told_once(rng, tmp_path, caplog):
     own = write_log(tmp_path / "own.csv", make_runs(rng, 1)[0])
 
     found, rows = judge(loss_rule(read_references([own])), own)
 
     said = [one.getMessage() for one in caplog.records if "the run itself" in one.getMessage()]
     assert rows == POINTS and len(said) == 1
-    assert 'rule "loss-spike": sister 1 of 1' in said[0]
-    # Were it a sister, the batch would be acquitted by the run's own spike.
+    assert 'rule "loss-spike": reference run 1 of 1' in said[0]
+    # Were it a reference run, the batch would be acquitted by the run's own spike.
     assert [(a.step, a.severity, a.reference_score) for a in found] == [(BATCH, Severity.CRITICAL, None)]
 
 
-def test_one_step_below_the_sisters_is_shown_and_pages_nobody(rng, tmp_path):
+def test_one_step_below_the_reference_runs_is_shown_and_pages_nobody(rng, tmp_path):
     loss = make_runs(rng, 6)
     loss[0, OWN] *= 0.95
     reference = combine([{"loss": (np.arange(POINTS), one)} for one in loss[1:]])

@@ -159,9 +159,9 @@ def test_ranks_that_train_models_of_their_own_are_told_once_and_not_accused(num_
 
     found = [one for step in range(30) for one in engine.judge(run.view(step, change=own_models))]
 
-    (told,) = [one for one in found if one.rule == "replica-divergence"]
-    assert (told.severity, told.step, told.rank) == (Severity.WARNING, 0, None)
-    assert "never the same" in told.message
+    (reported,) = [one for one in found if one.rule == "replica-divergence"]
+    assert (reported.severity, reported.step, reported.rank) == (Severity.WARNING, 0, None)
+    assert "never the same" in reported.message
 
 
 def test_once_alike_they_are_compared_like_others(paper_run, engine):

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from sentinel.judge.judge import Judge
-from sentinel.logs.reading import read_log
+from sentinel.logs.log_file import read_log
 from sentinel.logs.views import log_views
 from sentinel.rules.language.loader import load_pack
 from sentinel.rules.language.schema import Pack
@@ -17,9 +17,9 @@ def drifts(path, steps, loss, lr=None):
     rates = np.full(len(loss), 1e-3) if lr is None else lr
     path.write_text("step,loss,lr\n" + "".join(f"{s},{x},{r}\n" for s, x, r in zip(steps, loss, rates, strict=True)))
     rule = msgspec.structs.replace(load_pack().rule("loss-drift"), args={"warmup": 64})
-    court, found, rows = Judge(Pack(rules=(rule,))), [], 0
+    judge, found, rows = Judge(Pack(rules=(rule,))), [], 0
     for view in log_views(read_log(path), run="own"):
-        found += [a.step for a in court.judge(None, view).anomalies if a.event == "onset"]
+        found += [a.step for a in judge.judge(None, view).anomalies if a.event == "onset"]
         rows += 1
     return found, rows
 
@@ -41,20 +41,20 @@ def test_a_resume_and_a_restarted_rate_are_no_drift(tmp_path, rng):
 
 def test_of_a_slow_climb_the_level_is_told_and_not_a_point_of_it(tmp_path):
     """Where a climb was held back and is told later, the row of that step may lie below the best level."""
-    told = 0
+    reported = 0
     for seed in range(4):
         noise = np.random.default_rng(seed).standard_normal(2400)
         loss = (1.0 + np.clip(np.arange(2400) - 1400, 0, 600) / 2400) * np.exp(0.15 * noise)
         path = tmp_path / f"{seed}.csv"
         path.write_text("step,loss\n" + "".join(f"{step},{value}\n" for step, value in enumerate(loss)))
-        court = Judge(Pack(rules=(load_pack().rule("loss-drift"),)))
+        judge = Judge(Pack(rules=(load_pack().rule("loss-drift"),)))
         for view in log_views(read_log(path), run="own"):
-            for one in court.judge(None, view).anomalies:
+            for one in judge.judge(None, view).anomalies:
                 if one.event != "onset":
                     continue
-                told += 1
+                reported += 1
                 assert one.baseline < one.value < 1.6
                 assert one.value != loss[one.step]
                 assert one.message.startswith(f"the level of loss is {one.value:.4g}, ")
 
-    assert told >= 3
+    assert reported >= 3

@@ -47,11 +47,11 @@ def test_the_default_pack_names_the_rank_whose_loss_is_away(paper_run, rng):
     engine = Engine(load_pack())
 
     before = judge(engine, run, range(30), rng)
-    told = [one for one in judge(engine, run, range(30, 60), rng, factor=[1, 1, 2.5, 1]) if one.rule == "rank-skew"]
+    reported = [one for one in judge(engine, run, range(30, 60), rng, factor=[1, 1, 2.5, 1]) if one.rule == "rank-skew"]
     (end,) = [one for one in judge(engine, run, range(60, 90), rng) if one.rule == "rank-skew"]
 
     assert before == []
-    alone, onset, merged = told
+    alone, onset, merged = reported
     assert (alone.rank, alone.step, alone.severity, alone.event) == (2, 30, Severity.INFO, "onset"), (
         "one step is written down"
     )
@@ -121,9 +121,11 @@ def test_a_step_alone_is_written_down_once_and_the_next_like_it_is_not_news(pape
 TWINS = Pack(
     rules=(
         Rule(
-            name="same-data", detector="TwinRanks", match=Match(kind=("activation", "wgrad_unreduced"), statistic=("rms",))
+            name="same-data",
+            detector="DuplicateRanks",
+            match=Match(kind=("activation", "wgrad_unreduced"), statistic=("rms",)),
         ),
-        Rule(name="same-loss", detector="TwinRanks", match=Match(kind=("scalar",), name=("loss",))),
+        Rule(name="same-loss", detector="DuplicateRanks", match=Match(kind=("scalar",), name=("loss",))),
     )
 )
 
@@ -132,9 +134,9 @@ def test_two_ranks_that_begin_to_read_the_same_data_are_named_together(paper_run
     run = paper_run([("a", "activation"), ("b", "activation")], num_ranks=NUM_RANKS)
     engine = Engine(TWINS)
 
-    def same(step, twins):
+    def same(step, duplicates):
         noise = np.exp(0.03 * rng.standard_normal(NUM_RANKS))
-        noise[list(twins)] = noise[twins[0]]
+        noise[list(duplicates)] = noise[duplicates[0]]
 
         def grow(rank, rows):
             rows["m2"] *= noise[rank] ** 2

@@ -1,6 +1,7 @@
-"""Sister runs of the labelled logs: what recurs at the same step, and a step off by 2 % beside what the sisters forecast.
+"""Reference runs of the labelled logs: what recurs at the same step, and a step off by 2 % beside what the reference runs
+forecast.
 
-Called by detection.py. Sisters are found in the data: runs whose loss, less its moving mean, moves together.
+Called by detection.py. Reference runs are found in the data: runs whose loss, less its moving mean, moves together.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from sentinel.detect import LossSpike
-from sentinel.detect.reference import Beside
+from sentinel.detect.residual import Beside
 from sentinel.reference import combine
 from sentinel.rules.watches.reference_runs import Lookup
 
 PROJECT = "KellerJordan/modded-nanogpt"
 """36 runs, which share their data order."""
 TOGETHER = 0.5
-"""Correlation of two runs' movements from which on they are sisters; between strangers it is near 0."""
+"""Correlation of two runs' movements from which on they are reference runs; between strangers it is near 0."""
 BURN_IN = 128
 PLANTS = 60
 """Corrupted steps planted in each run, each in a run of its own."""
@@ -51,7 +52,7 @@ def _together(logs: Any, one: str, other: str) -> float:
 
 
 def recur(logs: Any) -> None:
-    """Print the share of alarms that recur in a sister at the same step: no label needed, the batch did it."""
+    """Print the share of alarms that recur in a reference run at the same step: no label needed, the batch did it."""
     detector = LossSpike()
     alarms = logs.alarms("loss", lambda column: detector.scan(column[:, None], detector.state(1))[:, 0] >= 1.0)
     print("\n## Alarms that recur within 2 steps in at least one sister run; in at least half of those that got there\n")
@@ -78,7 +79,7 @@ class Beheld:
     """One run beside the others of its group, row by row."""
 
     file: str
-    num_sisters: int
+    num_references: int
     half: str
     """`tuned` or `other`: runs of a group in turn."""
     residual: np.ndarray
@@ -95,22 +96,25 @@ class Beheld:
         return len(logs.scorer.episodes(np.flatnonzero(rows).tolist()))
 
 
-def sisters(logs: Any) -> None:
-    """Print how many planted steps are caught beside the sisters, the false alarms, and what any threshold could reach."""
+def references(logs: Any) -> None:
+    """Print how many planted steps are caught beside the reference runs, the false alarms, and what any threshold could
+    reach."""
     runs = [_beside(logs, group, at) for group in groups_of(logs) if len(group) > 1 for at in range(len(group))]
     print(
         "\n## Beside sisters: one step of the loss x1.02, x0.98; each run left out of its group in turn; rows from 128 on\n"
     )
-    print("""Nearly all constants were set on a grid over all runs, the last two (how k depends on the number of sisters) on
-every second run of each group (tuned): the other half is not unseen. False alarms count both sides; beside one sister a
+    print("""Nearly all constants were set on a grid over all runs, the last two (how k depends on the number of reference
+    runs) on
+every second run of each group (tuned): the other half is not unseen. False alarms count both sides; beside one reference
+run a
 fall is never called, by design.
 """)
     print("| sisters | half | runs | planted | +2 % caught | -2 % caught | rows | false | per 100k | +2 % without sisters |")
     print("|---|---|---|---|---|---|---|---|---|---|")
-    counts = sorted({run.num_sisters for run in runs})
+    counts = sorted({run.num_references for run in runs})
     for num in (*counts, None):
         for half in ("tuned", "other", "all"):
-            taken = [run for run in runs if num in (None, run.num_sisters) and half in ("all", run.half)]
+            taken = [run for run in runs if num in (None, run.num_references) and half in ("all", run.half)]
             rows = sum(len(run.score) for run in taken)
             false = sum(run.episodes(sign * run.score >= 1.0, logs) for run in taken for sign in (1.0, -1.0))
             caught = {factor: np.concatenate([run.caught[factor] for run in taken]) for factor in PLANTED}
@@ -133,13 +137,13 @@ each side), and of the residual by what the detector allows at that row. What no
         "| sisters | false per 100k | residual | by the deviation in hindsight | by what is allowed |\n|---|---|---|---|---|"
     )
     for num in counts:
-        taken = [run for run in runs if run.num_sisters == num]
+        taken = [run for run in runs if run.num_references == num]
         rows = sum(len(run.score) for run in taken)
         for per_100k in (5, 20, 50, 100):
             cells = []
             for scale_of in (lambda run: np.ones(len(run.residual)), lambda run: _hindsight(run.residual), _allowed):
                 if scale_of is _allowed and num < 3:
-                    cells.append("-")  # beside one sister nothing is allowed or not below the forecast
+                    cells.append("-")  # beside one reference run nothing is allowed or not below the forecast
                     continue
                 scales = [scale_of(run) for run in taken]
                 heights = [np.nan_to_num(run.residual, nan=-1.0) / scale for run, scale in zip(taken, scales, strict=True)]
@@ -190,7 +194,7 @@ def _beside(logs: Any, group: list[str], at: int) -> Beheld:
         if np.isfinite(forecast):
             residual[row] = np.log(value / forecast)
         detector.learn(point, state, detector.score(point, state).score >= 1.0)
-    # A sister that is over forecasts nothing any more: rows past the last are not judged.
+    # A reference run that is over forecasts nothing any more: rows past the last are not judged.
     judged = np.array(there)
     half = "tuned" if at % 2 == 0 else "other"
     return Beheld(file, len(group) - 1, half, residual[judged], score[judged], caught, alone)

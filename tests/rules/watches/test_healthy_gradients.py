@@ -9,7 +9,7 @@ from sentinel.anomaly import Severity
 from sentinel.rules.engine import Engine
 from sentinel.rules.language.loader import load_pack
 from sentinel.rules.language.schema import Pack
-from sentinel.rules.watches.gradients import FAR, is_of_expert
+from sentinel.rules.watches.healthy_gradients import FAR, is_of_expert
 
 WGRADS = [(f"layers.{i}.weight", "wgrad") for i in range(12)]
 EXPERTS = [(f"mlp.experts.{i}.w{j}", "wgrad") for i in range(4) for j in range(3)]
@@ -26,7 +26,7 @@ def warmed(engine, run, rng, steps=80, scalars=None):
     return steps
 
 
-def told(found):
+def reported(found):
     return [a for a in found if a.event == "onset" and a.severity is not Severity.INFO]
 
 
@@ -40,7 +40,7 @@ def test_gradients_that_a_batch_lifts_together_are_told_where_they_are_far_out(p
 
     assert len(found) == len(WGRADS)
     assert (max(a.score for a in found) >= FAR) == is_warning
-    assert bool(told(found)) == is_warning
+    assert bool(reported(found)) == is_warning
 
 
 def test_activations_that_rise_together_a_little_are_told(paper_run, rng):
@@ -48,7 +48,7 @@ def test_activations_that_rise_together_a_little_are_told(paper_run, rng):
     engine = engine_of("turbulent-norm")
     step = warmed(engine, run, rng)
 
-    assert told(engine.judge(run.view(step, np.full(12, 2.6))))
+    assert reported(engine.judge(run.view(step, np.full(12, 2.6))))
 
 
 @pytest.mark.parametrize(("share", "is_warning"), [(1 / 3, False), (1 / 40, True), (0.0, True)])
@@ -59,7 +59,7 @@ def test_a_gradient_that_fades_as_a_model_learns_is_no_warning(paper_run, rng, s
 
     found = [a for i in range(5) for a in engine.judge(run.view(step + i, np.full(len(WGRADS), share)))]
 
-    assert found and bool(told(found)) == is_warning
+    assert found and bool(reported(found)) == is_warning
 
 
 @pytest.mark.parametrize("tensors", [EXPERTS, WGRADS])
@@ -72,8 +72,8 @@ def test_an_expert_without_tokens_for_some_steps_is_no_warning(paper_run, rng, t
     away = [a for i in range(20) for a in engine.judge(run.view(step + i, norms))]
     back = [a for i in range(40) for a in engine.judge(run.view(step + 20 + i, np.ones(12)))]
 
-    assert bool(told(away)) == (tensors is WGRADS)
-    assert not told(back)
+    assert bool(reported(away)) == (tensors is WGRADS)
+    assert not reported(back)
 
 
 def test_an_expert_that_gets_no_token_any_more_is_told(paper_run, rng):
@@ -84,7 +84,7 @@ def test_an_expert_that_gets_no_token_any_more_is_told(paper_run, rng):
 
     found = [a for i in range(80) for a in engine.judge(run.view(step + i, norms))]
 
-    assert {a.tag_name for a in told(found)} == {"mlp.experts.0.w0", "mlp.experts.0.w1", "mlp.experts.0.w2"}
+    assert {a.tag_name for a in reported(found)} == {"mlp.experts.0.w0", "mlp.experts.0.w1", "mlp.experts.0.w2"}
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_the_state_of_one_element_that_passes_through_zero_is_no_lost_state(pape
     found = [a for i in range(5) for a in engine.judge(run.view(step + i, np.array([1.0, 1.0, 1.0, 1.0, 1 / 40])))]
 
     assert found
-    assert bool(told(found)) == is_warning
+    assert bool(reported(found)) == is_warning
 
 
 @pytest.mark.parametrize(("num_elements", "is_warning"), [(1, False), (100, True)])
@@ -140,4 +140,4 @@ def test_a_step_as_large_as_a_weight_of_one_element_is_no_fault(paper_run, rng, 
         found += engine.judge(run.view(step, np.ones(2), change=change))
 
     assert found
-    assert bool(told(found)) == is_warning
+    assert bool(reported(found)) == is_warning

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sentinel.collect.hooks.chunk import Chunk
-from sentinel.collect.kernels.reading import plain
+from sentinel.collect.kernels.pieces import plain
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.dump_pieces import piece_of
 from sentinel.collect.probes.dump_writer import DTYPES, DumpWriter, StepDump

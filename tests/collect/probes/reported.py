@@ -19,7 +19,7 @@ from sentinel.wire.frame import Frame, FrameType, decode_message, scan
 from ..conftest import Said
 
 
-class Told(Said):
+class Reported(Said):
     """A rank's rows and vectors."""
 
     def __init__(self, run: Path, rank: int = 0) -> None:

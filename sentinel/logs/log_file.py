@@ -156,13 +156,13 @@ def _read_file(path: Path, header: Sequence[str] | None) -> Rows:
             rows = Rows(path, "jsonl")
             read_jsonl(rows, ((at, line) for at, line in numbered if line.strip()))
             return rows
-        kept = [line.translate(_BARS) for line in whole_records(lines) if _is_told(line)][:SNIFF_LINES]
+        kept = [line.translate(_BARS) for line in whole_records(lines) if _is_given(line)][:SNIFF_LINES]
         delimiter = delimiter_of(kept) if kept else None
         if delimiter is not None:
             rows = Rows(path, "csv")
             names = list(header) if header else _names_of_table(path, lines, kept, delimiter)
-            told = ((at, line if line.isascii() else line.translate(_BARS)) for at, line in numbered if _is_told(line))
-            read_csv(rows, told, delimiter, names, is_decimal=is_decimal_comma(kept, delimiter))
+            given = ((at, line if line.isascii() else line.translate(_BARS)) for at, line in numbered if _is_given(line))
+            read_csv(rows, given, delimiter, names, is_decimal=is_decimal_comma(kept, delimiter))
         else:
             rows = Rows(path, "text")
             read_lines(rows, numbered)
@@ -173,7 +173,7 @@ def _read_file(path: Path, header: Sequence[str] | None) -> Rows:
     return rows
 
 
-def _is_told(line: str) -> bool:
+def _is_given(line: str) -> bool:
     """Whether a line of a table says something: blank ones, comments, rules and Excel's own hint do not."""
     if not line.strip() or line.lstrip().startswith(("#", "sep=")):
         return False

@@ -366,7 +366,7 @@ class StillForm(msgspec.Struct, frozen=True, kw_only=True):
             "last": np.full(num_series, np.nan),
             "streak": np.zeros(num_series, dtype=np.int16),
             "longest": np.zeros(num_series, dtype=np.int16),
-            "life": np.zeros(num_series, dtype=np.int16),
+            "age": np.zeros(num_series, dtype=np.int16),
         }
 
     def score(self, values: np.ndarray, state: State) -> Scores:
@@ -377,7 +377,7 @@ class StillForm(msgspec.Struct, frozen=True, kw_only=True):
         if still.any():
             if not _others_move(values, state, still):
                 still = zero
-            at = np.flatnonzero(still & (state["life"] >= self.after))
+            at = np.flatnonzero(still & (state["age"] >= self.after))
             least = np.where(zero[at], self.zero_steps, self.unchanged_steps)
             needed = np.maximum(least, PATIENCE * state["longest"][at].astype(np.int64))
             score[at] = (state["streak"][at] + 1.0) / needed
@@ -401,14 +401,14 @@ class StillForm(msgspec.Struct, frozen=True, kw_only=True):
         if (state["streak"] > 0).any():
             # What was still before it ever moved says nothing of how it lives.
             ended = np.flatnonzero(moved & (state["streak"] > 0))
-            lived = ended[state["life"][ended] > 0]
+            lived = ended[state["age"][ended] > 0]
             state["longest"][lived] = np.maximum(state["longest"][lived], state["streak"][lived])
             state["streak"][ended] = 0
         first = np.isnan(state["last"])
         np.copyto(state["last"], values, where=moved)
-        young = moved & ~first & (state["life"] < self.after)
+        young = moved & ~first & (state["age"] < self.after)
         if young.any():
-            state["life"][young] += 1
+            state["age"][young] += 1
 
 
 def _others_move(values: np.ndarray, state: State, still: np.ndarray) -> bool:

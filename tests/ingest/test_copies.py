@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import pytest
 
+from sentinel.ingest.copies import added_copies
 from sentinel.ingest.merge import ClosedStep
 from sentinel.ingest.model_layout import ModelLayout
-from sentinel.ingest.replicas import added_copies
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
 from sentinel.moments import Moments
 from sentinel.place import Place
@@ -84,7 +84,7 @@ def view_of(
     return ClosedStep(run="r", attempt=0, step=0, layout=ModelLayout(descriptors), parts=parts)
 
 
-def told(view: ClosedStep) -> list[tuple[str, dict[tuple[int, ...], int]]]:
+def reported(view: ClosedStep) -> list[tuple[str, dict[tuple[int, ...], int]]]:
     """(piece, ranks of each copy -> which of the different words it has) of each set of copies that differs."""
     found = []
     for one in view.differing:
@@ -137,9 +137,9 @@ def test_copies_that_differ_are_found_however_they_are_cut(pieces: list[Piece], 
         if one.values is not BAD or ":" in one.part
     ]
 
-    assert told(view_of(pieces)) == expected
+    assert reported(view_of(pieces)) == expected
     if all(":" in one.part for one in pieces):
-        assert told(view_of(healthy)) == []
+        assert reported(view_of(healthy)) == []
 
 
 def test_copies_cut_over_the_tensor_group_add_up_to_a_whole_one() -> None:
@@ -149,8 +149,8 @@ def test_copies_cut_over_the_tensor_group_add_up_to_a_whole_one() -> None:
 
     cut = [at(0, 0, 2, WHOLE[:8], {"tp": "shard"}), at(1, 1, 2, WHOLE[8:], {"tp": "shard"})]
 
-    assert told(view_of([*cut, at(2, 0, 1, BAD, {})])) == [("", {(0, 1): 0, (2,): 1})]
-    assert told(view_of([*cut, at(2, 0, 1, WHOLE, {})])) == []
+    assert reported(view_of([*cut, at(2, 0, 1, BAD, {})])) == [("", {(0, 1): 0, (2,): 1})]
+    assert reported(view_of([*cut, at(2, 0, 1, WHOLE, {})])) == []
 
 
 @pytest.mark.parametrize(
@@ -174,23 +174,23 @@ def test_copies_cut_over_the_tensor_group_add_up_to_a_whole_one() -> None:
     ],
 )
 def test_what_cannot_be_compared_accuses_nobody(pieces: list[Piece], options: dict[str, object]) -> None:
-    assert told(view_of(pieces, **options)) == []
+    assert reported(view_of(pieces, **options)) == []
 
 
 @pytest.mark.parametrize("kind", ["param", "wgrad", "exp_avg", "exp_avg_sq"])
 def test_weights_gradients_and_optimizer_state_are_compared(kind: str) -> None:
     """The control of the test above."""
-    assert len(told(view_of([Piece(), Piece(values=BAD)], kind=kind))) == 1
+    assert len(reported(view_of([Piece(), Piece(values=BAD)], kind=kind))) == 1
 
 
 def test_parameters_of_a_skipped_step_are_compared() -> None:
-    assert len(told(view_of([Piece(), Piece(values=BAD)], is_skipped=True))) == 1
+    assert len(reported(view_of([Piece(), Piece(values=BAD)], is_skipped=True))) == 1
 
 
 def test_a_copy_of_zeros_has_a_checksum_and_one_that_was_not_asked_for_has_none() -> None:
     zeros = np.zeros(N)
 
-    assert told(view_of([Piece(values=zeros), Piece(values=zeros), Piece(values=flipped(zeros))])) == [
+    assert reported(view_of([Piece(values=zeros), Piece(values=zeros), Piece(values=flipped(zeros))])) == [
         ("", {(0,): 0, (1,): 0, (2,): 1})
     ]
 
@@ -198,7 +198,7 @@ def test_a_copy_of_zeros_has_a_checksum_and_one_that_was_not_asked_for_has_none(
         if rank:
             rows["checksum"] = 0
 
-    assert told(view_of([Piece(), Piece(), Piece()], change=unasked)) == []
+    assert reported(view_of([Piece(), Piece(), Piece()], change=unasked)) == []
 
 
 def test_nan_on_all_copies_accuses_nobody_whatever_its_bits() -> None:
@@ -209,7 +209,7 @@ def test_nan_on_all_copies_accuses_nobody_whatever_its_bits() -> None:
 
         return change
 
-    assert told(view_of([Piece(), Piece(), Piece()], change=nan([0, 1, 2]))) == []
+    assert reported(view_of([Piece(), Piece(), Piece()], change=nan([0, 1, 2]))) == []
     (one,) = view_of([Piece(), Piece(), Piece()], change=nan([1])).differing
     assert one == Differing(0, "", ((0,), (1,), (2,)), (word(WHOLE), NAN_CHECKSUM, word(WHOLE)))
 
@@ -218,7 +218,7 @@ def test_a_row_of_a_failed_hook_is_not_compared() -> None:
     def fail(rank: int, rows: np.ndarray) -> None:
         rows["flags"] = Flag.DEGRADED if rank == 1 else 0
 
-    assert told(view_of([Piece(), Piece(values=BAD)], change=fail)) == []
+    assert reported(view_of([Piece(), Piece(values=BAD)], change=fail)) == []
 
 
 def test_tilings_find_all_whole_copies() -> None:

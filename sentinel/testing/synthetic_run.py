@@ -32,7 +32,7 @@ from sentinel.wire.frame import (
     run_id_of,
     scan,
 )
-from sentinel.wire.spool import FILE_BYTES, ClosedFiles, SpoolWriter, life_folder
+from sentinel.wire.spool import FILE_BYTES, ClosedFiles, SpoolWriter, incarnation_folder
 from sentinel.wire.spool_files import file_name
 
 
@@ -40,7 +40,7 @@ class _Rank:
     def __init__(self, table: Table) -> None:
         self.table = table
         self.spool: SpoolWriter | None = None
-        self.life = b""
+        self.incarnation = b""
         self.is_dead = False
         self.held: list[tuple[int, bytes, int, int]] | None = None
         self.num_last = 0
@@ -103,7 +103,7 @@ class SyntheticRun:
         self._seed = seed
         self._shuffle = shuffle
         self._cap, self._file_bytes = cap, file_bytes
-        self._num_lives = 0
+        self._num_incarnations = 0
         self._model = SyntheticModel(
             pp=pp, dp=dp, tp=tp, layers=layers, d_model=d_model, micro_steps=micro_steps, kinds=kinds,
             black_box=black_box, first_step=first_step, seed=seed, schedule=schedule, vpp=vpp, shuffle=shuffle,
@@ -152,13 +152,13 @@ class SyntheticRun:
         """Return what a rank says of itself."""
         return self._ranks[rank].table.descriptor
 
-    def life(self, rank: int) -> bytes:
-        """Return the newest life of a rank."""
-        return self._ranks[rank].life
+    def incarnation(self, rank: int) -> bytes:
+        """Return the newest incarnation of a rank."""
+        return self._ranks[rank].incarnation
 
     def folder(self, rank: int) -> Path:
-        """Return the spool folder of a rank's newest life."""
-        return life_folder(self.directory, rank, self._ranks[rank].life)
+        """Return the spool folder of a rank's newest incarnation."""
+        return incarnation_folder(self.directory, rank, self._ranks[rank].incarnation)
 
     def plant(self, *faults: Fault) -> SyntheticRun:
         """Have faults happen at their steps; returns the run."""
@@ -229,25 +229,25 @@ class SyntheticRun:
     # -- what may happen to a rank ----------------------------------------------------------------------------------
 
     def start(self, rank: int) -> bytes:
-        """Begin a new life of a rank: at the start, or in place of one that was killed; returns the life."""
+        """Begin a new incarnation of a rank: at the start, or in place of one that was killed; returns the incarnation."""
         one = self._ranks[rank]
         if one.spool is not None:
             one.spool.close()
-        self._num_lives += 1
+        self._num_incarnations += 1
         self.clock.advance(0.001)
-        text = f"{self._seed}/{self.run}/{rank}/{self._num_lives}"
-        one.life = hashlib.blake2b(text.encode(), digest_size=16).digest()
-        folder = life_folder(self.directory, rank, one.life)
+        text = f"{self._seed}/{self.run}/{rank}/{self._num_incarnations}"
+        one.incarnation = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        folder = incarnation_folder(self.directory, rank, one.incarnation)
         one.spool = SpoolWriter(
-            folder, one.life, rank, run_id_of(self.run), NO_ATTEMPT if self.attempt is None else self.attempt,
+            folder, one.incarnation, rank, run_id_of(self.run), NO_ATTEMPT if self.attempt is None else self.attempt,
             file_bytes=self._file_bytes, closed_files=self._cap and self._cap(folder, rank), clock=self.clock,
         )  # fmt: skip
         one.is_dead, one.held = False, None
         one.spool.append(FrameType.DESCRIPTOR, encode_message(one.table.descriptor))
-        return one.life
+        return one.incarnation
 
     def restart(self, step: int, *, attempt: int | None, is_resumed: bool = True) -> None:
-        """Begin new lives of all ranks at a step, as after a crash: what was not said bye to is dead.
+        """Begin new incarnations of all ranks at a step, as after a crash: what was not said bye to is dead.
 
         is_resumed: they loaded the state of our monitor from a checkpoint; else the same name trains anew.
         """
@@ -259,14 +259,21 @@ class SyntheticRun:
             self.start(rank)
 
     def kill(self, rank: int, *, in_frame: bool = True) -> None:
-        """End a rank's life at once, by default in the middle of a frame of the next step."""
+        """End a rank's incarnation at once, by default in the middle of a frame of the next step."""
         one = self._ranks[rank]
         if one.spool is not None and in_frame:
             rows, _ = self.observe(rank, self.step)
             header = Header(
-                type=FrameType.ROWS, life=one.life, run_id=run_id_of(self.run), rank=rank, seq=2**40, step=self.step,
-                row_count=len(rows), wall_ns=self.clock.wall_ns(), mono_ns=self.clock.mono_ns(),
-            )  # fmt: skip
+                type=FrameType.ROWS,
+                incarnation=one.incarnation,
+                run_id=run_id_of(self.run),
+                rank=rank,
+                seq=2**40,
+                step=self.step,
+                row_count=len(rows),
+                wall_ns=self.clock.wall_ns(),
+                mono_ns=self.clock.mono_ns(),
+            )
             head, body = encode_frame(header, rows.tobytes())
             self._append_raw(one, head + bytes(body)[: len(body) // 2])
         if one.spool is not None:

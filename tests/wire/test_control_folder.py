@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from sentinel.command import Command, DisableMonitoring, EnableMonitoring, WithdrawCommand
-from sentinel.wire.control import ControlFolder
+from sentinel.wire.control_folder import ControlFolder
 
 SECOND = 1_000_000_000
 

@@ -1,13 +1,15 @@
-"""A scalar beside its sisters: what a run has for itself once the data that all of them saw is taken out.
+"""A scalar beside its reference runs: what a run has for itself once the data that all of them saw is taken out.
 
 Of 36 public runs on the same data nearly every excursion recurs at the same step in all: it is the batch. What remains of
-a loss beside its sisters is 0.1 to 0.3 % instead of 2.7 to 5 %, so that a corruption of 2 % shows.
+a loss beside its reference runs is 0.1 to 0.3 % instead of 2.7 to 5 %, so that a corruption of 2 % shows.
 
-Each sister forecasts the run: its own number, moved by how far the two have lain apart of late (logarithms throughout).
+Each reference run forecasts the run: its own number, moved by how far the two have lain apart of late (logarithms
+throughout).
 The forecasts are weighted by the covariance of their past errors (Markowitz's portfolio of least variance; Bates and
-Granger 1969 for forecasts), so that a sister with another optimizer, on other data or in another unit counts for little.
+Granger 1969 for forecasts), so that a reference run with another optimizer, on other data or in another unit counts for
+little.
 What the run is away from the weighted forecast is judged by the deviation of the last such residuals, wider where this
-very batch divides the sisters or moved them far.
+very batch divides the reference runs or moved them far.
 """
 
 from __future__ import annotations
@@ -21,39 +23,44 @@ from sentinel.detect.detector import State
 from sentinel.detect.windowed import RollingMedian
 
 LAGS = (0, -1, 1)
-"""Steps by which a sister's counting may be off: some trainers count from 0, others from 1."""
+"""Steps by which a reference run's counting may be off: some trainers count from 0, others from 1."""
 CLOSE_K = 4.5
-"""Deviations of the residual that are normal beside many sisters; beside few, (1 + FEW_K / their number) times that. This
-and the constants below: chosen on 36 public logs of one project that share their data (benchmarks/detection_sisters.py says
+"""Deviations of the residual that are normal beside many reference runs; beside few, (1 + FEW_K / their number) times that.
+This
+and the constants below: chosen on 36 public logs of one project that share their data (benchmarks/detection_references.py
+says
 how)."""
 FEW_K = 0.6
 CLOSE_FLOOR = 0.14
 """Share of the rule's own floor, in logarithms, that is always normal: 1.2 % for a loss, 9 % for a gradient norm."""
 LEVEL = 8
-"""Points over which the distance to a sister is followed."""
+"""Points over which the distance to a reference run is followed."""
 SCALE = 48
 """Points over which the residual's deviation is taken."""
 WEIGHING = 96
-"""Points over which the sisters' errors are compared."""
+"""Points over which the reference runs' errors are compared."""
 SHRINK = 0.2
 """Share by which the covariance of errors is drawn to one without correlation but for the run's own noise."""
 CLIP = 4.0
 """Deviations to which an error is cut before it is learned."""
 UNREST = 0.6
-"""Three sisters in four lie usually so near together; times how far they lie apart at this step widens what is normal."""
+"""Three reference runs in four lie usually so near together; times how far they lie apart at this step widens what is
+normal."""
 FAR, FAR_K = 3.0, 0.3
-"""A batch that moves the sisters by more than so many deviations widens it by this much each."""
+"""A batch that moves the reference runs by more than so many deviations widens it by this much each."""
 ASTRAY = 6.0
-"""Deviations past which a sister among many has gone astray by itself at this step, and is not asked."""
+"""Deviations past which a reference run among many has gone astray by itself at this step, and is not asked."""
 LONELY = 2.5
-"""Sisters near the best below which the run cannot be told from a sister that is itself astray: only a rise counts there,
-and only if it is the run, not the sister, that left its own course."""
+"""Reference runs near the best below which the run cannot be told from a reference run that is itself astray: only a rise
+counts there,
+and only if it is the run, not the reference run, that left its own course."""
 GAIN = 0.5
 """Share of the run's own noise that the residual may have: what is no quieter comes from other data, and says nothing."""
 ENOUGH = 32
-"""Points after which a sister is asked."""
+"""Points after which a reference run is asked."""
 SAME = 64
-"""Points in a row of the very same numbers that make a sister the run itself, or its copy: it knows nothing of its own."""
+"""Points in a row of the very same numbers that make a reference run the run itself, or its copy: it knows nothing of its
+own."""
 SOON = 8
 """Points within which two anomalies on either side are noise that has grown."""
 REWEIGH = 8
@@ -86,14 +93,14 @@ def exponential(z: float) -> float:
 
 
 class Beside:
-    """One scalar beside its sisters. Constant memory; score before learn, as detectors do."""
+    """One scalar beside its reference runs. Constant memory; score before learn, as detectors do."""
 
-    def __init__(self, detector: RollingMedian, num_sisters: int) -> None:
-        n = num_sisters
+    def __init__(self, detector: RollingMedian, num_references: int) -> None:
+        n = num_references
         self._own = detector
         self._floor = CLOSE_FLOOR * math.log1p(detector.floor)
         self.shared: State = detector.state(1)
-        """What the sisters forecast, judged as the run's own values are: has the batch moved all?"""
+        """What the reference runs forecast, judged as the run's own values are: has the batch moved all?"""
         self.state: State = {
             "level": np.zeros((n, len(LAGS))),
             "error": np.zeros((n, len(LAGS))),
@@ -112,38 +119,41 @@ class Beside:
             "run": np.zeros(1, np.int64),
             "side": np.zeros(2, np.int64),
         }
-        """level, error, count: [sisters, lags], how far the run lies from each, the variance of that, points; lag: which of
-        LAGS holds; same: points in a row with the same number; together, pairs: [sisters, sisters], products of errors in
+        """level, error, count: [reference runs, lags], how far the run lies from each, the variance of that, points; lag:
+        which of
+        LAGS holds; same: points in a row with the same number; together, pairs: [reference runs, reference runs], products
+        of errors in
         units of the residual, points; asked, weight, width: of the last weighing; residual: its variance; course: the
         run's level; moves: variance of the shared and of the run's movement; seen: points; run: flagged ones in a row;
         side: of the last flagged point, and points since."""
 
     @property
     def copies(self) -> np.ndarray:
-        """Return the sisters that are, for all that can be seen, the run itself."""
+        """Return the reference runs that are, for all that can be seen, the run itself."""
         return np.flatnonzero(self.state["same"] >= SAME)
 
     @property
     def is_apart(self) -> bool:
-        """Whether no sister had a number at any step of the run so far, once there were enough."""
+        """Whether no reference run had a number at any step of the run so far, once there were enough."""
         return bool(self.state["seen"][0] >= 2 * ENOUGH) and not self.state["count"].any()
 
     @property
     def is_strange(self) -> bool:
-        """Whether sisters that were followed for long enough do not follow the run: nothing is judged beside them."""
+        """Whether reference runs that were followed for long enough do not follow the run: nothing is judged beside them."""
         is_known = bool((np.diagonal(self.state["pairs"]) >= ENOUGH).any())
         return is_known and bool(self.state["seen"][0] >= 2 * ENOUGH) and not self._follows()
 
-    def judge(self, value: float, sisters: np.ndarray, numbers: np.ndarray) -> tuple[float, int, float, float]:
-        """Score one point and take it in; return (score, direction, forecast, how far the sisters moved).
+    def judge(self, value: float, references: np.ndarray, numbers: np.ndarray) -> tuple[float, int, float, float]:
+        """Score one point and take it in; return (score, direction, forecast, how far the reference runs moved).
 
-        sisters: [lags, sisters] logarithms as `logarithm` gives them, NaN where none; numbers: the same, as logged, float32.
+        reference runs: [lags, reference runs] logarithms as `logarithm` gives them, NaN where none; numbers: the same, as
+        logged, float32.
         The score is 0.0 where nothing can be said. The forecast is in the unit of the value, NaN where there is none. The
-        last is in units of the rule's own score, NaN while the sisters do not follow the run.
+        last is in units of the rule's own score, NaN while the reference runs do not follow the run.
         """
         state = self.state
-        here = np.arange(sisters.shape[1])
-        x = sisters[state["lag"], here]
+        here = np.arange(references.shape[1])
+        x = references[state["lag"], here]
         forecast = x + state["level"][here, state["lag"]]
         same = numbers[state["lag"], here] == np.float32(value)
         asked, can_judge = self._asked(np.isfinite(x) & ~(same & (state["same"] >= SAME)))
@@ -158,13 +168,13 @@ class Beside:
             if follows and math.isfinite(y):
                 score, direction = self._score(y, expected, crowd, unrest)
         if math.isfinite(y):
-            self._learn(y, expected, sisters, same, score >= 1.0)
+            self._learn(y, expected, references, same, score >= 1.0)
         return score, direction, exponential(expected) if math.isfinite(expected) else math.nan, moved
 
-    # -- what the sisters say ---------------------------------------------------------------------------------------
+    # -- what the reference runs say ---------------------------------------------------------------------------------------
 
     def _asked(self, present: np.ndarray) -> tuple[np.ndarray, bool]:
-        """Return which sisters forecast this point, and whether they have been followed long enough to judge by."""
+        """Return which reference runs forecast this point, and whether they have been followed long enough to judge by."""
         state = self.state
         known = present & (state["count"][np.arange(len(present)), state["lag"]] > 0)
         able = known & (np.diagonal(state["pairs"]) >= ENOUGH)
@@ -182,7 +192,8 @@ class Beside:
         return state["weight"]
 
     def _expect(self, forecast: np.ndarray, asked: np.ndarray, weight: np.ndarray) -> tuple[float, float, float]:
-        """Return the forecast of all, the number of sisters near the best, and how far all lie apart (1: as usual)."""
+        """Return the forecast of all, the number of reference runs near the best, and how far all lie apart (1: as
+        usual)."""
         state = self.state
         at = np.flatnonzero(asked)
         each, shares = forecast[at], weight[at]
@@ -211,7 +222,7 @@ class Beside:
         return bool(state["seen"][0] >= ENOUGH and state["residual"][0] <= GAIN * GAIN * state["moves"][1])
 
     def _move(self, expected: float, follows: bool) -> float:
-        """Return how far the sisters moved at this point, judged as the run itself is by its past."""
+        """Return how far the reference runs moved at this point, judged as the run itself is by its past."""
         moved = float(self._own.scan(np.array([[exponential(expected)]]), self.shared)[0, 0])
         return moved if follows else math.nan
 
@@ -226,23 +237,24 @@ class Beside:
         score = abs(residual) / max(bound, self._floor)
         if crowd < LONELY:
             own = residual + shared
-            # Of two Gaussian courses the unlikelier: by more than e the sister's, then it fell, and the run did not rise.
+            # Of two Gaussian courses the unlikelier: by more than e the reference run's, then it fell, and the run did not
+            # rise.
             if residual < 0.0 or own * own - shared * shared < -2.0 * moves:
                 return 0.0, 0
         return score, 1 if residual > 0.0 else -1
 
-    def _learn(self, y: float, expected: float, sisters: np.ndarray, same: np.ndarray, flagged: bool) -> None:
+    def _learn(self, y: float, expected: float, references: np.ndarray, same: np.ndarray, flagged: bool) -> None:
         state = self.state
         seen = int(state["seen"][0])
         residual = y - expected
         held = self._hold(flagged, residual)
         self._follow_run(y, residual, seen, held)
         state["seen"][0] = seen + 1
-        here, lag = np.arange(sisters.shape[1]), state["lag"]
-        state["same"] = np.where(np.isnan(sisters[lag, here]), state["same"], np.where(same, state["same"] + 1, 0))
+        here, lag = np.arange(references.shape[1]), state["lag"]
+        state["same"] = np.where(np.isnan(references[lag, here]), state["same"], np.where(same, state["same"] + 1, 0))
         if held:
             return
-        apart = (y - sisters).T
+        apart = (y - references).T
         there = np.isfinite(apart)
         count, level, error = state["count"], state["level"], state["error"]
         away = np.where(there, apart - level, 0.0)
@@ -267,7 +279,7 @@ class Beside:
             state["run"][0] = 0
             return False
         side = 1 if residual > 0.0 else -1
-        # Now above, now below: no fault does that, but a run that has left the sisters' data does.
+        # Now above, now below: no fault does that, but a run that has left the reference runs' data does.
         contradicts = side == -int(state["side"][0]) and int(state["side"][1]) <= SOON
         state["side"][:] = side, 0
         if contradicts:
@@ -281,7 +293,7 @@ class Beside:
         return False
 
     def _follow_run(self, y: float, residual: float, seen: int, held: bool) -> None:
-        """Take in how far the run moved, how far the sisters say it should have, and what it has for itself."""
+        """Take in how far the run moved, how far the reference runs say it should have, and what it has for itself."""
         state = self.state
         if not seen:
             state["course"][0] = y
@@ -311,7 +323,7 @@ class Beside:
         state["pairs"] = pairs + both
 
     def _choose_lags(self) -> None:
-        """Take up another counting where it fits a sister far better than the one in use."""
+        """Take up another counting where it fits a reference run far better than the one in use."""
         state = self.state
         here, lag = np.arange(len(state["lag"])), state["lag"]
         ready = state["count"] >= ENOUGH
@@ -349,9 +361,10 @@ def _rate(count: np.ndarray | np.int64, points: int) -> np.ndarray:
 
 
 def _weights(together: np.ndarray, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the weights of least variance, sum 1, and each sister's own deviation; both [sisters].
+    """Return the weights of least variance, sum 1, and each reference run's own deviation; both [reference runs].
 
-    together: [sisters, sisters] covariance of errors, in squared residuals; points: how many each was formed from.
+    together: [reference runs, reference runs] covariance of errors, in squared residuals; points: how many each was formed
+    from.
     """
     n = len(together)
     variance = np.maximum(np.diagonal(together), 1e-6)

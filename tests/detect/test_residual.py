@@ -1,4 +1,4 @@
-"""Beside: what a run has for itself once the data that its sisters saw too is taken out."""
+"""Beside: what a run has for itself once the data that its reference runs saw too is taken out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sentinel.detect import GradNormSpike, LossSpike
-from sentinel.detect.reference import SAME, Beside, exponential, logarithm
+from sentinel.detect.residual import SAME, Beside, exponential, logarithm
 from sentinel.reference import MOST_RUNS, combine
 from sentinel.rules.watches.reference_runs import Lookup
 
@@ -24,11 +24,11 @@ def make_runs(rng, num, own=0.001, shared=0.027):
 
 
 class Trial:
-    """One run judged beside its sisters; what it says of each step."""
+    """One run judged beside its reference runs; what it says of each step."""
 
-    def __init__(self, own, sisters, steps=None, detector=None):
-        """sisters: values at steps 0, 1, ..., or (steps, values)."""
-        pairs = [one if isinstance(one, tuple) else (np.arange(len(one)), one) for one in sisters]
+    def __init__(self, own, references, steps=None, detector=None):
+        """reference runs: values at steps 0, 1, ..., or (steps, values)."""
+        pairs = [one if isinstance(one, tuple) else (np.arange(len(one)), one) for one in references]
         lookup = Lookup(combine([{"loss": pair} for pair in pairs]).series["loss"])
         self.beside = Beside(detector or LossSpike(), lookup.num_kept)
         steps = np.arange(len(own)) if steps is None else steps
@@ -53,9 +53,9 @@ def with_steps(loss, factor, steps=(OWN,)):
 
 @pytest.mark.parametrize("num", [1, 2, 8, 24])
 def test_one_step_of_two_percent_is_called_and_nothing_else(num, rng):
-    own, *sisters = make_runs(rng, num + 1)
+    own, *references = make_runs(rng, num + 1)
 
-    clean, bad = Trial(own, sisters), Trial(with_steps(own, 1.02), sisters)
+    clean, bad = Trial(own, references), Trial(with_steps(own, 1.02), references)
 
     assert clean.called == {}
     assert bad.called == {OWN: 1}
@@ -65,26 +65,26 @@ def test_one_step_of_two_percent_is_called_and_nothing_else(num, rng):
 
 @pytest.mark.parametrize("num", [3, 8])
 def test_a_step_too_low_is_called_by_those_who_can_tell_who_is_astray(num, rng):
-    own, *sisters = make_runs(rng, num + 1)
+    own, *references = make_runs(rng, num + 1)
 
-    assert Trial(with_steps(own, 0.98), sisters).called == {OWN: -1}
-    assert Trial(with_steps(own, 0.98), sisters[:1]).called == {}
+    assert Trial(with_steps(own, 0.98), references).called == {OWN: -1}
+    assert Trial(with_steps(own, 0.98), references[:1]).called == {}
 
 
 def test_several_steps_of_two_percent_are_called_each_and_the_run_is_judged_again_after(rng):
-    own, *sisters = make_runs(rng, 6)
+    own, *references = make_runs(rng, 6)
     several = range(OWN, OWN + 6)
 
-    found = Trial(with_steps(with_steps(own, 1.02, several), 1.03, [OWN + 20]), sisters)
+    found = Trial(with_steps(with_steps(own, 1.02, several), 1.03, [OWN + 20]), references)
 
     assert found.called == dict.fromkeys([*several, OWN + 20], 1)
 
 
 def test_a_lasting_level_of_its_own_becomes_the_forecast(rng):
-    own, *sisters = make_runs(rng, 6)
+    own, *references = make_runs(rng, 6)
     lasting = own * np.where(np.arange(POINTS) >= EARLY, 1.5, 1.0)
 
-    found = Trial(with_steps(lasting, 1.03), sisters)
+    found = Trial(with_steps(lasting, 1.03), references)
 
     assert EARLY in found.called
     assert [step for step in found.called if step > EARLY + 20] == [OWN]
@@ -103,7 +103,7 @@ def test_what_the_batch_did_to_all_is_nobodys_own(num, factor, rng):
     assert Trial(with_steps(runs[0], 1.03, [OWN + 20]), runs[1:]).called == {OWN + 20: 1}
 
 
-def test_a_batch_that_divides_the_sisters_accuses_none(rng):
+def test_a_batch_that_divides_the_reference_runs_accuses_none(rng):
     runs = make_runs(rng, 8)
     runs[:, OWN] *= np.exp(0.03 * np.array([1, -1, 1, -1, 1, -1, 1, -1]))
 
@@ -111,12 +111,12 @@ def test_a_batch_that_divides_the_sisters_accuses_none(rng):
 
 
 @pytest.mark.parametrize(("num", "factor"), [(1, 0.5), (2, 3.0), (2, 0.5), (3, 3.0), (6, 0.5)])
-def test_a_sister_that_goes_astray_by_itself_accuses_nobody(num, factor, rng):
-    own, *sisters = make_runs(rng, num + 1)
-    sisters[0][OWN] *= factor
+def test_a_reference_run_that_goes_astray_by_itself_accuses_nobody(num, factor, rng):
+    own, *references = make_runs(rng, num + 1)
+    references[0][OWN] *= factor
 
-    assert Trial(own, sisters).called == {}
-    assert Trial(with_steps(own, 1.03, [OWN - 20]), sisters).called == {OWN - 20: 1}
+    assert Trial(own, references).called == {}
+    assert Trial(with_steps(own, 1.03, [OWN - 20]), references).called == {OWN - 20: 1}
 
 
 USELESS = {
@@ -131,11 +131,11 @@ USELESS = {
 
 
 @pytest.mark.parametrize("name", USELESS)
-def test_a_useless_sister_does_no_harm(name, rng):
-    own, *sisters = make_runs(rng, 5)
-    useless = USELESS[name](sisters[0], np.random.default_rng(9))
+def test_a_useless_reference_run_does_no_harm(name, rng):
+    own, *references = make_runs(rng, 5)
+    useless = USELESS[name](references[0], np.random.default_rng(9))
 
-    alone, beside = Trial(own, [useless]), Trial(with_steps(own, 1.02), [*sisters, useless])
+    alone, beside = Trial(own, [useless]), Trial(with_steps(own, 1.02), [*references, useless])
 
     assert alone.called == {}
     assert beside.called == {OWN: 1}
@@ -156,46 +156,46 @@ USEFUL = {
 
 
 @pytest.mark.parametrize("name", USEFUL)
-def test_a_sister_that_logs_otherwise_is_of_use(name, rng):
-    own, *sisters = make_runs(rng, 2)
+def test_a_reference_run_that_logs_otherwise_is_of_use(name, rng):
+    own, *references = make_runs(rng, 2)
 
-    found = Trial(with_steps(own, 1.03), [USEFUL[name](sisters[0])])
+    found = Trial(with_steps(own, 1.03), [USEFUL[name](references[0])])
 
     assert found.called == {OWN: 1}
 
 
-@pytest.mark.parametrize(("own_every", "sister_every"), [(10, 1), (1, 10), (10, 10)])
-def test_another_interval_of_logging_is_matched_by_step(own_every, sister_every, rng):
+@pytest.mark.parametrize(("own_every", "reference_every"), [(10, 1), (1, 10), (10, 10)])
+def test_another_interval_of_logging_is_matched_by_step(own_every, reference_every, rng):
     runs = make_runs(rng, 3)
     long = np.tile(runs, (1, 4))
     at = 600
     own, steps = with_steps(long[0], 1.03, [at])[::own_every], np.arange(0, long.shape[1], own_every)
 
-    found = Trial(own, [(np.arange(0, long.shape[1], sister_every), one[::sister_every]) for one in long[1:]], steps)
+    found = Trial(own, [(np.arange(0, long.shape[1], reference_every), one[::reference_every]) for one in long[1:]], steps)
 
     assert at in found.called
     assert len(found.called) <= 2
 
 
-def test_the_run_itself_as_its_sister_is_told_and_set_aside(rng):
+def test_the_run_itself_as_its_reference_run_is_told_and_set_aside(rng):
     own, other = make_runs(rng, 2)
 
     alone, beside = Trial(own, [own]), Trial(with_steps(own, 1.02), [with_steps(own, 1.02), other])
     copy = Trial(with_steps(own, 1.02), [own])
 
     assert alone.beside.copies.tolist() == [0] and alone.called == {}
-    # What moved the run moved "its sister" too: that must not acquit it.
+    # What moved the run moved "its reference run" too: that must not acquit it.
     assert np.isnan(alone.moved[SAME + 1 :]).all()
     assert beside.beside.copies.tolist() == [0] and beside.called == {OWN: 1}
     # A run that was repeated bit for bit is a copy until it differs.
     assert copy.called == {OWN: 1}
 
 
-def test_a_run_that_leaves_its_sisters_data_says_so_and_falls_silent(rng):
-    own, *sisters = make_runs(rng, 6)
+def test_a_run_that_leaves_its_reference_runs_data_says_so_and_falls_silent(rng):
+    own, *references = make_runs(rng, 6)
     left = np.where(np.arange(POINTS) >= EARLY, make_runs(rng, 1)[0], own)
 
-    found = Trial(left, sisters)
+    found = Trial(left, references)
 
     assert min(found.called) in range(EARLY, EARLY + 4)
     assert max(found.called) < EARLY + 60
@@ -213,28 +213,28 @@ def test_a_noisy_beginning_is_judged_by_its_own_noise(rng):
 
 
 def test_a_gradient_norm_must_rise_further(rng):
-    own, *sisters = make_runs(rng, 5)
+    own, *references = make_runs(rng, 5)
 
-    assert Trial(with_steps(own, 1.05), sisters, detector=GradNormSpike()).called == {}
-    assert Trial(with_steps(own, 1.2), sisters, detector=GradNormSpike()).called == {OWN: 1}
+    assert Trial(with_steps(own, 1.05), references, detector=GradNormSpike()).called == {}
+    assert Trial(with_steps(own, 1.2), references, detector=GradNormSpike()).called == {OWN: 1}
 
 
 def test_numbers_that_are_none_change_nothing(rng):
-    own, *sisters = make_runs(rng, 4)
+    own, *references = make_runs(rng, 4)
     holed = own.copy()
     holed[[50, 120]] = np.nan, np.inf
     holed[130] = -1.0
 
-    found = Trial(with_steps(holed, 1.02), sisters)
+    found = Trial(with_steps(holed, 1.02), references)
 
     assert found.called == {OWN: 1}
     assert np.isfinite(found.forecast[1:]).all()
 
 
 def test_a_snapshot_goes_on_bit_for_bit(rng):
-    own, *sisters = make_runs(rng, 9)
+    own, *references = make_runs(rng, 9)
     own = with_steps(own, 1.02)
-    lookup = Lookup(combine([{"loss": (np.arange(POINTS), one)} for one in sisters]).series["loss"])
+    lookup = Lookup(combine([{"loss": (np.arange(POINTS), one)} for one in references]).series["loss"])
     whole, first = Beside(LossSpike(), 8), Beside(LossSpike(), 8)
 
     straight = [whole.judge(x, *lookup.around(step)) for step, x in enumerate(own.tolist())]
@@ -249,7 +249,7 @@ def test_a_snapshot_goes_on_bit_for_bit(rng):
     assert sizes == {name: array.nbytes for name, array in Beside(LossSpike(), 8).state.items()}
 
 
-def test_many_sisters_are_too_many_past_a_number(rng):
+def test_many_reference_runs_are_too_many_past_a_number(rng):
     runs = make_runs(rng, MOST_RUNS + 5)
 
     series = combine([{"loss": (np.arange(at + 10), one[: at + 10])} for at, one in enumerate(runs)]).series["loss"]

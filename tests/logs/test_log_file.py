@@ -13,7 +13,7 @@ import pytest
 
 from sentinel.errors import LogError
 from sentinel.logs.columns import channels
-from sentinel.logs.reading import find_logs, read_log
+from sentinel.logs.log_file import find_logs, read_log
 
 LOSS = [3.25, 3.0, float("nan"), 2.75, 2.5]
 NORM = [1.5, float("inf"), 1.25, None, 1.0]

@@ -21,7 +21,16 @@ REFRESH_STEPS = 50
 class Parameter:
     """One parameter of a chunk, once however often it is shared."""
 
-    __slots__ = ("described", "entry", "is_told", "last_read", "last_version", "param", "version_after_backward", "wgrad")
+    __slots__ = (
+        "described",
+        "entry",
+        "is_reported",
+        "last_read",
+        "last_version",
+        "param",
+        "version_after_backward",
+        "wgrad",
+    )
 
     def __init__(self, param: torch.Tensor, entry: TensorEntry, wgrad: TensorEntry) -> None:
         self.param = param
@@ -30,7 +39,7 @@ class Parameter:
         self.last_read: weakref.ref[torch.Tensor] | None = None
         self.last_version = -1
         self.version_after_backward = -1
-        self.is_told = False
+        self.is_reported = False
         self.described: tuple[torch.Size, torch.dtype, torch.layout, Place] | None = None
         """Of the plain gradient that was described last: one like it needs no description."""
 
@@ -236,8 +245,8 @@ class WatchedParameters:
         if held is None:
             return None
         if held.tensor.layout is not torch.strided:
-            if not one.is_told:
-                one.is_told = True
+            if not one.is_reported:
+                one.is_reported = True
                 message = f"{entry.name}: layout {held.tensor.layout} is not measured"
                 self._health("unsupported_placement", message, entry.name)
             return None
