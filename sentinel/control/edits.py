@@ -277,7 +277,7 @@ class ConfigFileEdits:
     def _changes(self) -> list[tuple[CommandStatus, ChangeConfig]]:
         return [
             (one, one.command)
-            for one in self._commands.statuses()
+            for one in self._commands.known.statuses()
             if isinstance(one.command, ChangeConfig) and one.command.attempt == self._commands.attempt
         ]
 

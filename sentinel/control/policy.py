@@ -293,9 +293,9 @@ class Escalator:
     def _why_not(self, proposal: Proposal, newest_step: int, now: float) -> str:
         if not self.config.escalate:
             return "control.escalate is off"
-        if self._commands.find(proposal.key) is not None:
+        if self._commands.known.find(proposal.key) is not None:
             return "already issued"
-        if self._commands.covers(self.config.kinds, proposal.ranks, newest_step):
+        if self._commands.known.covers(self.config.kinds, proposal.ranks, newest_step):
             return "monitoring is on"
         if now < self._quiet_until <= now + self.config.cooldown_s:
             return "cooling down"
@@ -307,7 +307,7 @@ class Escalator:
         times = self._times[DUMP]
         if not self.config.dump:
             return "control.dump is off"
-        if self._commands.find(proposal.key) is not None:
+        if self._commands.known.find(proposal.key) is not None:
             return "already issued"
         if times and now - times[-1] < self.config.cooldown_s:
             return "cooling down"

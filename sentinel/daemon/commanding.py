@@ -183,7 +183,7 @@ class Commanding:
     def statuses(self) -> list[CommandStatus]:
         """Return all commands that are remembered, in order of their numbers."""
         with self._mutex:
-            return self._commands.statuses()
+            return self._commands.known.statuses()
 
     def counts(self) -> dict[str, int]:
         """Return state -> commands that ever entered it."""
@@ -198,7 +198,7 @@ class Commanding:
     def is_monitoring(self) -> bool:
         """Return whether some rank measures more now because it was told to."""
         with self._mutex:
-            return self._commands.is_on(self._newest_step)
+            return self._commands.known.is_on(self._newest_step)
 
     @property
     def config_problem(self) -> str:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from sentinel.command import Command, EnableMonitoring, WithdrawCommand
-from sentinel.control import commands
+from sentinel.control import known_commands
 from sentinel.control.commands import STATES, RunCommands
 from sentinel.errors import StoreError
 from sentinel.messages import Ack
@@ -56,7 +56,7 @@ class Ranks:
 
 
 def states(run_commands):
-    return {status.command.id: status.state for status in run_commands.statuses()}
+    return {status.command.id: status.state for status in run_commands.known.statuses()}
 
 
 def test_command_obeyed_at_one_step(tmp_path):
@@ -73,13 +73,13 @@ def test_command_obeyed_at_one_step(tmp_path):
 
     assert ranks.obeyed == {command.id: dict.fromkeys(range(4), 13)}
     assert states(run_commands)[command.id] == "applied"
-    assert run_commands.is_on(14)
+    assert run_commands.known.is_on(14)
     assert run_commands.monitoring_acked_step == 13
     for _ in range(5):
         ranks.step(run_commands, now)
         run_commands.tick(ranks.ended(), now)
     assert states(run_commands)[command.id] == "ended"
-    assert not run_commands.is_on(19)
+    assert not run_commands.known.is_on(19)
     assert [run_commands.counts[state] for state in ("issued", "armed", "applied", "ended")] == [1, 1, 1, 1]
 
 
@@ -125,7 +125,7 @@ def test_where_some_obey_already_the_command_is_partial(tmp_path):
     changed = run_commands.tick(ranks.ended(), 0.0)
 
     assert [(status.state, status.reason) for status in changed] == [("partial", "too late on rank 1")]
-    assert run_commands.is_on(12)
+    assert run_commands.known.is_on(12)
     assert len(list((tmp_path / "control").iterdir())) == 1
     for _ in range(4):
         ranks.step(run_commands, 0.0)
@@ -179,7 +179,7 @@ def test_refused_by_all_and_by_some(tmp_path):
 
     assert states(run_commands)[by_all.id] == "refused"
     assert states(run_commands)[by_some.id] == "withdrawn"
-    assert not run_commands.find("") and not [status for status in run_commands.statuses() if status.is_late]
+    assert not run_commands.known.find("") and not [status for status in run_commands.known.statuses() if status.is_late]
 
 
 def test_a_command_nobody_answers_expires(tmp_path):
@@ -204,7 +204,7 @@ def test_disable_ends_what_was_enabled(tmp_path):
     ranks.step(run_commands, 0.0)
     run_commands.tick(ranks.ended(), 0.0)
     run_commands.tick(ranks.ended(), 0.0)
-    assert run_commands.is_on(3)
+    assert run_commands.known.is_on(3)
 
     disable = run_commands.disable(at_step=5, now=1.0)
     ranks.poll(run_commands, 1.0)
@@ -213,7 +213,7 @@ def test_disable_ends_what_was_enabled(tmp_path):
         run_commands.tick(ranks.ended(), 1.0)
 
     assert states(run_commands) == {enable.id: "ended", disable.id: "ended"}
-    assert not run_commands.is_on(6)
+    assert not run_commands.known.is_on(6)
 
 
 def test_a_disable_that_is_late_somewhere_still_holds_elsewhere(tmp_path):
@@ -224,7 +224,7 @@ def test_a_disable_that_is_late_somewhere_still_holds_elsewhere(tmp_path):
     run_commands.tick({0: 5, 1: 3}, 0.0)
 
     assert run_commands.counts["partial"] == 1
-    assert len(run_commands.statuses()) == 1
+    assert len(run_commands.known.statuses()) == 1
 
 
 def test_files_are_whole_private_and_numbered(tmp_path):
@@ -314,7 +314,7 @@ def test_a_link_in_place_of_a_file_is_foreign(tmp_path):
 
     run_commands.tick({0: 1}, 0.0)
 
-    assert (run_commands.num_foreign, run_commands.statuses()) == (1, [])
+    assert (run_commands.num_foreign, run_commands.known.statuses()) == (1, [])
 
 
 def test_a_directory_that_cannot_be_written_is_said(tmp_path):
@@ -352,14 +352,14 @@ def test_every_change_is_audited(tmp_path):
 
 
 def test_what_is_remembered_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(commands, "MAX_REMEMBERED", 5)
+    monkeypatch.setattr(known_commands, "MAX_REMEMBERED", 5)
     run_commands = RunCommands(tmp_path)
     for number in range(10):
         run_commands.withdraw(f"c{number}", now=0.0)
 
     run_commands.tick({}, 0.0)
 
-    assert len(run_commands.statuses()) == 5
+    assert len(run_commands.known.statuses()) == 5
 
 
 def test_metrics_know_every_state():

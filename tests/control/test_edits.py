@@ -124,7 +124,7 @@ class Run:
             self.turn()
 
     def commands(self) -> list[dict[str, Any]]:
-        return [msgspec.to_builtins(one.command) | {"state": one.state} for one in self.run_commands.statuses()]
+        return [msgspec.to_builtins(one.command) | {"state": one.state} for one in self.run_commands.known.statuses()]
 
     def first(self, kind: str) -> list[int]:
         return [rank.collected[kind][0] for rank in self.ranks]

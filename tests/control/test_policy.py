@@ -285,7 +285,7 @@ def test_a_dump_that_was_obeyed_is_not_repeated(tmp_path):
             bench.answer(command, state, rank)
         assert bench.tick({2: 44, 3: 44}) == []
 
-    assert bench.run_commands.find(a_dump().key).state == "ended"
+    assert bench.run_commands.known.find(a_dump().key).state == "ended"
 
 
 def test_dumps_are_few_and_never_in_the_way_of_monitoring(tmp_path):

@@ -121,9 +121,9 @@ def test_late_command_is_withdrawn_and_its_successor_is_obeyed_at_one_step(tmp_p
     run.ranks[3].current_step = run.ranks[2].current_step
     run.train(40)
 
-    states = {status.command.id: status.state for status in run.run_commands.statuses()}
+    states = {status.command.id: status.state for status in run.run_commands.known.statuses()}
     assert states[first.id] == "withdrawn"
-    second = run.run_commands.find("k:again1").command
+    second = run.run_commands.known.find("k:again1").command
     steps = list(range(second.at_step, second.at_step + 20))
     assert [rank.measured for rank in run.ranks[2:]] == [steps, steps]
     assert run.escalator.latency_s == 0.3
@@ -149,4 +149,4 @@ def test_a_fault_that_comes_back_is_seen_with_monitoring_on(tmp_path):
     # The fault comes back every few steps: within the window, and sooner than it closes.
     assert command.at_step <= 53
     assert all(step in run.ranks[3].measured for step in range(command.at_step, 56))
-    assert run.run_commands.is_on(run.newest())
+    assert run.run_commands.known.is_on(run.newest())

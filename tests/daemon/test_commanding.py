@@ -25,7 +25,7 @@ def commanding(tmp_path: Path) -> Commanding:
 def written(tmp_path: Path) -> list[object]:
     commands = RunCommands(tmp_path / "run")
     commands.scan(1.0)
-    return [status.command for status in commands.statuses()]
+    return [status.command for status in commands.known.statuses()]
 
 
 def test_a_dump_is_ordered(commanding: Commanding, tmp_path: Path) -> None:
