@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_not
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from sentinel import native
 from sentinel.detect import State
-from sentinel.detect.vectorised import PEAK_FACTOR, SPREAD_SHARE, BaselineForm, Form, LimitForm
+from sentinel.detect.vectorised import PEAK_FACTOR, SPREAD_SHARE, BaselineForm, Form, LimitForm, StillForm
 from sentinel.native.layout import FORM, FORM_LIMIT, FORM_LINEAR, FORM_LOG, FORM_STILL, HIT, SIDES
 from sentinel.native.library import JudgeForms
 from sentinel.record import STATISTICS
@@ -83,17 +83,31 @@ def describe_form(row: Any, form: Form, state: State) -> None:
     """Fill what a row of FORM says of the form and its state."""
     for name, array in state.items():
         row[name] = array.ctypes.data
-    if isinstance(form, BaselineForm):
-        row["form"] = FORM_LINEAR if form.domain == "linear" else FORM_LOG
-        row["sides"] = SIDES.index(form.sides)
-        row["location_rate"], row["spread_rate"] = 1.0 / form.memory, SPREAD_SHARE / form.memory
-        row["peak_factor"], row["has_common"] = PEAK_FACTOR if form.peaks else 0.0, form.common
-        names: tuple[str, ...] = ("k", "floor", "minimum", "warmup", "settle_after")
-    elif isinstance(form, LimitForm):
-        row["form"] = FORM_LIMIT
-        names = ("above", "below", "lasting", "after")
-    else:
-        row["form"], row["lasting"], row["settle_after"] = FORM_STILL, form.zero_steps, form.unchanged_steps
-        names = ("after",)
+    names = _FILLED[type(form)](row, form)
     for name in names:
         row[name] = getattr(form, name)
+
+
+def _fill_baseline(row: Any, form: BaselineForm) -> tuple[str, ...]:
+    """Fill in what C has in other words, and return the fields that it has by name."""
+    row["form"] = FORM_LINEAR if form.domain == "linear" else FORM_LOG
+    row["sides"] = SIDES.index(form.sides)
+    row["location_rate"], row["spread_rate"] = 1.0 / form.memory, SPREAD_SHARE / form.memory
+    row["peak_factor"], row["has_common"] = PEAK_FACTOR if form.peaks else 0.0, form.common
+    return "k", "floor", "minimum", "warmup", "settle_after"
+
+
+def _fill_limit(row: Any, form: LimitForm) -> tuple[str, ...]:
+    row["form"] = FORM_LIMIT
+    return "above", "below", "lasting", "after"
+
+
+def _fill_still(row: Any, form: StillForm) -> tuple[str, ...]:
+    row["form"], row["lasting"], row["settle_after"] = FORM_STILL, form.zero_steps, form.unchanged_steps
+    return ("after",)
+
+
+_FILLED: dict[type[Any], Callable[[Any, Any], tuple[str, ...]]] = {
+    BaselineForm: _fill_baseline, LimitForm: _fill_limit, StillForm: _fill_still,
+}  # fmt: skip
+"""Form -> what fills a row of FORM."""

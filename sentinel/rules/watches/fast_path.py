@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from sentinel.detect import AnomalyNan, AnomalyTurbulence, HiddenNan, NanStorm, 
 from sentinel.detect.drift import Drift, Plateau
 from sentinel.detect.nonfinite import CONVERGED
 from sentinel.detect.vectorised import BaselineForm
-from sentinel.detect.windowed import RollingMedian
+from sentinel.detect.windowed import GradNormSpike, LossSpike, RollingMedian
 from sentinel.native import quick as native
 from sentinel.native import rolling
 from sentinel.native.layout import FORM
@@ -44,7 +45,7 @@ class Quick:
         """Fill in what a rule of C says of the detector and of the arrays of `state`; return what must outlive it."""
         arrays = [state[name] for name in _ARRAYS[self._kind] if name in state]
         pointers = (ctypes.c_void_p * max(len(arrays), 1))(*(array.ctypes.data for array in arrays))
-        parameters = self._parameters(state)
+        parameters = _PARAMETERS[self._kind](self._detector, state)
         address = parameters.ctypes.data if isinstance(parameters, np.ndarray) else ctypes.addressof(parameters)
         rule.kind, rule.isa = native.KINDS.index(self._kind), rolling.isa
         rule.parameters, rule.arrays = address, ctypes.addressof(pointers)
@@ -52,53 +53,64 @@ class Quick:
         rule.scratch = scratch.ctypes.data
         return parameters, pointers, arrays, scratch
 
-    def _parameters(self, state: State) -> Any:
-        detector = self._detector
-        if self._kind == "drift":
-            return native.LevelParameters(
-                threshold=detector.threshold, log_slack=math.log1p(detector.slack), slack_sigmas=detector.slack_sigmas,
-                slack_wander=detector.slack_wander, slack_walk=detector.slack_walk, memory=detector.memory,
-                warmup=detector.warmup, is_both=detector.sides == "both",
-            )  # fmt: skip
-        if self._kind == "plateau":
-            return native.LevelParameters(
-                share=detector.share, patience=detector.patience, log_improvement=math.log1p(detector.improvement),
-                memory=detector.memory, warmup=detector.warmup,
-            )  # fmt: skip
-        if self._kind == "hidden":
-            return native.HiddenParameters(repeats=detector.repeats, warmup=detector.warmup, converged=CONVERGED)
-        if self._kind == "rolling":
-            return detector.numbers
-        if self._kind == "batch":
-            return native.BatchParameters(
-                log_share=math.log(detector.share), lasting=detector.lasting, warmup=detector.warmup
-            )
-        if self._kind == "finite":
-            return ctypes.c_int64("points" in state)
-        form = detector.form("value")
-        assert isinstance(form, BaselineForm) and not form.common
-        row = np.zeros(1, FORM)
-        describe_form(row[0], form, state)
-        return row
+
+def _of_drift(detector: Any, state: State) -> Any:
+    return native.LevelParameters(
+        threshold=detector.threshold, log_slack=math.log1p(detector.slack), slack_sigmas=detector.slack_sigmas,
+        slack_wander=detector.slack_wander, slack_walk=detector.slack_walk, memory=detector.memory, warmup=detector.warmup,
+        is_both=detector.sides == "both",
+    )  # fmt: skip
+
+
+def _of_plateau(detector: Any, state: State) -> Any:
+    return native.LevelParameters(
+        share=detector.share, patience=detector.patience, log_improvement=math.log1p(detector.improvement),
+        memory=detector.memory, warmup=detector.warmup,
+    )  # fmt: skip
+
+
+def _of_hidden(detector: Any, state: State) -> Any:
+    return native.HiddenParameters(repeats=detector.repeats, warmup=detector.warmup, converged=CONVERGED)
+
+
+def _of_batch(detector: Any, state: State) -> Any:
+    return native.BatchParameters(log_share=math.log(detector.share), lasting=detector.lasting, warmup=detector.warmup)
+
+
+def _of_baseline(detector: Any, state: State) -> Any:
+    form = detector.form("value")
+    assert isinstance(form, BaselineForm) and not form.common
+    row = np.zeros(1, FORM)
+    describe_form(row[0], form, state)
+    return row
+
+
+_PARAMETERS: dict[str, Callable[[Any, State], Any]] = {
+    "drift": _of_drift,
+    "plateau": _of_plateau,
+    "hidden": _of_hidden,
+    "rolling": lambda detector, state: detector.numbers,
+    "baseline": _of_baseline,
+    "finite": lambda detector, state: ctypes.c_int64("points" in state),
+    "batch": _of_batch,
+}
+"""Kind of native/quick.h -> what C is told of a detector of that kind."""
+_KIND_OF: dict[type[Any], str] = {
+    Drift: "drift", Plateau: "plateau", SameBatch: "batch", HiddenNan: "hidden", NanStorm: "finite", AnomalyNan: "finite",
+    AnomalyTurbulence: "baseline", RollingMedian: "rolling", LossSpike: "rolling", GradNormSpike: "rolling",
+}  # fmt: skip
+"""The very classes that have a quick way: one that is derived may do anything."""
+_HAS_NONE: dict[type[Any], Callable[[Any], bool]] = {
+    AnomalyNan: lambda detector: detector.threshold is not None,
+    AnomalyTurbulence: lambda detector: bool(detector.compat),
+}
+"""Classes with arguments under which they have none."""
 
 
 def quick_of(detector: Any) -> Quick | None:
     """Return the quick way of a detector; None where it has none: another class, a mode, no library."""
-    # The very classes: one that is derived may do anything.
-    if native.step is None:
+    kind = _KIND_OF.get(type(detector))
+    if native.step is None or kind is None or (kind == "rolling" and not rolling.available):
         return None
-    if type(detector) is Drift:
-        return Quick(detector, "drift")
-    if type(detector) is Plateau:
-        return Quick(detector, "plateau")
-    if type(detector) is SameBatch:
-        return Quick(detector, "batch")
-    if type(detector) is HiddenNan:
-        return Quick(detector, "hidden")
-    if type(detector) is NanStorm or (type(detector) is AnomalyNan and detector.threshold is None):
-        return Quick(detector, "finite")
-    if type(detector) is AnomalyTurbulence and not detector.compat:
-        return Quick(detector, "baseline")
-    if isinstance(detector, RollingMedian) and type(detector).score is RollingMedian.score and rolling.available:
-        return Quick(detector, "rolling")
-    return None
+    has_none = _HAS_NONE.get(type(detector))
+    return None if has_none is not None and has_none(detector) else Quick(detector, kind)
