@@ -108,7 +108,7 @@ def reported(run_dir: Path) -> list[str]:
     """Return the keys of all alerts that were ever put into the outbox, in order."""
     journal = Journal(RunPaths.of(run_dir).journal, read_only=True)
     try:
-        return [row[0] for row in journal._db.execute("SELECT key FROM outbox ORDER BY position")]
+        return [row[0] for row in journal._file.db.execute("SELECT key FROM outbox ORDER BY position")]
     finally:
         journal.close()
 

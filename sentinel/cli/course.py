@@ -62,7 +62,7 @@ class _WatchedCounts(msgspec.Struct):
 
 def course_of(journal: Journal) -> Course:
     """Return what a journal says of its run as a whole."""
-    watched = msgspec.json.decode(journal.recall(WATCHED_FACT) or "{}", type=_WatchedCounts)
+    watched = msgspec.json.decode(journal.facts.recall(WATCHED_FACT) or "{}", type=_WatchedCounts)
     steps = [msgspec.msgpack.decode(body, type=_DecisionTime) for body in journal.newest_decisions(STEP, 1)]
     ticks = (msgspec.msgpack.decode(body, type=_DecisionTime) for body in journal.newest_decisions(TICK, MAX_TICKS))
     newest = next((one for one in ticks if one.ended is not None), None)

@@ -107,18 +107,18 @@ def run_status(run_dir: Path) -> dict[str, Any]:
     journal = Journal(paths.journal, read_only=True)
     try:
         state["num_decisions"], state["num_judged"] = journal.last_seq, journal.judged
-        state["num_anomalies"] = journal.num_onsets()
-        state["replicas"] = journal.recall("replicas")
+        state["num_anomalies"] = journal.found.num_onsets()
+        state["replicas"] = journal.facts.recall("replicas")
         state |= course_report(course_of(journal))
         losses = recorded_losses(journal)
         state["losses"], state["num_rows_lost"], state["is_complete"] = losses.words, losses.num_rows, losses.is_complete
-        state["notes"] = json.loads(journal.recall("notes") or "null")
-        state["config"] = json.loads(journal.recall("config") or "null")
+        state["notes"] = json.loads(journal.facts.recall("notes") or "null")
+        state["config"] = json.loads(journal.facts.recall("config") or "null")
         for _, _, body in journal.decisions(after=journal.judged - 1, until=journal.judged):
             newest = msgspec.msgpack.decode(body, type=_DecisionStep)
             # A rank may be found stale before any step is closed.
             state["attempt"], state["step"] = newest.attempt, newest.step if newest.step >= 0 else None
-        incidents = [msgspec.json.decode(body, type=Incident) for body in journal.newest_incidents(100)]
+        incidents = [msgspec.json.decode(body, type=Incident) for body in journal.found.newest_incidents(100)]
         state["incidents"] = [
             {name: value for name, value in msgspec.to_builtins(one).items() if name not in ("members", "first_causes")}
             for one in incidents
@@ -130,7 +130,7 @@ def run_status(run_dir: Path) -> dict[str, Any]:
 
 def recorded_losses(journal: Journal) -> RunLosses:
     """Return what the journal says was lost before it could be judged."""
-    return msgspec.json.decode(journal.recall("losses") or "{}", type=RunLosses)
+    return msgspec.json.decode(journal.facts.recall("losses") or "{}", type=RunLosses)
 
 
 class _DecisionStep(msgspec.Struct):

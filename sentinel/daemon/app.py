@@ -222,7 +222,7 @@ class Daemon:
                 continue
             self._problems.pop(name, None)
             self._runs[name] = run
-            self._outboxes.join(run.journal)
+            self._outboxes.join(run.journal.outbox)
             self._notifier.wake()
 
     def _found(self) -> list[Path]:
@@ -236,7 +236,7 @@ class Daemon:
 
     def _drop(self, name: str, problem: str) -> None:
         run = self._runs.pop(name)
-        self._outboxes.leave(run.journal)
+        self._outboxes.leave(run.journal.outbox)
         run.close()
         self._refuse(name, problem, time.time())
 

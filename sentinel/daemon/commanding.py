@@ -65,13 +65,13 @@ class Commanding:
     def __init__(self, paths: RunPaths, config: ControlConfig, journal: Journal) -> None:
         self._journal = journal
         self._mutex = threading.RLock()
-        self._commands = RunCommands(paths.run_dir, audit=journal.audit, expires_s=config.expires_s)
-        former = journal.recall(_FACT)
+        self._commands = RunCommands(paths.run_dir, audit=journal.audit.add, expires_s=config.expires_s)
+        former = journal.facts.recall(_FACT)
         if former:
             self._commands.load(former.encode())
-        self._escalator = Escalator(config, self._commands, journal.audit)
-        self._edits = ConfigFileEdits(config, self._commands, journal.audit, socket.gethostname())
-        self._kept_edits = journal.recall(EDITS_FACT) or ""
+        self._escalator = Escalator(config, self._commands, journal.audit.add)
+        self._edits = ConfigFileEdits(config, self._commands, journal.audit.add, socket.gethostname())
+        self._kept_edits = journal.facts.recall(EDITS_FACT) or ""
         if self._kept_edits:
             self._edits.load(self._kept_edits.encode())
         self._newest_step = -1
@@ -104,11 +104,11 @@ class Commanding:
                 self._escalator.follow(changed, newest_step=newest_step, step_time_s=step_time_s, now=now)
                 self._edits.turn(in_use, newest_step=newest_step, step_time_s=step_time_s, now=now, mono=time.monotonic())
                 self.keep()
-                for row in self._journal.waiting("escalation", now):
+                for row in self._journal.outbox.waiting("escalation", now):
                     if not ended:
                         # After a restart nobody was heard yet; a run that is over hears nothing any more.
                         if now - self._started > SILENT_START_S:
-                            self._journal.finish_delivery([row.position], "no rank is alive")
+                            self._journal.outbox.finish_delivery([row.position], "no rank is alive")
                         continue
                     command = self._escalator.consider(
                         Proposal.read(row.body), newest_step=newest_step, step_time_s=step_time_s, now=now
@@ -116,7 +116,7 @@ class Commanding:
                     # The commands' memory first: a crash in between finds the key there, and issues nothing twice.
                     self.keep()
                     outcome = "not issued" if command is None else f"issued {command.id}"
-                    self._journal.finish_delivery([row.position], outcome)
+                    self._journal.outbox.finish_delivery([row.position], outcome)
                 self.problem = ""
             except StoreError as error:
                 self.problem = str(error)
@@ -224,9 +224,9 @@ class Commanding:
         """Put what is known of commands and edits into the journal, if it changed."""
         edits = self._edits.dump().decode()
         if edits != self._kept_edits:
-            self._journal.remember(EDITS_FACT, edits)
+            self._journal.facts.remember(EDITS_FACT, edits)
             self._kept_edits = edits
         body = self._commands.dump().decode()
         if body != self._kept:
-            self._journal.remember(_FACT, body)
+            self._journal.facts.remember(_FACT, body)
             self._kept = body

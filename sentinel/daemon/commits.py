@@ -17,7 +17,9 @@ from sentinel.decision import Decision, Tick, encode_decision
 from sentinel.judge.judge import Judgement
 from sentinel.report.alert import Alert
 from sentinel.report.files import anomaly_line, json_line
-from sentinel.store.journal import Commit, FoundAnomaly, FoundIncident, Journal, Outgoing
+from sentinel.store.found import FoundAnomaly, FoundIncident
+from sentinel.store.journal import Commit, Journal
+from sentinel.store.outbox_table import Outgoing
 
 STEPS_PER_COMMIT = 64
 """Most steps judged between two commits: while catching up, the first alert must not wait for the last step."""
@@ -38,7 +40,7 @@ class StepCommits:
         """The last decision that was judged for the first time; what comes again up to it brings nothing new."""
         self.seq = self.judged
         """The decision whose state the stages are in."""
-        self.num_onsets = journal.num_onsets()
+        self.num_onsets = journal.found.num_onsets()
         """Anomalies since the run began."""
         self._journal, self._files, self._alerts = journal, files, alerts
         self._snapshots, self._acknowledgement = snapshots, acknowledgement

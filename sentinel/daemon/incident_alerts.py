@@ -22,7 +22,7 @@ class IncidentAlerts:
     def __init__(self, journal: Journal, routes: Sequence[tuple[str, RouteConfig]]) -> None:
         """routes: (sink, what it wants)."""
         self._routes = routes
-        incidents = map(_INCIDENT.decode, journal.newest_incidents(MAX_INCIDENTS))
+        incidents = map(_INCIDENT.decode, journal.found.newest_incidents(MAX_INCIDENTS))
         self._open = {incident.id: incident for incident in incidents if incident.state == "open"}
 
     def take(self, incident: Incident, now: float) -> list[Alert]:

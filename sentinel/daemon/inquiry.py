@@ -96,7 +96,7 @@ class ServedConsole:
         """Return the newest anomalies as lines of JSON, newest first; of all runs when `run` is None."""
         found: list[bytes] = []
         for one in self._chosen(run):
-            newest = one.journal.newest_anomalies(limit - len(found), before, step)
+            newest = one.journal.found.newest_anomalies(limit - len(found), before, step)
             found += [body for _, body in newest]
         return found[:limit]
 
@@ -104,7 +104,7 @@ class ServedConsole:
         """Return the newest revision of each incident as lines of JSON."""
         found: list[bytes] = []
         for one in self._chosen(run):
-            for body in one.journal.newest_incidents(limit):
+            for body in one.journal.found.newest_incidents(limit):
                 if not is_open or _STATE.decode(body).state == "open":
                     found.append(body)
         return found[:limit]
@@ -124,7 +124,7 @@ class ServedConsole:
                 "details": entry.details,
             }
             for one in self._chosen(run)
-            for entry in one.journal.audited(limit)
+            for entry in one.journal.audit.newest(limit)
         ]
         return sorted(entries, key=lambda entry: -entry["time"])[:limit]
 

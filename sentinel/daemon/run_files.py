@@ -74,7 +74,7 @@ class RunFiles:
 
     def _complete(self, lines: AppendLog, table: str, since: LogPosition | None) -> None:
         def tail(after: int) -> Iterable[bytes]:
-            return (body for _, body in self._journal.bodies(table, after))
+            return (body for _, body in self._journal.found.bodies(table, after))
 
         try:
             found = lines.recover(tail(since.num_lines if since else 0), since)

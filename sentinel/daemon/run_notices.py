@@ -67,7 +67,7 @@ class RunNotices:
         """Write down how much is watched, and how many weights have copies to compare."""
         if gauges.watched != self._watched:
             self._watched = gauges.watched
-            self._journal.remember(WATCHED_FACT, json_line(self._watched).decode())
+            self._journal.facts.remember(WATCHED_FACT, json_line(self._watched).decode())
         words = gauges.replica_words
         if words != self._replicas:
             self._replicas = words
@@ -86,7 +86,7 @@ class RunNotices:
 
     def _remember(self, key: str, value: str) -> bool:
         """Keep a fact; False: the journal has it."""
-        if value == self._journal.recall(key):
+        if value == self._journal.facts.recall(key):
             return False
-        self._journal.remember(key, value)
+        self._journal.facts.remember(key, value)
         return True

@@ -141,7 +141,7 @@ class ServedRun:
         details = {"outcome": outcome, "pack_hash": self._packs.newest_hash, **problem}
         with _trouble_in_words(self.paths.journal):
             self._use_newest_pack()
-            self.journal.audit(now, "daemon", "reload", details)
+            self.journal.audit.add(now, "daemon", "reload", details)
 
     def take_alerts(self) -> bool:
         """Return whether alerts were committed since this was last asked."""
@@ -239,7 +239,7 @@ class ServedRun:
                 log.warning("run %s: %s by %s is not done: %s", self.name, act.act, act.who, why)
             else:
                 self._judge([stages.assembler.tick(stages.watch.facts(), stages.watch.tracker.now, (act,))])
-            self.journal.audit(now, act.who, act.act, {"incident": act.incident, "why": act.why, "refused": why})
+            self.journal.audit.add(now, act.who, act.act, {"incident": act.incident, "why": act.why, "refused": why})
             self._acts.take(path)
 
     def _judge(self, decided: Iterable[StepView | Tick]) -> bool:

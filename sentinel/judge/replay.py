@@ -138,7 +138,7 @@ def _difference(journal: Journal, table: str, lines: AppendLog) -> str | None:
     """Return in words where the replay's file first differs from what the daemon wrote."""
     number = 0
     replayed = _lines(lines)
-    for number, body in journal.bodies(table):
+    for number, body in journal.found.bodies(table):
         other = next(replayed, None)
         if other != body:
             return f"{table}, line {number}: expected {body[:200]!r}, got {other[:200] if other else other!r}"

@@ -1,4 +1,4 @@
-"""The outbox as the pipeline needs it; the journal is one, and one in memory is here for tests and for `--no-state`."""
+"""The outbox as the pipeline needs it; `store.outbox_table` is one, one in memory is here for tests and `--no-state`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WaitingAlert(Protocol):
 
 
 class Outbox(Protocol):
-    """A durable queue by topic, safe to use from several threads. `store.journal.Journal` is one."""
+    """A durable queue by topic, safe to use from several threads. `store.outbox_table.OutboxTable` is one."""
 
     def waiting(self, topic: str, now: float, limit: int = 256) -> Sequence[WaitingAlert]:
         """Return rows of `topic` without an outcome that are due at `now`, oldest first."""

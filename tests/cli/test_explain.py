@@ -11,7 +11,8 @@ from sentinel.anomaly import Anomaly, Severity
 from sentinel.cli.main import run_cli
 from sentinel.incidents.tracker import IncidentTracker
 from sentinel.report.alert import Alert
-from sentinel.store.journal import Commit, Journal, Outgoing
+from sentinel.store.journal import Commit, Journal
+from sentinel.store.outbox_table import Outgoing
 
 
 def write_run(home, name, step):
@@ -54,7 +55,7 @@ def test_says_who_was_told(home, capsys):
     journal = Journal(home / "one" / ".daemon" / "journal.sqlite")
     alert = Alert(key="slack:one:i:1", sink="slack", change="opened", incident=incident, is_page=True)
     journal.commit(Commit(judged=0, outbox=[Outgoing(key=alert.key, topic=alert.topic, body=alert.body)]))
-    journal.finish_delivery([1], "sent")
+    journal.outbox.finish_delivery([1], "sent")
     journal.close()
 
     run_cli(["explain", "latest"])

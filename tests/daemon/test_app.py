@@ -20,7 +20,7 @@ from sentinel.daemon.app import Daemon, ServeOptions
 from sentinel.daemon.http.config import HttpConfig
 from sentinel.daemon.http.console import Unavailable
 from sentinel.daemon.serving import ServedRun
-from sentinel.store.journal import Journal
+from sentinel.store.audit import Audit
 from sentinel.testing import SyntheticRun
 
 
@@ -131,11 +131,11 @@ def test_a_reload_on_a_full_disk_does_not_end_the_daemon(tmp_path: Path, monkeyp
     write_run(tmp_path / "run")
     is_full = True
 
-    def audit(self: Journal, *arguments: Any) -> None:
+    def audit(self: Audit, *arguments: Any) -> None:
         if is_full:
             raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr(Journal, "audit", audit)
+    monkeypatch.setattr(Audit, "add", audit)
     monkeypatch.setattr("sentinel.daemon.app.RETRY_RUN_S", 0.1)
     with daemon(tmp_path) as one:
         wait_for(lambda: judged(one).get("run") == 2)
@@ -147,14 +147,14 @@ def test_a_reload_on_a_full_disk_does_not_end_the_daemon(tmp_path: Path, monkeyp
 
 def test_an_order_that_no_journal_takes_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "run")
-    audit, is_full = Journal.audit, False
+    audit, is_full = Audit.add, False
 
-    def may_be_full(self: Journal, *arguments: Any) -> None:
+    def may_be_full(self: Audit, *arguments: Any) -> None:
         if is_full:
             raise sqlite3.OperationalError("database or disk is full")
         audit(self, *arguments)
 
-    monkeypatch.setattr(Journal, "audit", may_be_full)
+    monkeypatch.setattr(Audit, "add", may_be_full)
     with daemon(tmp_path) as one:
         wait_for(lambda: judged(one).get("run") == 2)
         assert one.console.control("run", "enable", {})["command"]["type"] == "EnableMonitoring"

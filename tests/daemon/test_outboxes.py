@@ -8,7 +8,8 @@ import pytest
 
 from sentinel.daemon.outboxes import Outboxes
 from sentinel.daemon.systemd import Systemd
-from sentinel.store.journal import Commit, Journal, Outgoing
+from sentinel.store.journal import Commit, Journal
+from sentinel.store.outbox_table import Outgoing
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def journals(tmp_path: Path):
 def test_rows_of_all_runs_are_one_queue(journals: list[Journal]) -> None:
     outboxes = Outboxes()
     for journal in journals:
-        outboxes.join(journal)
+        outboxes.join(journal.outbox)
 
     rows = outboxes.waiting("alert:x", 0.0)
     outboxes.begin_delivery([row.position for row in rows[:4]])
@@ -37,20 +38,20 @@ def test_rows_of_all_runs_are_one_queue(journals: list[Journal]) -> None:
     assert outboxes.num_waiting("alert:x") == 4
     assert [(row.key, row.tries) for row in outboxes.waiting("alert:x", 0.0)] == [("a2", 1), ("b0", 1), ("b1", 0)]
     assert [row.key for row in outboxes.waiting("alert:x", 50.0, limit=1)] == ["a1"]
-    assert [row.key for row in journals[1].waiting("alert:x", 0.0)] == ["b0", "b1"]
+    assert [row.key for row in journals[1].outbox.waiting("alert:x", 0.0)] == ["b0", "b1"]
 
 
 def test_a_run_that_left_keeps_its_rows(journals: list[Journal]) -> None:
     outboxes = Outboxes()
     for journal in journals:
-        outboxes.join(journal)
+        outboxes.join(journal.outbox)
     rows = outboxes.waiting("alert:x", 0.0)
 
-    outboxes.leave(journals[0])
+    outboxes.leave(journals[0].outbox)
     outboxes.finish_delivery([row.position for row in rows], "sent")
 
-    assert journals[0].num_waiting("alert:x") == 3
-    assert journals[1].num_waiting("alert:x") == 0
+    assert journals[0].outbox.num_waiting("alert:x") == 3
+    assert journals[1].outbox.num_waiting("alert:x") == 0
 
 
 def test_systemd_hears_ready_and_alive(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def decisions(run_dir: Path) -> list[Decision]:
 def queued(run_dir: Path) -> list[tuple[str, str]]:
     journal = Journal(RunPaths.of(run_dir).journal, read_only=True)
     try:
-        return list(journal._db.execute("SELECT topic, key FROM outbox ORDER BY position"))
+        return list(journal._file.db.execute("SELECT topic, key FROM outbox ORDER BY position"))
     finally:
         journal.close()
 
@@ -386,7 +386,7 @@ def test_rules_changed_midway_are_journalled_and_replayed(tmp_path: Path) -> Non
     source.write(5)
     catch_up(run)
 
-    assert [entry.details["outcome"] for entry in run.journal.audited()] == ["failed", "ok"]
+    assert [entry.details["outcome"] for entry in run.journal.audit.newest()] == ["failed", "ok"]
     run.close()
     hashes = [one.pack_hash for one in decisions(tmp_path / "run")]
     assert len(set(hashes[:25])) == len(set(hashes[25:])) == 1
@@ -405,7 +405,7 @@ def test_a_snapshot_that_cannot_be_read_costs_time_only(tmp_path: Path) -> None:
     for name in ("golden", "other"):
         judge_all(tmp_path / name / "run")
     journal = Journal(RunPaths.of(tmp_path / "other" / "run").journal)
-    journal._db.execute("UPDATE snapshots SET body = x'00'")
+    journal._file.db.execute("UPDATE snapshots SET body = x'00'")
     journal.close()
 
     source.write(30)

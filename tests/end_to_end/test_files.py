@@ -16,13 +16,14 @@ CHILD = """
 import sys
 from pathlib import Path
 from sentinel.report.files import AppendLog, LogPosition, json_line
-from sentinel.store.journal import Commit, FoundAnomaly, Journal
+from sentinel.store.found import FoundAnomaly
+from sentinel.store.journal import Commit, Journal
 
 home = Path(sys.argv[1])
 journal = Journal(home / "state" / "journal.sqlite")
 log = AppendLog(home / "anomalies", file_bytes=20_000)
-since = LogPosition.parse(journal.recall("anomalies"))
-log.recover((body for _, body in journal.bodies("anomalies", after=since.num_lines)), since)
+since = LogPosition.parse(journal.facts.recall("anomalies"))
+log.recover((body for _, body in journal.found.bodies("anomalies", after=since.num_lines)), since)
 print("up", flush=True)
 seq = journal.judged
 while True:
@@ -33,7 +34,7 @@ while True:
     for line in lines:
         log.append([line])
     if seq % 7 == 0:
-        journal.remember("anomalies", log.position.text())
+        journal.facts.remember("anomalies", log.position.text())
 """
 
 
@@ -50,13 +51,13 @@ def test_kill_9_loses_no_line_and_repeats_none(tmp_path):
 
     journal = Journal(tmp_path / "state" / "journal.sqlite")
     log = AppendLog(tmp_path / "anomalies", file_bytes=20_000)
-    since = LogPosition.parse(journal.recall("anomalies"))
-    log.recover((body for _, body in journal.bodies("anomalies", after=since.num_lines)), since)
+    since = LogPosition.parse(journal.facts.recall("anomalies"))
+    log.recover((body for _, body in journal.found.bodies("anomalies", after=since.num_lines)), since)
     files = sorted((tmp_path / "anomalies").iterdir())
     written = [line for file in files for line in file.read_bytes().splitlines(keepends=True)]
 
     assert len(written) > 50
-    assert written == [body + b"\n" for _, body in journal.bodies("anomalies")]
+    assert written == [body + b"\n" for _, body in journal.found.bodies("anomalies")]
     assert len(files) > 1
     assert log.position.num_lines == len(written)
     journal.close()

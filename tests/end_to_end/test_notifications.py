@@ -20,7 +20,8 @@ from sentinel.report.pipeline import Notifier, RetryPolicy, SinkWorker
 from sentinel.report.sinks.alertmanager import AlertmanagerConfig, AlertmanagerSink
 from sentinel.report.sinks.delivery import HttpPoster
 from sentinel.report.sinks.webhook import WebhookConfig, WebhookSink
-from sentinel.store.journal import Commit, Journal, Outgoing
+from sentinel.store.journal import Commit, Journal
+from sentinel.store.outbox_table import Outgoing
 
 from ..ports import free_port
 from .servers import Receiver, alertmanager, get_json, need, wait_for
@@ -132,7 +133,7 @@ from sentinel.report.sinks.webhook import WebhookConfig, WebhookSink
 from sentinel.store.journal import Journal
 
 sink = WebhookSink(WebhookConfig(url=sys.argv[2]), HttpPoster(timeout_s=30.0), {})
-Notifier(Journal(Path(sys.argv[1])), [sink], RetryPolicy(), clock=time.time).start()
+Notifier(Journal(Path(sys.argv[1])).outbox, [sink], RetryPolicy(), clock=time.time).start()
 time.sleep(60)
 """
 
@@ -152,11 +153,11 @@ def test_kill_9_between_request_and_answer_repeats_once_and_says_so(tmp_path):
         journal = Journal(path)
         sink = WebhookSink(WebhookConfig(url=receiver.url), HttpPoster(), {})
         for _ in range(3):
-            SinkWorker(journal, sink, RetryPolicy(), rng=random.Random(0)).turn(time.time())
+            SinkWorker(journal.outbox, sink, RetryPolicy(), rng=random.Random(0)).turn(time.time())
 
         assert [body["alerts"][0]["repeated"] for body in receiver.bodies()] == [False, True]
         assert len({headers["Idempotency-Key"] for headers, _ in receiver.received}) == 1
-        assert journal.num_waiting(alert.topic) == 0
+        assert journal.outbox.num_waiting(alert.topic) == 0
         journal.close()
 
 

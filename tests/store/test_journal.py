@@ -12,8 +12,11 @@ import pytest
 from sentinel.errors import StoreError
 from sentinel.private_files import refuse_foreign
 from sentinel.store.disk import file_system, refuse_network
-from sentinel.store.journal import SCHEMA_VERSION, Commit, FoundAnomaly, FoundIncident, Journal, Outgoing
+from sentinel.store.found import FoundAnomaly, FoundIncident
+from sentinel.store.journal import Commit, Journal
+from sentinel.store.journal_file import SCHEMA_VERSION
 from sentinel.store.lock import RunLock
+from sentinel.store.outbox_table import Outgoing
 
 
 def anomaly(number: int, step: int = 1) -> FoundAnomaly:
@@ -54,13 +57,13 @@ def test_one_transaction_moves_everything_together(journal: Journal) -> None:
         journal.commit(broken)
 
     assert journal.judged == 0
-    assert journal.count("anomalies") == journal.count("incidents") == 0
+    assert journal.found.count("anomalies") == journal.found.count("incidents") == 0
     whole = Commit(judged=1, anomalies=[(1, anomaly(1))], incidents=[(1, incident("i", 1))])
     whole.outbox.append(Outgoing(key="slack:i:1", topic="alert:slack", body=b"{}"))
     journal.commit(whole)
     assert journal.judged == 1
-    assert [body for _, body in journal.bodies("anomalies")] == [b'{"id":1}']
-    assert journal.num_waiting("alert:slack") == 1
+    assert [body for _, body in journal.found.bodies("anomalies")] == [b'{"id":1}']
+    assert journal.outbox.num_waiting("alert:slack") == 1
 
 
 def test_the_judged_offset_never_goes_back(journal: Journal) -> None:
@@ -76,31 +79,31 @@ def test_the_same_key_is_queued_once(journal: Journal) -> None:
     journal.commit(Commit(judged=1, outbox=[message]))
     journal.commit(Commit(judged=2, outbox=[message]))
 
-    assert journal.num_waiting("alert:slack") == 1
+    assert journal.outbox.num_waiting("alert:slack") == 1
 
 
 def test_a_delivery_begun_before_a_crash_is_known_afterwards(journal: Journal) -> None:
     journal.commit(Commit(judged=1, outbox=[Outgoing(key="a", topic="alert:slack", body=b"{}")]))
-    [row] = journal.waiting("alert:slack", now=0.0)
+    [row] = journal.outbox.waiting("alert:slack", now=0.0)
 
-    journal.begin_delivery([row.position])
+    journal.outbox.begin_delivery([row.position])
     journal.close()
     reopened = Journal(journal.path)
 
-    [again] = reopened.waiting("alert:slack", now=0.0)
+    [again] = reopened.outbox.waiting("alert:slack", now=0.0)
     assert (row.tries, again.tries) == (0, 1)
-    reopened.finish_delivery([again.position], "sent")
-    assert reopened.waiting("alert:slack", now=0.0) == []
+    reopened.outbox.finish_delivery([again.position], "sent")
+    assert reopened.outbox.waiting("alert:slack", now=0.0) == []
     reopened.close()
 
 
 def test_postponed_deliveries_wait_until_they_are_due(journal: Journal) -> None:
     journal.commit(Commit(judged=1, outbox=[Outgoing(key="a", topic="t", body=b"{}")]))
 
-    journal.postpone_delivery([1], due=100.0)
+    journal.outbox.postpone_delivery([1], due=100.0)
 
-    assert journal.waiting("t", now=99.0) == []
-    assert len(journal.waiting("t", now=100.0)) == 1
+    assert journal.outbox.waiting("t", now=99.0) == []
+    assert len(journal.outbox.waiting("t", now=100.0)) == 1
 
 
 def test_two_snapshots_are_kept(journal: Journal) -> None:
@@ -116,33 +119,33 @@ def test_newest_revision_of_each_incident(journal: Journal) -> None:
     revisions = [incident("a", 1), incident("b", 1), incident("a", 2)]
     journal.commit(Commit(judged=1, incidents=[(1, one) for one in revisions]))
 
-    assert journal.newest_incidents(10) == [revisions[2].body, revisions[1].body]
+    assert journal.found.newest_incidents(10) == [revisions[2].body, revisions[1].body]
 
 
 def test_anomalies_page_backwards(journal: Journal) -> None:
     journal.commit(Commit(judged=1, anomalies=[(1, anomaly(number, step=number % 2)) for number in range(5)]))
 
-    first = journal.newest_anomalies(2)
-    second = journal.newest_anomalies(2, before=first[-1][0])
+    first = journal.found.newest_anomalies(2)
+    second = journal.found.newest_anomalies(2, before=first[-1][0])
 
     assert [position for position, _ in first + second] == [5, 4, 3, 2]
-    assert len(journal.newest_anomalies(10, step=1)) == 2
+    assert len(journal.found.newest_anomalies(10, step=1)) == 2
 
 
 def test_audit_keeps_who_and_what(journal: Journal) -> None:
-    journal.audit(1.0, "http", "enable", {"kinds": ["activation"]})
-    journal.audit(2.0, "policy", "withdraw", {})
+    journal.audit.add(1.0, "http", "enable", {"kinds": ["activation"]})
+    journal.audit.add(2.0, "policy", "withdraw", {})
 
-    assert [(one.actor, one.action) for one in journal.audited()] == [("policy", "withdraw"), ("http", "enable")]
-    assert journal.audited()[1].details == {"kinds": ["activation"]}
+    assert [(one.actor, one.action) for one in journal.audit.newest()] == [("policy", "withdraw"), ("http", "enable")]
+    assert journal.audit.newest()[1].details == {"kinds": ["activation"]}
 
 
 def test_facts_and_packs_are_kept(journal: Journal) -> None:
-    journal.remember("log", "12")
+    journal.facts.remember("log", "12")
     journal.keep_pack("abc", b"rules")
 
-    assert journal.recall("log") == "12"
-    assert journal.recall("other") is None
+    assert journal.facts.recall("log") == "12"
+    assert journal.facts.recall("other") is None
     assert journal.pack("abc") == b"rules"
     assert journal.pack("other") is None
 
@@ -197,7 +200,7 @@ def test_a_reader_meets_a_whole_journal_or_none(tmp_path: Path) -> None:
 def test_the_log_of_a_journal_that_was_moved_away_is_not_played_into_the_next(tmp_path: Path) -> None:
     path = tmp_path / "j.sqlite"
     former = Journal(path)
-    former.remember("fact", "old")
+    former.facts.remember("fact", "old")
     for end in ("", "-wal"):
         (tmp_path / f"kept{end}").write_bytes((tmp_path / f"j.sqlite{end}").read_bytes())
     former.close()
@@ -206,7 +209,7 @@ def test_the_log_of_a_journal_that_was_moved_away_is_not_played_into_the_next(tm
 
     journal = Journal(path)
 
-    assert journal.recall("fact") is None
+    assert journal.facts.recall("fact") is None
     journal.close()
 
 
@@ -226,9 +229,9 @@ def test_several_threads_share_a_journal(journal: Journal) -> None:
     journal.commit(Commit(judged=1, outbox=[Outgoing(key=str(n), topic="t", body=b"") for n in range(50)]))
 
     def deliver() -> None:
-        for row in journal.waiting("t", 0.0):
-            journal.begin_delivery([row.position])
-            journal.finish_delivery([row.position], "sent")
+        for row in journal.outbox.waiting("t", 0.0):
+            journal.outbox.begin_delivery([row.position])
+            journal.outbox.finish_delivery([row.position], "sent")
 
     threads = [threading.Thread(target=deliver) for _ in range(4)]
     for thread in threads:
@@ -238,7 +241,7 @@ def test_several_threads_share_a_journal(journal: Journal) -> None:
     for thread in threads:
         thread.join()
 
-    assert journal.num_waiting("t") == 0
+    assert journal.outbox.num_waiting("t") == 0
     assert journal.judged == 29
 
 
@@ -305,17 +308,17 @@ def test_a_run_is_locked_by_one(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_journal_as_it_was_and_usable(journal: Journal) -> None:
-    journal.remember("before", "kept")
-    pages = journal._one("PRAGMA page_count")
-    journal._db.execute(f"PRAGMA max_page_count = {pages}")
+    journal.facts.remember("before", "kept")
+    pages = journal._file.one("PRAGMA page_count")
+    journal._file.db.execute(f"PRAGMA max_page_count = {pages}")
 
     with pytest.raises(sqlite3.OperationalError, match="full"):
         journal.record([(number, "step", bytes(4096)) for number in range(1, 100)])
 
     assert journal.last_seq == 0
-    journal._db.execute("PRAGMA max_page_count = 1000000")
+    journal._file.db.execute("PRAGMA max_page_count = 1000000")
     journal.record([(1, "step", b"again")])
-    assert journal.recall("before") == "kept"
+    assert journal.facts.recall("before") == "kept"
 
 
 def test_a_commit_that_fails_is_taken_back(journal: Journal) -> None:
@@ -331,11 +334,11 @@ def test_a_commit_that_fails_is_taken_back(journal: Journal) -> None:
                 raise sqlite3.OperationalError("database or disk is full")
             return self._db.execute(statement, *values)
 
-    db = journal._db
-    journal._db = FailsAtCommit(db)  # type: ignore[assignment]
+    db = journal._file.db
+    journal._file.db = FailsAtCommit(db)  # type: ignore[assignment]
     with pytest.raises(sqlite3.OperationalError, match="full"):
-        journal.remember("lost", "never said")
-    journal._db = db
+        journal.facts.remember("lost", "never said")
+    journal._file.db = db
 
-    journal.remember("next", "works")
-    assert journal.recall("lost") is None
+    journal.facts.remember("next", "works")
+    assert journal.facts.recall("lost") is None

@@ -1,0 +1,44 @@
+"""Audit: who did what, when."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from sentinel.store.journal_file import JournalFile
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditEntry:
+    """One line of the audit: who did what, when."""
+
+    time: float
+    actor: str
+    action: str
+    details: dict[str, Any]
+
+
+class Audit:
+    """Commands, reloads, refusals: each line for ever."""
+
+    def __init__(self, file: JournalFile) -> None:
+        self._file = file
+
+    def add(self, time: float, actor: str, action: str, details: dict[str, Any]) -> None:
+        """Write down a command, a reload, a refusal."""
+        with self._file.mutex, self._file.transaction():
+            self._file.db.execute(
+                "INSERT INTO audit(time, actor, action, body) VALUES(?, ?, ?, ?)",
+                (time, actor, action, json.dumps(details, allow_nan=False)),
+            )
+
+    def newest(self, limit: int = 200) -> list[AuditEntry]:
+        """Return the newest entries of the audit, newest first."""
+        with self._file.mutex:
+            rows = self._file.db.execute(
+                "SELECT time, actor, action, body FROM audit ORDER BY position DESC LIMIT ?", (limit,)
+            ).fetchall()
+        return [
+            AuditEntry(time=at, actor=actor, action=action, details=json.loads(body)) for at, actor, action, body in rows
+        ]

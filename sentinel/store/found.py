@@ -1,0 +1,85 @@
+"""Found: the anomalies and incidents of a journal, for those who read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sentinel.store.journal_file import JournalFile
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundAnomaly:
+    """One anomaly as the journal keeps it: `body` is the line of JSON, without its line feed."""
+
+    id: str
+    attempt: int
+    step: int
+    severity: str
+    body: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundIncident:
+    """One revision of an incident; `body` is the line of JSON, without its line feed."""
+
+    id: str
+    revision: int
+    body: bytes
+
+
+class Found:
+    """Read alone: `Journal.commit` writes them."""
+
+    def __init__(self, file: JournalFile) -> None:
+        self._file = file
+
+    def count(self, table: str) -> int:
+        """Return the number of rows of `anomalies`, `incidents` or `decisions`."""
+        return int(self._file.one(f"SELECT coalesce(max(rowid), 0) FROM {_known(table)}"))
+
+    def num_onsets(self) -> int:
+        """Return the number of anomalies: onsets alone, neither the records of their ends nor of what was not written."""
+        return int(self._file.one('SELECT count(*) FROM anomalies WHERE instr(body, CAST(\'"event":"onset"\' AS BLOB)) > 0'))
+
+    def bodies(self, table: str, after: int = 0) -> Iterator[tuple[int, bytes]]:
+        """Yield (position, body) of `anomalies` or `incidents` after a position, counted from 1."""
+        position = after
+        while True:
+            with self._file.mutex:
+                page = self._file.db.execute(
+                    f"SELECT position, body FROM {_known(table)} WHERE position > ? ORDER BY position LIMIT 1000",
+                    (position,),
+                ).fetchall()
+            for position, body in page:
+                yield position, bytes(body)
+            if len(page) < 1000:
+                return
+
+    def newest_anomalies(self, limit: int, before: int | None = None, step: int | None = None) -> list[tuple[int, bytes]]:
+        """Return (position, body) of the newest anomalies, newest first; `before` pages backwards."""
+        where, values = ["position < ?"], [2**62 if before is None else before]
+        if step is not None:
+            where.append("step = ?")
+            values.append(step)
+        with self._file.mutex:
+            rows = self._file.db.execute(
+                f"SELECT position, body FROM anomalies WHERE {' AND '.join(where)} ORDER BY position DESC LIMIT ?",
+                (*values, limit),
+            ).fetchall()
+        return [(position, bytes(body)) for position, body in rows]
+
+    def newest_incidents(self, limit: int) -> list[bytes]:
+        """Return the newest revision of each incident, the one that changed last first."""
+        with self._file.mutex:
+            rows = self._file.db.execute(
+                "SELECT body FROM incidents WHERE position IN (SELECT max(position) FROM incidents GROUP BY id) "
+                "ORDER BY position DESC LIMIT ?",
+                (limit,),
+            ).fetchall()
+        return [bytes(row[0]) for row in rows]
+
+
+def _known(table: str) -> str:
+    assert table in ("anomalies", "incidents", "decisions"), table
+    return table
