@@ -68,7 +68,7 @@ def record(folder: Path) -> None:
 def _record_layouts(folder: Path) -> None:
     import torch
 
-    from sentinel.collect.schedule.plan import MEASURED_LABELS
+    from sentinel.monitor_config import MEASURED_LABELS
     from tests.layouts import builds
     from tests.layouts.layout import Build, train
 

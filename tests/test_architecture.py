@@ -209,6 +209,29 @@ def test_the_walk_from_a_closed_step_to_a_message_goes_down_functions_that_exist
             assert int(caller) < number and re.search(rf"\b{function}\b", above), f"{number}: {caller} does not name it"
 
 
+MAX_METHODS = 20
+"""Methods, properties included, of a class of collect/: one that has more decides more than one thing (chosen)."""
+MANY_METHODS = {
+    "Monitor": "what trainers call: each method hands its call to one part",
+    "HuggingFaceCallback": "the Trainer's events, by their names",
+    "LightningCallback": "Lightning's hooks, by their names",
+    "Handover": "both ends of one queue: the training thread's and the writer's",
+}
+"""Class of collect/ -> why it has more."""
+
+
+def test_no_class_of_collect_decides_many_things() -> None:
+    found = {
+        node.name: len([one for one in node.body if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))])
+        for path in FILES
+        if path.is_relative_to(ROOT / "collect")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef)
+    }
+
+    assert {name for name, number in found.items() if number > MAX_METHODS} == MANY_METHODS.keys()
+
+
 def test_no_drawers() -> None:
     drawers = {"utils", "util", "helpers", "common", "misc"}
 

@@ -46,9 +46,13 @@ class Monitor:
         port: AdapterPort,
     ) -> None:
         self.session = session
+        """How it ends."""
         self.runner = runner
+        """Begins and ends its steps."""
         self.recorder = recorder
+        """What its hooks measure with."""
         self.planning = planning
+        """What is due, and which hooks that needs."""
         self.port = port
         """What adapters call besides."""
         self._descriptor = descriptor

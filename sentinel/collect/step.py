@@ -8,15 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from sentinel.collect.first_phases import FirstPhases
 from sentinel.collect.hooks.optimizers import OptimizerHooks, Params, WatchedOptimizer
 
-LEARNING_STEPS = 3
-"""Steps in which weights that moved without a step of an optimizer are taken for the first phase of one (chosen). Later
-they are more likely a trainer's own doing, one that goes back to weights it has kept, say."""
-NUM_LOOKED_AT = 4
-"""Parameters of each optimizer that are looked at later (chosen): what has two phases moves all, or nearly."""
-MAX_SUSPECTS = 3
-"""Times in a row that weights move without a step, before each step, until that is a first phase later too (chosen)."""
 MAX_TURNS = 10
 """Steps of one optimizer for which the end of a step waits for the others (chosen: most critics take 5)."""
 
@@ -56,18 +50,7 @@ class Boundary:
         self._on_stepped = on_stepped
         self._on_stepping = on_stepping
         self._on_reopened = on_reopened
-        self._model_params = model_params
-        self._noted_version = -1
-        self._has_first_phase = False
-        """A first phase was over in this step."""
-        self._is_in_phase = False
-        """The weights were moved by a first phase, and no backward has begun since."""
-        self._is_two_phase = False
-        self._num_plain_steps = 0
-        self._was_suspect = False
-        """Since an optimizer stepped last, weights were moved without a step."""
-        self._num_suspects = 0
-        """Of that, how often before a step each, without one that was as any."""
+        self._phases = FirstPhases(model_params)
 
     @property
     def watched(self) -> list[WatchedOptimizer]:
@@ -107,7 +90,8 @@ class Boundary:
         watched.has_stepped, watched.is_dirty, watched.is_idle = True, False, False
         watched.num_steps += 1
         watched.found_inf = getattr(watched.optimizer(), "found_inf", None)
-        self.is_dirty = self._is_in_phase = False
+        self.is_dirty = False
+        self._phases.over()
         if watched.num_steps >= MAX_TURNS:
             for other in self.watched:
                 other.is_idle = other.is_idle or not (other.has_stepped or other.was_zeroed)
@@ -116,18 +100,43 @@ class Boundary:
 
     def first_phase(self, watched: WatchedOptimizer) -> None:
         """The next time that gradients are cleared, an evaluation is over and no step."""
-        self._is_in_phase = self._is_two_phase = True
+        self._phases.moved()
 
     def zeroed(self, watched: WatchedOptimizer | None) -> None:
         """Decide what it means that gradients are about to be cleared."""
-        if self.hooks.running is None:
-            self._zeroed(watched)
+        if self.hooks.running is not None:
+            return
+        if not self.watched:
+            if self.is_dirty:
+                self._on_gradients_doomed(None)
+                self.thrown_away()
+            return
+        dirty = [w for w in ([watched] if watched is not None else self.watched) if w.is_dirty]
+        if not dirty:
+            return
+        if self._phases.have_moved(dirty):
+            self._end_first_phase(dirty)
+            return
+        self._on_gradients_doomed([p for w in dirty for p in w.params()] if watched is not None else None)
+        stepped = [w for w in self.watched if w.has_stepped]
+        for one in dirty:
+            one.is_dirty = False
+            if one.has_stepped:
+                self._is_over = True
+            one.was_zeroed = True
+        if not stepped and all(w.was_zeroed for w in self.watched):
+            self._is_over = True
+        others = [w for w in self.watched if w not in dirty]
+        if others and all(w.has_stepped for w in others) and self._first_to_step in dirty:
+            # The optimizer that steps first in every round begins the next one without having stepped in this.
+            self._is_over = True
 
     # -- what happens: told by the monitor and adapters ------------------------------------------------------------
 
     def mark_backward(self) -> None:
         """A backward ran: gradients that someone may throw away now exist."""
-        self.is_dirty, self._is_in_phase = True, False
+        self.is_dirty = True
+        self._phases.over()
         for watched in self.watched:
             watched.is_dirty = True
         running = self.hooks.running
@@ -140,11 +149,7 @@ class Boundary:
             has_any = [any(p.grad is not None for p in one.params()) for one in self.watched]
             for watched, has in zip(self.watched, has_any, strict=True):
                 watched.is_dirty = watched.is_dirty and (has or not any(has_any))
-        most = None if self._is_learning else NUM_LOOKED_AT
-        if self._is_learning:
-            self._noted_version = self._version_of_all()
-        for watched in self.watched:
-            watched.note_version(most)
+        self._phases.backward_ended(self.watched)
 
     def zeroed_by(self, optimizer: Any) -> None:
         """A wrapper's own zero_grad is about to clear the gradients of a watched optimizer."""
@@ -164,64 +169,15 @@ class Boundary:
         """The gradients of a backward are gone and nobody stepped: the step is over, or a first phase in it."""
         if self.hooks.running is not None:
             return
-        if self._is_first_phase(self.watched):
+        if self._phases.have_moved(self.watched):
             self._end_first_phase(self.watched)
             return
         self._is_over, self.is_dirty = True, False
         for watched in self.watched:
             watched.is_dirty = False
 
-    def _zeroed(self, one: WatchedOptimizer | None) -> None:
-        if not self.watched:
-            if self.is_dirty:
-                self._on_gradients_doomed(None)
-                self.thrown_away()
-            return
-        dirty = [w for w in ([one] if one is not None else self.watched) if w.is_dirty]
-        if not dirty:
-            return
-        if self._is_first_phase(dirty):
-            self._end_first_phase(dirty)
-            return
-        self._on_gradients_doomed([p for w in dirty for p in w.params()] if one is not None else None)
-        stepped = [w for w in self.watched if w.has_stepped]
-        for watched in dirty:
-            watched.is_dirty = False
-            if watched.has_stepped:
-                self._is_over = True
-            watched.was_zeroed = True
-        if not stepped and all(w.was_zeroed for w in self.watched):
-            self._is_over = True
-        others = [w for w in self.watched if w not in dirty]
-        if others and all(w.has_stepped for w in others) and self._first_to_step in dirty:
-            # The optimizer that steps first in every round begins the next one without having stepped in this.
-            self._is_over = True
-
-    # -- two phases ------------------------------------------------------------------------------------------------
-
-    @property
-    def _is_learning(self) -> bool:
-        return self._is_two_phase or self._num_plain_steps < LEARNING_STEPS
-
-    def _version_of_all(self) -> int:
-        return sum(p._version for p in self._model_params())
-
-    def _is_first_phase(self, dirty: Sequence[WatchedOptimizer]) -> bool:
-        """Whether the weights were moved since the last backward, although none of these optimizers stepped."""
-        if self._is_in_phase:
-            return True
-        if not dirty:
-            return self._is_learning and self._noted_version not in (-1, self._version_of_all())
-        if not any(one.has_moved for one in dirty):
-            return False
-        if self._is_learning:
-            return True
-        self._num_suspects += not self._was_suspect
-        self._was_suspect = True
-        return self._num_suspects >= MAX_SUSPECTS
-
     def _end_first_phase(self, dirty: Sequence[WatchedOptimizer]) -> None:
-        self._is_two_phase = self._has_first_phase = True
+        self._phases.ended()
         self.is_dirty = False
         for watched in dirty:
             watched.is_dirty = False
@@ -261,11 +217,8 @@ class Boundary:
 
     def close(self) -> None:
         """Forget the step that ended."""
-        if any(w.has_stepped for w in self.watched):
-            self._num_plain_steps += not self._has_first_phase
-            self._num_suspects *= self._was_suspect
-            self._was_suspect = False
-        self._is_over = self.is_dirty = self._has_first_phase = self._is_in_phase = False
+        self._phases.close(has_stepped=any(w.has_stepped for w in self.watched))
+        self._is_over = self.is_dirty = False
         self._finished = None
         for watched in self.watched:
             watched.has_stepped = watched.was_zeroed = False

@@ -112,7 +112,7 @@ class StepRunner:
             is_partial=is_partial, num_micro_steps=self.num_forwards,
         )  # fmt: skip
         for chunk in self._chunks:
-            chunk.num_forwards, chunk.had_backward = 0, False
+            chunk.end_step()
         self._boundary.close()
         self._planning.step_ended()
         self.count.current += 1

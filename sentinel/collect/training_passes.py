@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch.utils.hooks import RemovableHandle
 
+from sentinel.collect.hooks.backwards import graph_task
 from sentinel.collect.hooks.chunk import Chunk
 from sentinel.collect.hooks.gradient_watch import GradientWatch
-from sentinel.collect.hooks.module_tap import graph_task
 from sentinel.collect.hooks.parameter_watch import ParameterWatch
 from sentinel.collect.hooks.parameters import WatchedParameters
 from sentinel.collect.hooks.recorder import Recorder
@@ -53,14 +53,12 @@ class TrainingPasses:
             self._runner.end()
         self._runner.begin_if_new()
         self._has_seen_forward = True
-        share = self._shares_micro_steps and chunk.num_forwards and not chunk.had_backward
-        chunk.micro_step = max(0, chunk.num_forwards - 1) if share else chunk.num_forwards
+        chunk.begin_micro_step(shares=self._shares_micro_steps)
         self._mark = (self._recorder.recording.rows.num_rows, self._recorder.recording.call_id)
 
     def after_forward(self, chunk: Chunk) -> None:
         """A training forward ended well: it counts."""
-        chunk.num_forwards = chunk.micro_step + 1
-        chunk.had_backward = False
+        chunk.end_micro_step()
 
     def forward_failed(self, chunk: Chunk) -> None:
         """A training forward raised: what it showed is forgotten, it may be tried again."""

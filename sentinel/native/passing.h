@@ -8,14 +8,15 @@
 #define MAX_OWNED 32
 #define ROW_OF(address) ((Row *)(uintptr_t)((address) - offsetof(Row, stats)))
 
-#define FOR_EACH_NAME(X)                                                                                                      \
-    X(_asked_twice) X(_asks) X(_backward_hooks) X(_graph_task) X(_inputs) X(_measures) X(_outputs) X(_pending)                \
-    X(_register_hook_dict) X(_seen) X(_version) X(address) X(after_backward_hook) X(at) X(backward_micro_step) X(call_id)     \
-    X(capacity) X(chunk) X(costs) X(cursor) X(depth) X(ended_steps) X(entry) X(flags) X(generation) X(grad) X(grad_fn)        \
-    X(had_backward) X(handle) X(has_gradient) X(hook) X(hook_gradient) X(id) X(in_forward) X(is_alive) X(is_border)           \
-    X(is_border_in) X(is_border_out) X(is_done) X(is_due) X(is_floating_point) X(is_measured) X(is_on) X(is_settled)          \
-    X(kernel) X(kind) X(may_rest) X(measure) X(micro_step) X(module) X(num_rows) X(observe) X(onlookers) X(order) X(passes)   \
-    X(recorder) X(recording) X(requires_grad) X(row) X(rows) X(site_pos) X(sites) X(step) X(zero_eps)
+#define FOR_EACH_NAME(X)                                                                                                     \
+    X(_asks) X(_backward_hooks) X(_graph_task) X(_measures) X(_register_hook_dict) X(_version) X(address)                    \
+    X(after_backward_hook) X(asked_twice) X(at) X(backward_micro_step) X(by_id) X(call_id) X(capacity) X(chunk) X(costs)     \
+    X(cursor) X(depth) X(ended_steps) X(entry) X(flags) X(generation) X(grad) X(grad_fn) X(had_backward) X(handle)           \
+    X(has_gradient) X(hook) X(hook_gradient) X(id) X(in_forward) X(inputs) X(is_alive) X(is_border) X(is_border_in)          \
+    X(is_border_out) X(is_done) X(is_due) X(is_floating_point) X(is_measured) X(is_on) X(is_settled) X(kernel) X(kind)       \
+    X(may_rest) X(measure) X(micro_step) X(module) X(names) X(num_rows) X(observe) X(onlookers) X(order) X(outputs)          \
+    X(passes) X(recomputed) X(recorder) X(recording) X(requires_grad) X(row) X(rows) X(seen) X(site_pos) X(sites) X(step)    \
+    X(survey) X(zero_eps)
 
 #define AS_MEMBER(text) *text,
 static struct {
@@ -208,7 +209,8 @@ static PyObject *take_again(PyObject *self, PyObject *const *args, Py_ssize_t nu
         && !(is(tap, name.module, module) && is(recorder, name.is_alive, Py_True) && is(tap, name.may_rest, Py_False)
              && is(chunk, name.in_forward, Py_True) && graph_task() < 0))
         goto otherwise;
-    PyObject *entries = part(&owned, tap, is_input ? name._inputs : name._outputs);
+    PyObject *names = part(&owned, tap, name.names), *survey = part(&owned, chunk, name.survey);
+    PyObject *entries = part(&owned, names, is_input ? name.inputs : name.outputs);
     PyObject *entry = entries ? keep(&owned, PyObject_GetItem(entries, name.empty)) : NULL;
     if (!entry && PyErr_ExceptionMatches(PyExc_KeyError)) PyErr_Clear();
     PyObject *direction = is_input ? Py_True : Py_False;
@@ -216,14 +218,13 @@ static PyObject *take_again(PyObject *self, PyObject *const *args, Py_ssize_t nu
     asked = asked ? keep(&owned, PyObject_GetItem(asked, direction)) : NULL;
     measured = measured ? keep(&owned, PyObject_GetItem(measured, direction)) : NULL;
     PyObject *grad = part(&owned, entry, name.grad), *micro_step = part(&owned, chunk, name.micro_step);
-    if (!asked || !measured || !grad || !micro_step || number(entry, name.generation) != number(chunk, name.generation))
+    if (!asked || !measured || !grad || !micro_step || number(entry, name.generation) != number(survey, name.generation))
         goto otherwise;
     const int asks = PyObject_IsTrue(asked), measures = PyObject_IsTrue(measured);
     if ((asks && grad == Py_None) || !is_answer(tensor, name.is_floating_point, Py_True)) goto otherwise;
     PyObject *is_grad_enabled = keep(&owned, PyObject_CallNoArgs(passing.is_grad_enabled));
-    PyObject *seen = part(&owned, chunk, name._seen), *key = keep(&owned, PyLong_FromVoidPtr(tensor));
-    if (is_grad_enabled != Py_True || !seen || !key || PySequence_Contains(seen, key) || !is_empty(chunk, name._pending)
-        || !is_empty(recording, name.onlookers))
+    PyObject *seen = part(&owned, part(&owned, chunk, name.seen), name.by_id), *key = keep(&owned, PyLong_FromVoidPtr(tensor));
+    if (is_grad_enabled != Py_True || !seen || !key || PySequence_Contains(seen, key) || !is_empty(recording, name.onlookers))
         goto otherwise;
     const int is_row = measures ? is_measured(sites, entry) : 0;
     const int requires_grad = is(tensor, name.requires_grad, Py_True);
@@ -275,9 +276,10 @@ static PyObject *take_gradient(PyObject *self, PyObject *const *args, Py_ssize_t
     PyObject *chunk = part(&owned, tap, name.chunk), *recorder = part(&owned, chunk, name.recorder);
     PyObject *recording = part(&owned, recorder, name.recording), *sites = part(&owned, recorder, name.sites);
     PyObject *entry = part(&owned, tap, name.entry), *micro_step = part(&owned, tap, name.micro_step);
+    PyObject *recomputed = part(&owned, chunk, name.recomputed);
     if (!is(tap, name.is_done, Py_False) || !is(tap, name.handle, Py_None) || !is(recorder, name.is_alive, Py_True)
         || number(tap, name.step) != number(recorder, name.ended_steps) || number(passing.guard, name.depth)
-        || !is_empty(chunk, name._asked_twice) || !is_empty(recording, name.onlookers) || !entry || !sites || !micro_step
+        || !is_empty(recomputed, name.asked_twice) || !is_empty(recording, name.onlookers) || !entry || !sites || !micro_step
         || PyErr_Occurred())
         goto otherwise;
     const int is_row = is_measured(sites, entry);

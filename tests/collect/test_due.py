@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sentinel
-from sentinel.collect.hooks import chunk as taps
+from sentinel.collect.hooks import chunk, root_hooks
 from sentinel.collect.hooks.gradient_taps import GradientTap
 from sentinel.collect.hooks.module_tap import ModuleTap
 from sentinel.place import Place
@@ -46,7 +46,7 @@ def test_defect_11_steps_not_due_do_not_pay(run: Path, monkeypatch: pytest.Monke
     calls: list[str] = []
     for owner, name in (
         (ModuleTap, "take_inputs"), (ModuleTap, "take_outputs"), (GradientTap, "__init__"),
-        (torch.Tensor, "register_hook"), (taps, "hang"),
+        (torch.Tensor, "register_hook"), (chunk, "hang"), (root_hooks, "hang"),
     ):  # fmt: skip
         counting(monkeypatch, owner, name, calls)
     model = TinyModel()

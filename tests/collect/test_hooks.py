@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sentinel
 from sentinel import native
-from sentinel.collect.hooks import chunk as taps
-from sentinel.collect.hooks import gradient_taps, module_tap
+from sentinel.collect.hooks import gradient_taps, module_hooks, root_hooks
 from sentinel.collect.hooks.gradient_taps import hang
 from sentinel.errors import ConfigError
 
@@ -69,7 +68,7 @@ def test_a_site_that_is_taken_again_makes_the_rows_of_the_first_time(
         return taken[way][-1]
 
     for name in ("short", "long"):
-        for module, way in ((module_tap, "take_again"), (taps, "take_again"), (gradient_taps, "take_gradient")):
+        for module, way in ((module_hooks, "take_again"), (root_hooks, "take_again"), (gradient_taps, "take_gradient")):
             monkeypatch.setattr(module, way, functools.partial(counted, way) if name == "short" else native.tensors.never)
         torch.manual_seed(0)
         model = Tangled()

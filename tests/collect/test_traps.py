@@ -18,11 +18,13 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 from torch.utils.checkpoint import checkpoint
 
 import sentinel
-from sentinel.collect.hooks import chunk as taps
-from sentinel.collect.hooks import module_tap, nesting
-from sentinel.collect.hooks.chunk import Chunk, GradientTap
+from sentinel.collect.hooks import module_tap, nesting, root_hooks
+from sentinel.collect.hooks.chunk import Chunk
 from sentinel.collect.hooks.clipping import ClipWatch
+from sentinel.collect.hooks.gradient_taps import GradientTap
 from sentinel.collect.hooks.loss_scale import LossScale
+from sentinel.collect.hooks.root_hooks import RootHooks
+from sentinel.collect.hooks.seen_tensors import SeenTensors
 from sentinel.collect.rows.recording import Recording
 from sentinel.collect.step import Boundary
 
@@ -76,7 +78,7 @@ def recompute_non_reentrant(run: Path) -> Any:
 
 
 def count_recomputes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(taps, "in_backward", lambda: False)
+    patch.setattr(root_hooks, "in_backward", lambda: False)
     patch.setattr(module_tap, "in_backward", lambda: False)
     patch.setattr(Chunk, "in_forward", property(lambda self: True, lambda self, value: None), raising=False)
 
@@ -117,7 +119,7 @@ def evaluation(run: Path) -> Any:
 
 
 def measure_evaluation(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Chunk, "_is_training", lambda self: True)
+    patch.setattr(RootHooks, "_is_training", lambda self: True)
 
 
 def backward_in_reverse(run: Path) -> Any:
@@ -226,7 +228,7 @@ def skipped_by_hand(run: Path) -> Any:
 
 
 def end_steps_at_optimizers_only(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Boundary, "_zeroed", lambda self, one: None)
+    patch.setattr(Boundary, "zeroed", lambda self, one: None)
 
 
 class Rewriting(nn.Module):
@@ -253,7 +255,7 @@ def changed_in_place(run: Path) -> Any:
 
 
 def know_tensors_by_address(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Chunk, "known", lambda self, tensor: (self._seen.get(id(tensor)) or (None, 0, None))[2])
+    patch.setattr(SeenTensors, "known", lambda self, tensor: (self.by_id.get(id(tensor)) or (None, 0, None))[2])
 
 
 class Answering(nn.Module):

@@ -47,8 +47,8 @@ class Rank:
     def describe(self) -> ConfigInUse:
         return ConfigInUse(
             path=self.source.path,
-            text_hash=self.plan.text_hash,
-            settings={**as_reported(self.source.config), **as_reported(self.plan.measurement)},
+            text_hash=self.plan.config.text_hash,
+            settings={**as_reported(self.source.config), **as_reported(self.plan.config.measurement)},
             host="here",
             ended=self.current_step - 1,
         )
@@ -62,7 +62,7 @@ class Rank:
 
     def step(self) -> None:
         self.current_step += 1
-        self.plan.expire(self.current_step)
+        self.plan.requests.expire(self.current_step)
         self.orders.apply(self.current_step)
         self.plan.begin(self.current_step)
         for kind in (Kind.PARAM, Kind.WGRAD, Kind.ACTIVATION):
@@ -141,7 +141,7 @@ def test_an_edit_is_one_command_obeyed_by_all_at_one_step(tmp_path: Path) -> Non
     assert run.first("activation") == [command["at_step"]] * 4
     assert run.edits.counts["ordered"] == 1
     assert run.edits.state.problem == ""
-    assert {rank.plan.text_hash for rank in run.ranks} == {command["text_hash"]}
+    assert {rank.plan.config.text_hash for rank in run.ranks} == {command["text_hash"]}
 
 
 def test_nothing_is_ordered_while_nobody_edits(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_step_that_the_file_names_is_the_step(tmp_path: Path) -> None:
     run.file.write_text("kinds: [param]\nat_step: 77\n")
     run.train(40)
     # A step that is over means: as soon as all can.
-    assert len({rank.plan.text_hash for rank in run.ranks}) == 1
+    assert len({rank.plan.config.text_hash for rank in run.ranks}) == 1
     assert run.ranks[0].collected["param"][-1] == run.ranks[0].current_step
 
 
@@ -217,7 +217,7 @@ def test_what_cannot_be_followed_is_said_with_its_line(tmp_path: Path, text: str
     if "cannot change" in said:
         assert "may change: enabled, kinds" in run.edits.state.problem
     assert run.commands() == []
-    assert {rank.plan.measurement.kinds for rank in run.ranks} == {("param",)}
+    assert {rank.plan.config.measurement.kinds for rank in run.ranks} == {("param",)}
 
 
 def test_a_torn_edit_counts_when_it_stands_still(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_a_file_that_is_deleted_and_made_anew(tmp_path: Path) -> None:
     run.file.write_text("kinds: [wgrad]\n")
     run.train(20)
     assert len(run.commands()) == 1
-    assert {rank.plan.measurement.kinds for rank in run.ranks} == {("wgrad",)}
+    assert {rank.plan.config.measurement.kinds for rank in run.ranks} == {("wgrad",)}
 
 
 def test_a_swapped_link_is_an_edit(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_a_restarted_trainer_reads_the_file_itself(tmp_path: Path) -> None:
     assert run.commands() == former
     assert [list(rank.collected) for rank in run.ranks] == [["activation"]] * 4
     # The command of the former attempt named a step that comes again; it is not obeyed again.
-    assert all(rank.plan.num_collected == 100 for rank in run.ranks)
+    assert all(rank.plan.config.num_collected == 100 for rank in run.ranks)
 
 
 def test_what_the_file_said_before_the_trainer_was_restarted_is_no_edit(tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_a_restarted_daemon_neither_loses_nor_repeats_an_edit(tmp_path: Path) ->
     run.file.write_text("kinds: [activation]\n")
     run.start_daemon(kept)
     run.train(30)
-    assert [rank.plan.measurement.kinds for rank in run.ranks] == [("activation",)] * 4
+    assert [rank.plan.config.measurement.kinds for rank in run.ranks] == [("activation",)] * 4
     assert len(run.commands()) == 2
 
 
@@ -367,7 +367,7 @@ def test_an_edit_that_came_too_late_for_one_rank_is_withdrawn_for_all_and_ordere
     # From the last order on all of them measure alike, whatever the first one did to some.
     after = [[step for step in rank.collected["activation"] if step >= last["at_step"]] for rank in run.ranks]
     assert after == [list(range(last["at_step"], run.ranks[0].current_step + 1))] * 4
-    assert {rank.plan.num_collected for rank in run.ranks} == {len(after[0])}
+    assert {rank.plan.config.num_collected for rank in run.ranks} == {len(after[0])}
 
 
 def test_a_rank_that_never_obeys_is_given_up_and_said(tmp_path: Path) -> None:
@@ -474,4 +474,4 @@ def test_edits_are_rate_limited_and_the_newest_waits(tmp_path: Path) -> None:
     run.train(25)
 
     assert len(run.commands()) == 3
-    assert {rank.plan.measurement.start_step for rank in run.ranks} == {3}
+    assert {rank.plan.config.measurement.start_step for rank in run.ranks} == {3}

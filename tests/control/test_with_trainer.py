@@ -40,7 +40,7 @@ class Rank:
 
     def step(self):
         self.current_step += 1
-        self.plan.expire(self.current_step)
+        self.plan.requests.expire(self.current_step)
         self.orders.apply(self.current_step)
         if self.plan.takes(Kind.ACTIVATION):
             self.measured.append(self.current_step)

@@ -68,11 +68,11 @@ def test_statistics_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     assert bool(views[0].layout.replicas) is (name in COPIES)
     for view, whole in zip(views, expected, strict=True):
         for kind in ("param", "wgrad", "exp_avg", "exp_avg_sq"):
-            wrong = differences(statistics(view, kind.label), statistics(whole, kind))
+            wrong = differences(statistics(view, kind), statistics(whole, kind))
             assert not wrong, "\n".join([f"{kind} of step {view.step}:", *wrong[:20], f"{len(wrong)} in all"])
         if name not in LOCAL_ACTIVATIONS:
             for kind in ("activation", "activation_in", "dgrad", "dgrad_in"):
-                wrong = differences(of_the_model(statistics(view, kind.label)), statistics(whole, kind))
+                wrong = differences(of_the_model(statistics(view, kind)), statistics(whole, kind))
                 assert not wrong, "\n".join([f"{kind} of step {view.step}", *wrong[:20], f"{len(wrong)} in all"])
         wrong = differences(residual(view), residual(whole))
         assert not wrong, "\n".join([f"residual stream of step {view.step}", *wrong[:20]])

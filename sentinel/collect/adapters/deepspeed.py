@@ -91,7 +91,7 @@ class Followed:
         log.info("sentinel: step boundary: the engine's step")
         if engine.zero_optimization_partition_weights():
             for chunk in monitor.port.chunks:
-                chunk.aliases = Aliases(HANDS_ON)
+                chunk.seen.aliases = Aliases(HANDS_ON)
         self._wrap("_take_model_step", self._around_update)
         self._wrap("backward", self._around_backward)
         self._wrap("step", self._around_step)

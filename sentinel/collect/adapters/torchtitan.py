@@ -159,17 +159,8 @@ class TorchtitanTrainer:
 
     def _chunked_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Measure the head: it runs inside this loss, chunk by chunk, when the model's own forward is over."""
-        monitor, chunk = self._monitor, self._monitor.port.chunks[-1]
-        chunk.in_forward = monitor.is_alive and chunk.root.training and torch.is_grad_enabled()
-        try:
+        with self._monitor.port.chunks[-1].reopened():
             return original(*args, **kwargs)
-        finally:
-            try:
-                if chunk.in_forward:
-                    chunk.settle("")
-            except Exception as error:
-                monitor.port.guard("loss_fn", error)
-            chunk.in_forward = False
 
     def _begin(self) -> None:
         """Begin the step, as a forward would: in a CUDA graph no hook sees it, and nothing of ours may be captured."""

@@ -1,6 +1,6 @@
 """Compiled parts of a model: which they are, and what hooks do while a graph is traced through them.
 
-Hooks that a graph is traced through run once, in the tracer, and leave ops behind (`compiled_ops.py`). The tracer does not
+Hooks that a graph is traced through run once, in the tracer, and leave ops behind (`ops.py`). The tracer does not
 watch what hooks are installed, so in compiled parts they stand from before the first compiled call until the end; what they
 leave behind depends on two booleans alone, each a guard: a graph without ops, one with the black box, one with every site.
 Each is compiled when it is first needed and kept, and nothing else that is switched while training compiles anything.
@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,9 +21,6 @@ from torch import nn
 from sentinel.collect.compiled.capability import is_tested
 from sentinel.collect.compiled.ops import IS_FIRST, IS_INPUT, IS_PARAMETER, begin_forward, end_forward, observe
 from sentinel.collect.hooks.nesting import MAX_NESTING
-
-if TYPE_CHECKING:
-    from sentinel.collect.hooks.chunk import Chunk
 
 TOO_LATE = (
     "{}: compiled and called before attach, so that nothing inside is seen; attach before the first call, or call "
@@ -49,15 +46,24 @@ class GraphGuard:
 
 
 gate = GraphGuard()
-_chunks: weakref.WeakSet[Chunk] = weakref.WeakSet()
 
 
-def set_gate(chunk: Chunk | None = None) -> None:
+class WantsGraphs(Protocol):
+    """Says what the graphs of a chunk's compiled parts are to hold."""
+
+    wants_borders: bool
+    wants_sites: bool
+
+
+_wanting: weakref.WeakSet[WantsGraphs] = weakref.WeakSet()
+
+
+def set_gate(one: WantsGraphs | None = None) -> None:
     """Open the gate as far as the chunks of this process want; called where one changes its mind."""
-    if chunk is not None:
-        _chunks.add(chunk)
-    gate.borders = any(one.wants_borders for one in _chunks)
-    gate.sites = any(one.wants_sites for one in _chunks)
+    if one is not None:
+        _wanting.add(one)
+    gate.borders = any(one.wants_borders for one in _wanting)
+    gate.sites = any(one.wants_sites for one in _wanting)
 
 
 # -- the eager side: hooks of ours that run under a compiler are not for it to compile --------------------------------

@@ -79,7 +79,7 @@ class GradientTap:
         self.is_done = True  # Zero-bubble schedules walk the graph twice.
         if self.handle is not None:
             self.handle.remove()
-        if self.step != recorder.ended_steps or in_inference() or chunk.is_answered(self.entry, self.micro_step):
+        if self.step != recorder.ended_steps or in_inference() or chunk.recomputed.is_answered(self.entry, self.micro_step):
             return
         chunk.backward_micro_step = self.micro_step
         if type(gradient) not in ORDINARY:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from sentinel.collect.compiled.graphs import is_inside
-from sentinel.collect.hooks.chunk import Chunk, in_backward
+from sentinel.collect.hooks.backwards import in_backward
+from sentinel.collect.hooks.chunk import Chunk
 from sentinel.collect.parallel.placements import axes_of, is_dtensor, is_shard, local_of
 from sentinel.collect.probes.attention_calls import Attended, calls
 from sentinel.collect.probes.attention_scores import AttentionScores, Logits, measure
@@ -102,7 +103,7 @@ class Attention:
         """Say which compiled parts hold attention, none of which was seen: a graph calls no function of torch."""
         for chunk in self._context.chunks:
             seen = [name for stage, name in self._num_calls if stage == chunk.vpp_stage]
-            for part in chunk.compiled if chunk.num_forwards else ():
+            for part in chunk.compiled.names if chunk.num_forwards else ():
                 if any(is_inside(name, part) for name in seen):
                     continue
                 inner = [(name, one) for name, one in chunk.structure.modules.items() if is_inside(name, part)]
@@ -269,7 +270,7 @@ class Attention:
             words = [(type(one).__name__, own.rpartition(".")[2]) for own, one in self._lineage(chunk, name, module)]
             attentive = [any(ATTENTIVE.search(word) for word in pair) for pair in words]
             known = attentive[0] or (any(attentive) and not any(ROUTING.search(word) for word in words[0]))
-            targets = self._context.plan.schedule_of(Kind.ATTENTION).targets or ()
+            targets = self._context.plan.config.schedule_of(Kind.ATTENTION).targets or ()
             known = known or any(Target.parse(text).name == name for text in targets)
             self._is_written[id(module)] = known
         return known

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from sentinel.collect.attempt import RankAttempt
-from sentinel.collect.hooks.chunk import Chunk, in_backward
+from sentinel.collect.hooks.backwards import in_backward
+from sentinel.collect.hooks.chunk import Chunk
 from sentinel.collect.hooks.failures import Guard
 from sentinel.collect.hooks.parameters import WatchedParameters
 from sentinel.collect.hooks.pickle_stub import inert_hook

@@ -103,7 +103,7 @@ def describe_site(
         placements["tp"] = entry.placements.get("tp", "unknown")  # As the graph told before.
     context.table.describe(entry, shown, placements, "", shape)
     if chunk.in_forward:
-        chunk.locals.ask(entry, shown, module, True, Kind(entry.kind) is Kind.ATTENTION)
+        chunk.seen.locals.ask(entry, shown, module, True, Kind(entry.kind) is Kind.ATTENTION)
 
 
 def producer(context: ProbeContext, entry: TensorEntry) -> nn.Module | None:

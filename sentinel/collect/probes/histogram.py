@@ -43,7 +43,7 @@ class Histogram:
     def _is_wanted(self) -> bool:
         plan = self._context.plan
         self._kinds = frozenset(
-            int(kind) for kind in MEASURED_KINDS if plan.schedule_of(kind).histogram and plan.wants(kind)
+            int(kind) for kind in MEASURED_KINDS if plan.config.schedule_of(kind).histogram and plan.wants(kind)
         )
         return bool(self._kinds)
 

@@ -14,7 +14,8 @@ from sentinel.collect.probes.dump_pieces import piece_of
 from sentinel.collect.probes.dump_writer import DTYPES, DumpWriter, StepDump
 from sentinel.collect.rows.recording import Onlooker
 from sentinel.collect.rows.tensor_table import TensorEntry
-from sentinel.collect.schedule.plan import Dump, Request
+from sentinel.collect.schedule.dump_requests import DumpRequests
+from sentinel.collect.schedule.wishes import Dump, Request
 from sentinel.dump import DumpHead, Piece, key_of
 from sentinel.kinds import BACKWARD_KINDS, FORWARD_KINDS
 from sentinel.record import Kind
@@ -28,7 +29,7 @@ class TensorDump:
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
-        self._plan = context.plan
+        self._requests = DumpRequests(context.plan)
         self._recording = context.recording
         config = context.config.dump
         self._in_flight_bytes = config.in_flight_bytes
@@ -46,7 +47,7 @@ class TensorDump:
         self._is_installed = False
         if config.kinds:
             last = config.end_step
-            self._plan.enable(
+            context.plan.requests.enable(
                 config.kinds, config.targets, per_micro_step=False, first_step=config.start_step,
                 for_steps=None if last is None else last - config.start_step + 1, step_interval=config.step_interval,
                 dump=Dump(first_n=config.first_n),
@@ -60,10 +61,10 @@ class TensorDump:
 
     def _planned(self) -> None:
         onlookers = self._recording.onlookers
-        if self._plan.may_dump and not self._is_installed:
+        if self._requests.may_come and not self._is_installed:
             self._is_installed = True
             onlookers.append(self._onlooker)
-        elif not self._plan.may_dump and self._is_installed:
+        elif not self._requests.may_come and self._is_installed:
             self._is_installed = False
             onlookers.remove(self._onlooker)
 
@@ -76,7 +77,7 @@ class TensorDump:
 
     def _look(self, entry: TensorEntry, tensor: torch.Tensor, micro_step: int) -> None:
         """Take a tensor that a request of this step means."""
-        requests = self._plan.dumps(entry)
+        requests = self._requests.of(entry)
         if not requests or not self._context.is_measuring():
             return
         kind = Kind(entry.kind)
@@ -136,7 +137,7 @@ class TensorDump:
     def _end(self) -> None:
         """Hand the step over."""
         self._params = None
-        if self._is_installed and self._plan.is_dumping:
+        if self._is_installed and self._requests.due:
             self._tell_unseen()
         if not self._pieces and not self._left_out:
             return
@@ -152,7 +153,7 @@ class TensorDump:
     def _tell_unseen(self) -> None:
         """Say which kinds were asked for everywhere and shown nowhere: inside a compiled graph, say."""
         seen = {piece.kind for piece in self._pieces.values()} | {key.partition("/")[0] for key in self._left_out}
-        wanted = {kind.label for one in self._plan.dumping() if not one.targets for kind in one.kinds}
+        wanted = {kind.label for one in self._requests.due if not one.targets for kind in one.kinds}
         for label in sorted(wanted - seen):
             message = f"a dump of {label} was asked for, and this step showed no such tensor in eager code"
             _tell(self._context, "dump_empty", message, label)

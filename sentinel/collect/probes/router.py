@@ -86,7 +86,7 @@ class RouterProbe:
             return
         self._leave()
         self._plan_seen = plan.generation
-        targets = [Target.parse(text) for text in plan.schedule_of(Kind.ROUTER).targets or ()]
+        targets = [Target.parse(text) for text in plan.config.schedule_of(Kind.ROUTER).targets or ()]
 
         def is_named(name: str) -> bool:
             return any(

@@ -45,7 +45,7 @@ class StructurePrint:
         self._calls: dict[tuple[int, str], int] = {}
         self._writers: list[threading.Thread] = []
         if context.config.struct:
-            self._plan.describe_structure(None)
+            self._plan.requests.describe_structure(None)
         events = context.events
         events.planned.subscribe("structure", self._planned)
         events.ending.subscribe("structure", self._end)
@@ -53,12 +53,12 @@ class StructurePrint:
         events.removed.subscribe("structure", self._remove)
 
     def _planned(self) -> None:
-        if self._plan.asks_for_structure and not self._handles:
+        if self._plan.requests.ask_for_structure and not self._handles:
             for at, chunk in enumerate(self._context.chunks):
                 for name, module in chunk.structure.modules.items():
                     look = functools.partial(self._look, at, name, weakref.ref(module))
                     self._handles.append(self._context.watch("structure", chunk, name, module, look))
-        elif not self._plan.asks_for_structure:
+        elif not self._plan.requests.ask_for_structure:
             self._off()
 
     def _off(self) -> None:
@@ -110,7 +110,7 @@ class StructurePrint:
         file = StructureFile(
             run=attempt.run, attempt=attempt.attempt, rank=place.rank, step=context.step(), place=place, chunks=tuple(chunks)
         )
-        self._plan.forget_structure()
+        self._plan.requests.forget_structure()
         self._off()
         path = structure_path(attempt.directory, place.rank)
         thread = threading.Thread(target=self._write, args=(path, file), name="sentinel-struct", daemon=True)

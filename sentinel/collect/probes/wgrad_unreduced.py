@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sentinel.collect.hooks.chunk import Chunk, in_backward
+from sentinel.collect.hooks.backwards import in_backward
+from sentinel.collect.hooks.chunk import Chunk
 from sentinel.collect.hooks.nesting import tensors_in
 from sentinel.collect.hooks.parameters import Parameter
 from sentinel.collect.hooks.pickle_stub import inert_hook

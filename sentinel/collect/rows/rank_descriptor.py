@@ -95,8 +95,8 @@ class RankDescriptor:
             # The first that fits counts, and a copy's own name is exact.
             name_map={**{name: one for chunk in chunks for name, one in chunk.tied.items()}, **config.name_map},
             config_path=self._source.path,
-            config_hash=plan.text_hash,
-            settings={**as_reported(self._source.as_read), **as_reported(plan.measurement)},
+            config_hash=plan.config.text_hash,
+            settings={**as_reported(self._source.as_read), **as_reported(plan.config.measurement)},
         )
 
 

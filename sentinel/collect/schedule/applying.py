@@ -11,7 +11,8 @@ from sentinel.collect.probes import Events
 from sentinel.collect.rows.recording import Recording
 from sentinel.collect.schedule.command_inbox import Orders
 from sentinel.collect.schedule.pacing import Pacing
-from sentinel.collect.schedule.plan import Plan, parse_kinds, parse_targets
+from sentinel.collect.schedule.plan import Plan
+from sentinel.collect.schedule.wishes import parse_kinds, parse_targets, unmatched
 from sentinel.errors import ConfigError
 from sentinel.place import strip_wrappers
 from sentinel.record import Kind
@@ -55,7 +56,7 @@ class Planning:
 
     def foresee(self, step: int) -> None:
         """Put on what the first step will need; ConfigError for a target that means nothing."""
-        resolve(self.plan.measurement.all_targets(), self.names(), ATTACH_S)
+        resolve(self.plan.config.measurement.all_targets(), self.names(), ATTACH_S)
         self._refuse_unmatched()
         self.plan.foresee(step)
         self.renew()
@@ -63,7 +64,7 @@ class Planning:
     def begin(self, step: int) -> bool:
         """Obey what is due and decide what `step` measures; True when hooks were changed for it."""
         self._pacing.begin(step, self._costs.clock())
-        has_changed = bool(self.plan.expire(step))
+        has_changed = bool(self.plan.requests.expire(step))
         has_changed |= self.orders.apply(step)
         has_changed |= self.plan.begin(step)
         self._sites.begin_step()
@@ -86,11 +87,13 @@ class Planning:
     ) -> None:
         """Measure more, at the word of code; ConfigError on unknown kinds, and on targets that mean nothing."""
         resolve(parse_targets(targets), self.names(), ATTACH_S)
-        request = self.plan.enable(kinds, targets, per_micro_step=per_micro_step, for_steps=for_steps, first_step=first_step)
+        request = self.plan.requests.enable(
+            kinds, targets, per_micro_step=per_micro_step, for_steps=for_steps, first_step=first_step
+        )
         try:
             self._refuse_unmatched()
         except ConfigError:
-            self.plan.withdraw(request)
+            self.plan.requests.withdraw(request)
             raise
         self.renew()
 
@@ -103,7 +106,7 @@ class Planning:
     def renew(self) -> None:
         """Make the hooks those that the plan asks for."""
         self._name_models()
-        has_borders = self.plan.measurement.black_box or self.plan.wants(Kind.RESIDUAL)
+        has_borders = self.plan.config.measurement.black_box or self.plan.wants(Kind.RESIDUAL)
         for chunk in self._chunks:
             chunk.plan(self._wanted_in(chunk), has_borders)
         self._sites.begin_step()
@@ -112,7 +115,7 @@ class Planning:
         self._table.is_changed = True  # Sites get new places in the next forward.
 
     def _name_models(self) -> None:
-        self.plan.models = {chunk.vpp_stage: chunk.model for chunk in self._chunks if chunk.model}
+        self.plan.names.models = {chunk.vpp_stage: chunk.model for chunk in self._chunks if chunk.model}
 
     def _wanted_in(self, chunk: Chunk) -> Callable[[str], frozenset[Kind]]:
         return lambda name: self.plan.wanted(name, chunk.vpp_stage)
@@ -124,10 +127,10 @@ class Planning:
         parameters: set[str] = set()
         for chunk in self._chunks:
             for name in chunk.structure.modules:
-                modules.update(self.plan.names_of(name, chunk.vpp_stage))
+                modules.update(self.plan.names.of(name, chunk.vpp_stage))
             for name, _ in chunk.root.named_parameters():
-                parameters.update(self.plan.names_of(strip_wrappers(name), chunk.vpp_stage))
-        problems = self.plan.unmatched(modules, parameters)
+                parameters.update(self.plan.names.of(strip_wrappers(name), chunk.vpp_stage))
+        problems = unmatched(self.plan.wishes, modules, parameters)
         if problems and self._place.place.pp_size == 1:
             raise ConfigError("; ".join(problems))
         for problem in problems:

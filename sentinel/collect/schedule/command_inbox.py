@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from sentinel.collect.schedule.plan import Dump, Plan, parse_kinds, parse_targets
+from sentinel.collect.schedule.plan import Plan
+from sentinel.collect.schedule.wishes import Dump, parse_kinds, parse_targets
 from sentinel.command import (
     ANY_ATTEMPT,
     ChangeConfig,
@@ -122,7 +123,7 @@ class Orders:
     def _take_back(self) -> bool:
         plan, changed = self.plan, False
         for command in [self._withdrawn.pop() for _ in range(len(self._withdrawn))]:
-            changed |= plan.drop(command.withdraws)
+            changed |= plan.requests.drop(command.withdraws)
             self._active.pop(command.withdraws, None)
             former = self._former.pop(command.withdraws, None)
             if former is not None:
@@ -133,26 +134,26 @@ class Orders:
     def _obey(self, order: Obeyed, step: int) -> None:
         plan = self.plan
         if isinstance(order, ChangeConfig):
-            self._former = {order.id: (plan.measurement, plan.text_hash)}
+            self._former = {order.id: (plan.config.measurement, plan.config.text_hash)}
             plan.change(measurement_of(order.settings), order.text_hash)
         elif isinstance(order, EnableMonitoring):
-            request = plan.enable(
+            request = plan.requests.enable(
                 order.kinds, order.targets, per_micro_step=order.per_micro_step, for_steps=order.for_steps,
                 first_step=step, command=order.id,
             )  # fmt: skip
             self._active[order.id] = request.ends_before
         elif isinstance(order, DumpTensors):
-            request = plan.enable(
+            request = plan.requests.enable(
                 order.kinds, order.targets, per_micro_step=False, for_steps=order.for_steps, first_step=step,
                 command=order.id, step_interval=order.step_interval, dump=Dump(first_n=order.first_n),
             )  # fmt: skip
             self._active[order.id] = request.ends_before
         elif isinstance(order, DescribeStructure):
-            plan.describe_structure(step, order.id)
+            plan.requests.describe_structure(step, order.id)
             self._active[order.id] = step + 1
         else:
             plan.disable(parse_kinds(order.kinds), order.targets, from_code=False)
-            self._active = {n: e for n, e in self._active.items() if any(r.command == n for r in plan.requests)}
+            self._active = {n: e for n, e in self._active.items() if any(r.command == n for r in plan.requests.all)}
 
     def _answer(self, command: str, state: str, step: int, reason: str = "") -> None:
         self.acknowledge(Ack(command=command, state=state, step=step, reason=reason))

@@ -60,7 +60,7 @@ class ConfigEdits:
             self._take(reading, mono)
         elif self._unread_since is not None and mono - self._unread_since >= ALONE_S:
             self._unread_since = None
-            if reading.text_hash not in (self._orders.applied_hash, self._orders.plan.text_hash):
+            if reading.text_hash not in (self._orders.applied_hash, self._orders.plan.config.text_hash):
                 self._say(
                     "config_unread",
                     f"{self._source.path} was edited, and no daemon asks for it; start `sentinel serve`, or name a future "
@@ -78,7 +78,7 @@ class ConfigEdits:
         for answer in self._orders.forget_own():
             self._orders.acknowledge(answer)
         plan, at_step = self._orders.plan, reading.config.at_step
-        if reading.text_hash in (plan.text_hash, self._orders.applied_hash):
+        if reading.text_hash in (plan.config.text_hash, self._orders.applied_hash):
             return
         if at_step is None:
             self._unread_since = mono

@@ -56,7 +56,7 @@ class Pacing:
 
     @property
     def _limit(self) -> float:
-        return self._plan.measurement.max_overhead or 0.0
+        return self._plan.config.measurement.max_overhead or 0.0
 
     def note(self, costs: Costs) -> None:
         """Take in a step that has ended."""
@@ -69,7 +69,7 @@ class Pacing:
             self._generation = self._plan.generation
             self._costs.clear()
         self._steps.append(max(1, spent[TRAINER]))
-        for kind in (*(kind for kind in self._plan.adjustable if self._plan.takes(kind)), OWN):
+        for kind in (*(kind for kind in self._plan.config.adjustable if self._plan.takes(kind)), OWN):
             self._costs.setdefault(kind, deque(maxlen=WINDOW)).append(spent[kind])
 
     def saw_nonfinite(self, step: int) -> None:
@@ -81,7 +81,7 @@ class Pacing:
         plan = self._plan
         if self._began_ns < 0:
             self._began_ns = now_ns
-        if not self._limit or not plan.adjustable:
+        if not self._limit or not plan.config.adjustable:
             plan.intervals = {}
             return
         plan.is_fresh = step <= self._fresh_until
@@ -94,7 +94,9 @@ class Pacing:
     def _decide(self, step: int) -> None:
         plan, length = self._plan, statistics.median(self._steps)
         costs = {
-            kind: statistics.median(known) for kind in plan.adjustable if len(known := self._costs.get(kind, ())) >= LEAST
+            kind: statistics.median(known)
+            for kind in plan.config.adjustable
+            if len(known := self._costs.get(kind, ())) >= LEAST
         }
         most, fewer = self._wanted(costs, length, 1.0), self._wanted(costs, length, BACK)
         for kind, cost in costs.items():
@@ -108,7 +110,7 @@ class Pacing:
     def _wanted(self, costs: dict[Kind, float], length: float, part: float) -> dict[Kind, int]:
         """Return the interval at which each kind stays within this part of its bound."""
         found = {kind: _interval(cost, part * self._limit * length) for kind, cost in costs.items()}
-        if self._plan.is_default:
+        if self._plan.config.is_default:
             left = part * self._limit * DEFAULT_SHARE * length - statistics.median(self._costs.get(OWN) or (0,))
             # Of weights and gradients the weights change least from step to step.
             for kind in sorted(found):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import sentinel
 from sentinel.collect.compiled import ops as compiled_ops
 from sentinel.collect.compiled.ops import Ticket
-from sentinel.collect.hooks.module_tap import ModuleTap
+from sentinel.collect.hooks.graph_tap import GraphTap
 
 from ..compiled_runs import (
     BLACK_BOX,
@@ -249,12 +249,12 @@ def test_gradients_belong_to_the_micro_step_of_their_own_forward(tmp_path: Path,
         return [int(row["micro_step"]) for row in run.said.of(1, "dgrad", "blocks.0")]
 
     right = train(tmp_path / "right", whole("aot_eager"), alternating=False)
-    answer = ModuleTap.gradient_passes
+    answer = GraphTap.gradient_passes
 
-    def of_the_last_forward(tap: ModuleTap, gradient: torch.Tensor, ticket: Ticket) -> None:
-        answer(tap, gradient, ticket._replace(micro_step=tap.chunk.micro_step))
+    def of_the_last_forward(tap: GraphTap, gradient: torch.Tensor, ticket: Ticket) -> None:
+        answer(tap, gradient, ticket._replace(micro_step=tap._tap.chunk.micro_step))
 
-    monkeypatch.setattr(ModuleTap, "gradient_passes", of_the_last_forward)
+    monkeypatch.setattr(GraphTap, "gradient_passes", of_the_last_forward)
     wrong = train(tmp_path / "wrong", whole("aot_eager"), alternating=False)
 
     assert micro_steps(right) == [0, 1, 2]

@@ -61,7 +61,7 @@ def test_shape_inference_not_counted(run: Path, group: None) -> None:
 
 
 def test_without_the_guard_shape_inference_would_be_counted(run: Path, group: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sentinel.collect.hooks.chunk.in_inference", lambda: False)
+    monkeypatch.setattr("sentinel.collect.hooks.root_hooks.in_inference", lambda: False)
 
     said = run_pipeline(run, num_steps=1)
 

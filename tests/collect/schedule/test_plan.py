@@ -16,6 +16,7 @@ from sentinel.collect.monitor import Monitor
 from sentinel.collect.rows.tensor_table import TensorEntry
 from sentinel.collect.schedule.config_edits import ConfigEdits
 from sentinel.collect.schedule.plan import Plan
+from sentinel.collect.schedule.wishes import unmatched
 from sentinel.command import ChangeConfig, DisableMonitoring, EnableMonitoring, WithdrawCommand
 from sentinel.config_file import STABLE_S
 from sentinel.messages import Ack
@@ -30,7 +31,7 @@ NUM_STEPS = 12
 def measured(plan: Plan, first: int, num_steps: int, kind: Kind = Kind.PARAM) -> list[int]:
     found = []
     for step in range(first, first + num_steps):
-        plan.expire(step)
+        plan.requests.expire(step)
         plan.begin(step)
         if plan.takes(kind):
             found.append(step)
@@ -69,22 +70,22 @@ def test_collect_times_count_measured_steps_also_when_they_come_again() -> None:
 
 def test_an_edit_counts_anew_and_leaves_requests_alone() -> None:
     plan = Plan(wish(collect_times=2))
-    plan.enable(["wgrad"], None, per_micro_step=False, for_steps=6, first_step=0)
+    plan.requests.enable(["wgrad"], None, per_micro_step=False, for_steps=6, first_step=0)
 
     assert measured(plan, 0, 3) == [0, 1]
     plan.change(wish(collect_times=2, start_step=4), "hash")
     assert measured(plan, 3, 2, Kind.WGRAD) == [3, 4]
     assert measured(plan, 5, 5) == [5]
-    assert not plan.requests
-    assert plan.is_exhausted
+    assert not plan.requests.all
+    assert plan.config.is_exhausted
 
 
 def test_a_request_measures_every_step_whatever_the_configs_interval() -> None:
     plan = Plan(wish(step_interval=5))
-    plan.enable(["activation"], ["a"], per_micro_step=False, for_steps=3, first_step=1)
+    plan.requests.enable(["activation"], ["a"], per_micro_step=False, for_steps=3, first_step=1)
     seen = []
     for step in range(7):
-        plan.expire(step)
+        plan.requests.expire(step)
         plan.begin(step)
         seen.append((plan.takes(Kind.ACTIVATION), plan.takes(Kind.PARAM), plan.is_due))
 
@@ -94,7 +95,7 @@ def test_a_request_measures_every_step_whatever_the_configs_interval() -> None:
 
 def test_a_command_switches_off_nothing_that_the_config_wants() -> None:
     plan = Plan(wish())
-    plan.enable(["param", "wgrad"], None, per_micro_step=False, for_steps=None, first_step=0)
+    plan.requests.enable(["param", "wgrad"], None, per_micro_step=False, for_steps=None, first_step=0)
 
     plan.disable(frozenset(Kind), (), from_code=False)
 
@@ -121,7 +122,7 @@ def test_hooks_of_the_config_wait_between_its_steps_and_measure_nothing_for_a_re
     assert plan.measures(ours)
     assert not plan.begin(1)
     assert plan.wanted("b") and not plan.measures(ours)
-    plan.enable(["dgrad"], ["a"], per_micro_step=False, for_steps=None, first_step=1)
+    plan.requests.enable(["dgrad"], ["a"], per_micro_step=False, for_steps=None, first_step=1)
     assert (plan.wanted("a"), plan.wanted("b")) == ({Kind.DGRAD, Kind.ACTIVATION}, {Kind.ACTIVATION})
     assert plan.measures(theirs) and not plan.measures(ours)
     assert not plan.begin(4)
@@ -209,7 +210,7 @@ def test_a_target_that_means_nothing_is_named_with_its_neighbours() -> None:
     )
     modules, parameters = ["", "layers.0", "layers.1", "layers.1.attn"], ["head.weight", "layers.1.attn.q"]
 
-    said = plan.unmatched(modules, parameters)
+    said = unmatched(plan.wishes, modules, parameters)
 
     assert len(said) == 2
     assert "layers.1.atn" in said[0] and "layers.1.attn" in said[0]
@@ -360,7 +361,7 @@ def test_settings_that_nobody_can_obey_are_refused(run: Path, keys: dict[str, An
     assert answer is not None
     assert answer.state == "refused"
     assert reason in answer.reason
-    assert one.monitor.planning.plan.measurement.kinds == ("param", "wgrad")
+    assert one.monitor.planning.plan.config.measurement.kinds == ("param", "wgrad")
     one.end()
 
 

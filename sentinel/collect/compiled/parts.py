@@ -1,0 +1,89 @@
+"""Which parts of a chunk a compiler was told to compile: found before a graph is traced through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from torch import nn
+
+from sentinel.collect.compiled.capability import why_unusable
+from sentinel.collect.compiled.graphs import CUDA_GRAPHS, TOO_LATE, compiled_parts, gate, is_inside
+
+MAX_LOOKS = 4
+"""Forwards in which compiled parts are looked for, after each change of the taps (chosen)."""
+
+
+class PartTap(Protocol):
+    """A tap inside a compiled part."""
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether anything is wanted at its module."""
+        ...
+
+    has_passed: bool
+    """Its module was called, and was seen."""
+
+
+class CompiledParts:
+    """Decides where hooks have to stay on, whatever is wanted, and says what was compiled before they were there."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], blind: Callable[[str, str], None]) -> None:
+        """blind: (code, message) of what passes unseen."""
+        self.names: list[str] = []
+        """Of the outermost compiled modules; `""` is the whole chunk."""
+        self._modules = modules
+        self._blind = blind
+        self._num_looks = 0
+        """Forwards in which parts were looked for since the taps were changed."""
+
+    def hold(self, name: str) -> bool:
+        """Whether a module is a compiled part or inside one."""
+        return any(is_inside(name, part) for part in self.names)
+
+    def look_again(self) -> None:
+        """Look for parts in the next forwards: the taps were changed."""
+        self._num_looks = 0
+
+    def forget(self) -> None:
+        """The hooks were taken off."""
+        self.names = []
+
+    def find(self, *, is_whole: bool = False) -> list[str]:
+        """Return the modules in parts that were not known before; their hooks stay on.
+
+        is_whole: the chunk itself is being compiled, however that came to pass; else there is nothing after a few looks.
+        """
+        if not is_whole and self._num_looks >= MAX_LOOKS:
+            return []
+        self._num_looks += 1
+        parts = [""] if is_whole else compiled_parts(self._modules)
+        fresh = [part for part in parts if not any(is_inside(part, known) for known in self.names)]
+        if not fresh:
+            return []
+        problem = why_unusable()
+        if gate.is_usable == bool(problem):
+            gate.is_usable = not problem
+        if problem:
+            self._blind("compiled", f"{problem}: the inside of compiled modules is not measured")
+            return []
+        self.names += fresh
+        return [name for name in self._modules if any(is_inside(name, part) for part in fresh)]
+
+    def tell_blind(self, taps: Mapping[str, PartTap]) -> None:
+        """A whole forward has passed: say which part was compiled before its hooks were there, so that none of them ran."""
+        blind = []
+        for part in self.names:
+            inner = [tap for name, tap in taps.items() if name != part and is_inside(name, part)]
+            top = taps.get(part)
+            was_called = not part or top is None or top.has_passed
+            if any(tap.is_asking for tap in inner) and was_called and not any(tap.has_passed for tap in inner):
+                blind.append(part or "the model")
+        if blind:
+            named = ", ".join(blind[:3]) + (f" and {len(blind) - 3} more" if len(blind) > 3 else "")
+            self._blind("compiled_before_attach", TOO_LATE.format(named))
+
+    def traced_for_cuda(self) -> None:
+        """A graph is being traced that is meant to be replayed as a CUDA graph."""
+        self._blind("cuda_graphs", CUDA_GRAPHS)

@@ -1,0 +1,41 @@
+"""Outputs that a collective still writes: they are measured once somebody has read them."""
+
+from __future__ import annotations
+
+import torch
+
+from sentinel.collect.hooks.sightings import Sighting
+from sentinel.collect.hooks.sites import Sites
+from sentinel.collect.parallel.placements import arrived
+
+
+class PendingOutputs:
+    """Those of the running forward, each with a row that was reserved in the order of calls."""
+
+    def __init__(self, sites: Sites) -> None:
+        self._sites = sites
+        self._outputs: list[tuple[str, torch.Tensor, Sighting]] = []
+        """(module, tensor, as what it passes)"""
+
+    def add(self, module: str, tensor: torch.Tensor, sighting: Sighting) -> bool:
+        """Keep an output until somebody has read it; False where nobody measures it or looks at it."""
+        if sighting.row < 0 and not self._sites.has_onlookers:
+            return False
+        self._outputs.append((module, tensor, sighting))
+        return True
+
+    def settle(self, module: str, micro_step: int, one: torch.Tensor | None = None) -> None:
+        """Measure what is read by now: inside `module`, which has ended, or `one` about to be read."""
+        if not self._outputs:
+            return
+        left = []
+        for inner, tensor, sighting in self._outputs:
+            if tensor is one or (one is None and (not module or inner.startswith(module + "."))):
+                self._sites.fill(sighting.row, sighting.entry, arrived(tensor), micro_step)
+            else:
+                left.append((inner, tensor, sighting))
+        self._outputs = left
+
+    def forget(self) -> None:
+        """A forward begins, or has failed."""
+        self._outputs = []
