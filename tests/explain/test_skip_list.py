@@ -31,7 +31,7 @@ def write(folder: Path, *revisions: Incident, tail: bytes = b"") -> Path:
 
 
 BATCH = {
-    "verdict": "batch", "skip_steps": (41, 42), "skip_ranks": (3,), "skip_samples": (7, "shard-2:19"),
+    "suspected": "batch", "skip_steps": (41, 42), "skip_ranks": (3,), "skip_samples": (7, "shard-2:19"),
     "evidence": ("suspected batch: loss 9 against 1", "first bad: loss"),
 }  # fmt: skip
 
@@ -61,7 +61,7 @@ def test_run_in_which_nothing_happened_has_an_empty_list(tmp_path: Path) -> None
 
 
 def test_stretches_and_the_ranks_that_had_a_part(tmp_path: Path) -> None:
-    part = {"verdict": "batch", "skip_steps": (50, 52), "skip_ranks": (1, 3)}
+    part = {"suspected": "batch", "skip_steps": (50, 52), "skip_ranks": (1, 3)}
     whole = incident(1, 1, suspected="batch", skip_steps=(42, 41, 43))
     skips = sentinel.skip_list(write(tmp_path, whole, incident(2, 1, **part)))
 
