@@ -26,6 +26,9 @@ ADAPTERS = {
 }
 """Name in this package -> module of `sentinel.collect.adapters` that has it; imported when it is first asked for."""
 
+ADAPTER_ENTRY_POINTS = "sentinel.adapters"
+"""Group of entry points: a name in this package -> what another package attaches its trainer with."""
+
 
 def __getattr__(name: str) -> Any:
     if name in ADAPTERS:
@@ -47,4 +50,20 @@ def __getattr__(name: str) -> Any:
         from sentinel.collect.adapters.moe_tracker import MoETracker
 
         return MoETracker
+    if not name.startswith("_"):
+        return _outside_adapter(name)
+    raise AttributeError(f"module 'sentinel' has no attribute {name!r}")
+
+
+def _outside_adapter(name: str) -> Any:
+    """Return what another package offers under a name; AttributeError where none does, or it cannot be loaded."""
+    from sentinel.entry_points import outside_parts
+    from sentinel.errors import ConfigError
+
+    for part in outside_parts(ADAPTER_ENTRY_POINTS):
+        if part.name == name:
+            try:
+                return part.load()
+            except ConfigError as error:
+                raise AttributeError(f"sentinel.{name}: {part.where} {error}") from error
     raise AttributeError(f"module 'sentinel' has no attribute {name!r}")

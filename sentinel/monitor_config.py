@@ -216,6 +216,8 @@ class MonitorConfig(Measurement, frozen=True, kw_only=True, forbid_unknown_field
     DumpTensors is obeyed only where it is named here."""
     dump: DumpConfig = DumpConfig()
     """Raw tensors."""
+    outside_probes: tuple[str, ...] = ()
+    """Probes of other packages that run beside Sentinel's own, by the names of their entry points (`sentinel.probes`)."""
     struct: bool = False
     """Write down the model's structure at the first step, for `sentinel struct`, which can also ask at any time."""
     layer_offset: int | None = None

@@ -32,6 +32,7 @@ from sentinel.collect.parallel.rank_place import RankPlace
 from sentinel.collect.parallel.topology import Topology
 from sentinel.collect.parallel.waiting import WaitClock
 from sentinel.collect.probes import PROBES, Events, ProbeContext
+from sentinel.collect.probes.outside import made, outside_probes
 from sentinel.collect.rows.live_statistics import LiveStatistics
 from sentinel.collect.rows.rank_descriptor import RankDescriptor
 from sentinel.collect.rows.recording import Recording
@@ -68,6 +69,7 @@ def assemble(
 ) -> Monitor:
     """Return a monitor whose hooks are on; after an exception the models are as they were."""
     config = source.config
+    probes_of_others = outside_probes(config.outside_probes)
     device = next((p.device for model in models for p in model.parameters()), torch.device("cpu"))
     chunks: list[Chunk] = []
 
@@ -126,14 +128,15 @@ def assemble(
     )
 
     # What is put on the models, and what ends it.
-    probes = ProbeContext(
+    instruments = ProbeContext(
         recording, table, sites, plan, parameters, chunks, events, guard,
         place=lambda: place.place, step=lambda: count.current, is_measuring=lambda: running.is_measuring,
-        count=running.count, config=config, attempt=attempt, descriptor=descriptor.make,
+        log=scalars.note_default, count=running.count, config=config, attempt=attempt, descriptor=descriptor.make,
     )  # fmt: skip
     installation = Installation(
         chunks, recorder, passes, locator, planning, parameters, boundary, events,
-        watches=(gradients.clips, pipelines, loss_scale, waits), probes=[probe(probes) for probe in PROBES],
+        watches=(gradients.clips, pipelines, loss_scale, waits),
+        probes=[*(probe(instruments) for probe in PROBES), *made(probes_of_others, instruments)],
     )  # fmt: skip
     edits = ConfigEdits(source, orders, recording.tell)
     try:

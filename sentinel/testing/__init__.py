@@ -1,4 +1,4 @@
-"""For tests of rules, sinks and daemons, here and elsewhere: a clock that stands still, and runs with planted faults.
+"""For tests of rules, detectors, sinks and daemons, here and elsewhere: a clock, runs with planted faults, a battery.
 
 In: what a test plants. Out: spools, steps, frames. Never: torch, sleeping, the network.
 
@@ -10,9 +10,22 @@ In: what a test plants. Out: spools, steps, frames. Never: torch, sleeping, the 
 writes the spools of four ranks as a trainer would, byte for byte through the same writer, without torch.
 """
 
+from sentinel.testing.battery import BATTERY, Subject
 from sentinel.testing.clock import EPOCH_S, FakeClock
 from sentinel.testing.faults import BitFlip, BlowUp, Fault, LossJump, Nan
 from sentinel.testing.synthetic_run import SyntheticRun
 from sentinel.wire.frame import Message
 
-__all__ = ["EPOCH_S", "BitFlip", "BlowUp", "FakeClock", "Fault", "LossJump", "Message", "Nan", "SyntheticRun"]
+__all__ = [
+    "BATTERY",
+    "EPOCH_S",
+    "BitFlip",
+    "BlowUp",
+    "FakeClock",
+    "Fault",
+    "LossJump",
+    "Message",
+    "Nan",
+    "Subject",
+    "SyntheticRun",
+]

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sentinel.detect import DETECTORS, SeriesDetector, grow, state_bytes
+from sentinel.detect import DETECTORS, grow
 from sentinel.errors import ConfigError
+from sentinel.testing.battery import BATTERY, Subject
+from sentinel.testing.battery import feed as run
 
 NEEDED: dict[str, dict[str, Any]] = {"Threshold": {"above": 50.0}}
 """Arguments that a detector must be given."""
@@ -44,7 +46,6 @@ TOGETHER = ("VanishingGradient", "UpdateRatio", "DeadTensor")
 """Detectors that hold the series of a step against one another: what all do is nobody's own."""
 JUMPS = {"VanishingGradient": 1e-3, "ExplodingTensor": 100.0, "AttentionCollapse": 1.0 / 30.0, "UpdateRatio": 100.0}
 """A lasting change that is beyond doubt, where it is not thirty times as much."""
-SCALAR_BYTES, TENSOR_BYTES = 4096, 100
 AT = np.arange(600.0)
 """Steps of a run with a schedule."""
 
@@ -61,95 +62,18 @@ def detector(request: pytest.FixtureRequest) -> Any:
     return CASES[request.param]
 
 
-def run(
-    detector: SeriesDetector, values: np.ndarray, state: dict[str, np.ndarray] | None = None
-) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """Feed [points, series]; return scores [points, series], settled [points, series] and the state."""
-    state = detector.state(values.shape[1]) if state is None else state
-    scores, settled = np.zeros(values.shape), np.zeros(values.shape, dtype=bool)
-    with np.errstate(all="ignore"):
-        for at, point in enumerate(values):
-            before = {name: array.copy() for name, array in state.items()} if at % 8 == 0 else {}
-            found = detector.score(point, state)
-            scores[at] = found.score
-            if before:
-                _ = found.baseline, found.evidence
-                assert all(np.array_equal(before[name], state[name], equal_nan=True) for name in state), "score() learned"
-            detector.learn(point, state, found.score >= 1.0)
-            if "settled" in state:
-                settled[at] = state["settled"]
-    return scores, settled, state
+@pytest.mark.parametrize("check", BATTERY, ids=lambda check: check.__name__)
+def test_what_every_detector_owes(detector, check):
+    is_alone = type(detector).__name__ not in TOGETHER and not getattr(detector, "common", False)
+
+    check(Subject(detector, is_alone=is_alone, has_raw_values=True))
 
 
-def wild(rng: np.random.Generator, points: int = 200, series: int = 12) -> np.ndarray:
-    """Values with every nastiness: spikes, zeros, negatives, NaN, infinities, huge and tiny scales."""
-    values = np.exp(rng.standard_normal((points, series))) * np.logspace(-30, 30, series)
-    for bad in (0.0, -1.0, np.nan, np.inf, -np.inf, 1e308, 5e-324):
-        values[rng.random(values.shape) < 0.01] = bad
-    return values
-
-
-def test_is_a_series_detector(detector):
-    assert isinstance(detector, SeriesDetector)
-    assert detector.declares.summary and detector.declares.statistics
-
-
-def test_scores_are_finite_and_not_negative(detector, rng):
-    scores, _, _ = run(detector, wild(rng))
-
-    assert np.isfinite(scores).all()
-    assert (scores >= 0).all()
-
-
-def test_replay_is_identical(detector, rng):
-    values = wild(rng)
-
-    first, _, state = run(detector, values)
-    again, _, state_again = run(detector, values)
-
-    assert np.array_equal(first, again)
-    assert all(np.array_equal(state[name], state_again[name], equal_nan=True) for name in state)
-
-
-def test_memory_is_bounded(detector, rng):
-    _, _, early = run(detector, wild(rng, points=40))
-    _, _, late = run(detector, wild(rng, points=400))
-
-    assert state_bytes(early) == state_bytes(late)
-    assert state_bytes(late) / 12 <= (SCALAR_BYTES if detector.declares.statistics == ("value",) else TENSOR_BYTES)
-
-
-def test_series_are_independent(detector, rng):
-    values = wild(rng)
-    order = rng.permutation(values.shape[1])
-
-    straight, _, _ = run(detector, values)
-    shuffled, _, _ = run(detector, values[:, order])
-
-    assert np.array_equal(straight[:, order], shuffled)
-    if type(detector).__name__ not in TOGETHER and not getattr(detector, "common", False):
-        alone, _, _ = run(detector, values[:, :4])
-        assert np.array_equal(straight[:, :4], alone)
-
-
-def test_a_restored_state_goes_on_identically(detector, rng):
-    values = wild(rng)
-
-    whole, _, _ = run(detector, values)
-    _, _, state = run(detector, values[:150])
-    copied = {name: np.frombuffer(a.tobytes(), a.dtype).reshape(a.shape).copy() for name, a in state.items()}
-    rest, _, _ = run(detector, values[150:], copied)
-
-    assert np.array_equal(whole[150:], rest)
-
-
-def test_growing_leaves_old_series_alone(detector, rng):
-    values = wild(rng)
+def test_growing_leaves_old_series_alone_and_new_ones_are_as_good_as_new(detector):
+    values = Subject(detector, has_raw_values=True).values()
     state = detector.state(5)
-
     run(detector, values[:100, :5], state)
-    grown = grow(detector, state, 12)
-    scores, _, _ = run(detector, values[100:], grown)
+    scores, _, _ = run(detector, values[100:], grow(detector, state, 12))
     whole = detector.state(12)
     run(detector, np.concatenate([values[:100, :5], np.full((100, 7), np.nan)], axis=1), whole)
     expected, _, _ = run(detector, values[100:], whole)

@@ -8,13 +8,11 @@ a kind that nobody wants costs neither a hook nor a call in a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from sentinel.collect.probes.alignment import Alignment
 from sentinel.collect.probes.attention import Attention
 from sentinel.collect.probes.channel import Channel
 from sentinel.collect.probes.comm import Communication
-from sentinel.collect.probes.context import Event, Events, ProbeContext
+from sentinel.collect.probes.context import Event, Events, Probe, ProbeContext
 from sentinel.collect.probes.histogram import Histogram
 from sentinel.collect.probes.optimizer_state import OptimizerState
 from sentinel.collect.probes.precision import Precision
@@ -25,8 +23,6 @@ from sentinel.collect.probes.structure_print import StructurePrint
 from sentinel.collect.probes.update import Update
 from sentinel.collect.probes.weight_spectrum import WeightSpectrum
 from sentinel.collect.probes.wgrad_unreduced import WgradUnreduced
-
-Probe = Callable[[ProbeContext], object]
 
 PROBES: tuple[Probe, ...] = (
     Histogram,

@@ -123,6 +123,9 @@ class ProbeContext:
     """The number of the running step."""
     is_measuring: Callable[[], bool]
     """Whether a step runs: what is seen outside of one belongs to nobody."""
+    log: Callable[[str, Any], None]
+    """Note a scalar of the running step under a name: a number, or a 0-dim tensor, which is not waited for. Rules match it
+    as `kind: scalar`; what the trainer logs under that name wins."""
     count: Callable[[dict[str, int]], None]
     """Take note of tensors measured: kind to number (`EndStep.due`)."""
     config: MonitorConfig
@@ -197,3 +200,7 @@ class ForwardWatch:
             self._context.guard(self._name, error, probe=self._probe, given=(args, kwargs, output))
         finally:
             costs.turn_to(former)
+
+
+Probe = Callable[[ProbeContext], object]
+"""A class, as a rule: it is given its instruments, and subscribes to the events that it needs."""

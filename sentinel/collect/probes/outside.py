@@ -1,0 +1,47 @@
+"""Probes of other packages: found by entry point, imported where the trainer's configuration names one, and then alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sentinel.collect.probes.context import Probe, ProbeContext
+from sentinel.entry_points import outside_parts
+from sentinel.errors import ConfigError
+from sentinel.known_words import near
+
+ENTRY_POINTS = "sentinel.probes"
+"""Group of entry points: the name under `outside_probes` -> a class, or another callable, that is given a ProbeContext."""
+
+
+def outside_probes(names: Sequence[str]) -> list[Probe]:
+    """Return the probes that are named, in that order; ConfigError for one that no package offers, or that cannot be loaded.
+
+    names: `MonitorConfig.outside_probes`.
+    """
+    offered = {part.name: part for part in outside_parts(ENTRY_POINTS)}
+    found: list[Probe] = []
+    for at, name in enumerate(names):
+        part = offered.get(name)
+        if part is None:
+            known = f"offered: {', '.join(sorted(offered))}" if offered else "no installed package offers one"
+            what = f"no probe {name!r} among the entry points of {ENTRY_POINTS}{near(name, offered)}; {known}"
+            raise ConfigError(f"outside_probes[{at}]: {what}")
+        try:
+            probe = part.load()
+        except ConfigError as error:
+            raise ConfigError(f"outside_probes[{at}]: {part.where} {error}") from error
+        if not callable(probe):
+            what = f"expected a class that is given a ProbeContext, got {probe!r:.100}"
+            raise ConfigError(f"outside_probes[{at}]: {part.where} is no probe: {what}")
+        found.append(probe)
+    return found
+
+
+def made(probes: Sequence[Probe], context: ProbeContext) -> Iterator[object]:
+    """Yield what the probes make of their instruments; one that raises is told and left out, the others work on."""
+    for probe in probes:
+        try:
+            yield probe(context)
+        except Exception as error:  # another package's code may fail in any way
+            name = getattr(probe, "__qualname__", repr(probe))
+            context.guard(f"probe {name}", error, probe=name)
