@@ -15,6 +15,9 @@ from sentinel.rules.language.schema import Pack
 
 log = logging.getLogger("sentinel.rules")
 
+FORMER_NAMES = {"TwinRanks": "DuplicateRanks"}
+"""Detectors whose name in rules was another when a journal kept them."""
+
 _Signature = tuple[tuple[str, int, int, int], ...]
 
 
@@ -105,6 +108,10 @@ def encode_pack(pack: Pack) -> bytes:
 def decode_pack(body: bytes) -> Pack:
     """Return the rules that the journal kept; RuleError when a newer or older version wrote them."""
     try:
-        return msgspec.json.decode(body, type=Pack)
+        pack = msgspec.json.decode(body, type=Pack)
     except MALFORMED as error:
         raise RuleError(f"a rule pack in the journal cannot be read: {error}; it is of another version") from error
+    rules = tuple(
+        msgspec.structs.replace(rule, detector=FORMER_NAMES.get(rule.detector, rule.detector)) for rule in pack.rules
+    )
+    return msgspec.structs.replace(pack, rules=rules)

@@ -9,6 +9,7 @@ import pytest
 
 from sentinel.errors import RuleError
 from sentinel.judge.packs import RulePacks, decode_pack, encode_pack
+from sentinel.rules.language.loader import load_pack
 
 RULE = """\
 rules:
@@ -87,3 +88,10 @@ def test_the_journal_gives_back_the_same_rules(tmp_path: Path) -> None:
     assert decode_pack(encode_pack(packs.pack)).pack_hash == packs.pack_hash
     with pytest.raises(RuleError, match="another version"):
         decode_pack(b"{}")
+
+
+def test_a_pack_that_was_kept_under_a_detectors_former_name_is_read() -> None:
+    kept = encode_pack(load_pack()).replace(b'"DuplicateRanks"', b'"TwinRanks"')
+
+    assert b"TwinRanks" in kept
+    assert decode_pack(kept) == load_pack()
