@@ -215,7 +215,6 @@ MANY_METHODS = {
     "Monitor": "what trainers call: each method hands its call to one part",
     "HuggingFaceCallback": "the Trainer's events, by their names",
     "LightningCallback": "Lightning's hooks, by their names",
-    "Handover": "both ends of one queue: the training thread's and the writer's",
 }
 """Class of collect/ -> why it has more."""
 

@@ -30,7 +30,7 @@ MAX_LONGER = 3
 MAX_REISSUES = 3
 
 Audit = Callable[[float, str, str, dict[str, Any]], None]
-"""(seconds since the epoch, actor, action, details) -> None: `Journal.audit` is one."""
+"""(seconds since the epoch, actor, action, details) -> None: `store.audit.Audit.add` is one."""
 
 
 class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

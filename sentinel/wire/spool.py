@@ -116,7 +116,7 @@ class SpoolWriter:
         closed_files: ClosedFiles | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`directory` is the incarnation's own folder (`life_folder`), made 0700 at the first append.
+        """`directory` is the incarnation's own folder (`incarnation_folder`), made 0700 at the first append.
 
         closed_files: keeps the spool below a cap; None: nothing is ever taken away.
         """

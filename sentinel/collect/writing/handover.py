@@ -24,6 +24,7 @@ from sentinel.collect.writing.step_batch import StepBatch
 from sentinel.collect.writing.step_queue import QUEUE_BYTES, StepQueue
 from sentinel.collect.writing.step_writer import StepWriter
 from sentinel.collect.writing.writer_failures import WriterFailures
+from sentinel.collect.writing.writer_schedule import CONTROL_POLL_S, HEARTBEAT_S, WriterSchedule
 from sentinel.command import Command
 from sentinel.messages import Ack, Bye, Descriptor, Health, Heartbeat
 from sentinel.wire.clock import Clock, SystemClock
@@ -33,14 +34,6 @@ from sentinel.wire.pulse import PulseWriter
 from sentinel.wire.spool import FILE_BYTES, SpoolWriter, incarnation_folder
 
 log = logging.getLogger("sentinel")
-
-HEARTBEAT_S = 1.0
-CONTROL_POLL_S = 0.05
-"""Between looks into the control folder while something is trained."""
-PULSE_S = 0.02
-"""Longest time without a beat while something is trained. Steps that follow each other faster need no waking for it."""
-IDLE_POLL_S = 0.25
-"""How often the control folder is looked at while nobody trains."""
 
 _NS = 1_000_000_000
 _armed: weakref.WeakSet[Handover] = weakref.WeakSet()
@@ -88,15 +81,10 @@ class Handover:
         self._control = ControlFolder(Path(directory) / "control", on_refused or _log_refused)
         self._position = position
         self._on_command = on_command
-        self._heartbeat_ns = int(heartbeat_s * _NS)
-        self._control_poll_ns = int(control_poll_s * _NS)
+        self._schedule = WriterSchedule(heartbeat_s, control_poll_s)
         self._wake = threading.Lock()
         self._wake.acquire()
         self._last_step = NO_STEP
-        self._busy_until_ns = 0
-        self._activity = "init"
-        self._next_heartbeat_ns = 0
-        self._next_poll_ns = 0
         self._bye: Bye | None = None
         self._is_alive = True
         self._thread: threading.Thread | None = None
@@ -191,15 +179,10 @@ class Handover:
         self._drain()
         self._pulse.beat(self._clock.wall_ns())
         now = self._clock.mono_ns()
-        if now >= self._next_heartbeat_ns:
-            self._next_heartbeat_ns = now + self._heartbeat_ns
+        if self._schedule.is_heartbeat_due(now):
             self._failures.guard("heartbeat", self._beat)
-        if now >= self._next_poll_ns:
-            self._next_poll_ns = now + (self._control_poll_ns if self._is_training(now) else int(IDLE_POLL_S * _NS))
+        if self._schedule.is_look_due(now):
             self._failures.guard("control", self._poll_control)
-
-    def _is_training(self, now_ns: int) -> bool:
-        return self._activity == "train" or now_ns < self._busy_until_ns
 
     def _ring(self) -> None:
         # Releasing a lock nobody holds means that the writer is already told.
@@ -209,10 +192,7 @@ class Handover:
     def _run(self) -> None:
         while self._bye is None:
             self._failures.guard("writer", self.turn)
-            now = self._clock.mono_ns()
-            due = min(self._next_heartbeat_ns, self._next_poll_ns)
-            longest = PULSE_S if self._is_training(now) else IDLE_POLL_S
-            self._wake.acquire(timeout=min(max(0.001, (due - now) / _NS), longest))
+            self._wake.acquire(timeout=self._schedule.pause_s(self._clock.mono_ns()))
         if self._thread is not None:  # None: disarmed in a forked child
             self._failures.guard("close", self._finish)
 
@@ -233,7 +213,7 @@ class Handover:
         while self._queue:
             item = self._queue.take()
             if isinstance(item, StepBatch):
-                self._busy_until_ns = self._clock.mono_ns() + _NS
+                self._schedule.note_step(self._clock.mono_ns())
                 self._write_step(item)
             else:
                 self._failures.guard("note", functools.partial(self._writer.write, item))
@@ -254,7 +234,7 @@ class Handover:
         self._writer.write_owed()
         heartbeat = self._position() if self._position is not None else None
         if heartbeat is not None:
-            self._activity = heartbeat.activity
+            self._schedule.activity = heartbeat.activity
             self._writer.write(heartbeat)
         self._failures.say(self._writer.write)
 
