@@ -34,7 +34,7 @@ SEVERITIES = ("info", "warning", "critical")
 )  # fmt: skip
 @click.option(
     "--reference", multiple=True, metavar="LOG|RUN",
-    help="A sister run on the same data: scalar rules then judge what is left when the sisters' median is taken out.",
+    help="A reference run on the same data: scalar rules then judge what is left when the runs' median is taken out.",
 )  # fmt: skip
 @click.option(
     "--min-severity", type=click.Choice(SEVERITIES), default="warning", show_default=True,

@@ -60,7 +60,7 @@ def replay(
     if recompute or packs:
         return FOUND if result.num_anomalies else CLEAN
     if result.num_incomplete:
-        say(f"{result.num_incomplete} steps are no longer whole in the spool; their verdicts may differ")
+        say(f"{result.num_incomplete} steps are no longer whole in the spool; their judgements may differ")
     if result.first_difference is not None:
         say(f"not identical: {result.first_difference}")
         return FOUND

@@ -1,4 +1,6 @@
-"""The skip list of a run: batches that `batch` verdicts suspect, read from its `incidents.jsonl`. Needs no torch, no daemon.
+"""The skip list of a run: batches that `batch` diagnoses suspect, read from its `incidents.jsonl`.
+
+Needs no torch, no daemon.
 
 There is no second file to keep in step: `incidents.jsonl` is appended exactly once and recovered after a crash, and each
 revision of an incident says which steps it suspects. What a later revision takes back is no longer on the list.

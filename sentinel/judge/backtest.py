@@ -235,7 +235,7 @@ def _beside_references(subject: Subject, settings: Settings, outcome: BacktestOu
     if not settings.reference:
         return settings.pack
     if not others:
-        outcome.notes.append("no sister but itself: judged by its own past alone")
+        outcome.notes.append("no reference run but itself: judged by its own past alone")
         return settings.pack
     return with_reference(settings.pack, combine((run for path in others for run in read_reference_run(path)), others))
 

@@ -29,7 +29,7 @@ def read_references(paths: Sequence[str | Path]) -> Reference:
     """
     found = combine(references_at(paths), [str(path) for path in paths])
     if not found.series:
-        raise LogError(f"{', '.join(map(str, paths))}: expected logs with numbers of sister runs, found none")
+        raise LogError(f"{', '.join(map(str, paths))}: expected logs with numbers of reference runs, found none")
     return found
 
 

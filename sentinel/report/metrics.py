@@ -185,7 +185,7 @@ _RUN_GAUGES: tuple[tuple[str, str, str], ...] = (
     ("last_record_time", "sentinel_last_record_timestamp_seconds", "When the newest record was made, its own clock."),
     ("quietest_received_time", "sentinel_quietest_rank_heard_timestamp_seconds",
      "When the living rank that was heard least recently was heard."),
-    ("last_judged_time", "sentinel_last_judged_timestamp_seconds", "When the newest verdict was given."),
+    ("last_judged_time", "sentinel_last_judged_timestamp_seconds", "When the newest judgement was given."),
     ("step_time_s", "sentinel_step_duration_seconds", "Duration of a training step, median of the last 9."),
     ("is_monitoring", "sentinel_monitoring_enabled", "1 while module monitoring is on, 0 while only the black box is."),
     ("monitoring_acked_step", "sentinel_monitoring_acknowledged_step",

@@ -322,7 +322,7 @@ class Notifier:
         self._is_closing = False
 
     def start(self, open_alerts: Sequence[Alert] = ()) -> None:
-        """Start the threads. standing: what `report.alert.standing` says is open, after a restart."""
+        """Start the threads. open_alerts: what `report.alert.open_alerts` says is open, after a restart."""
         for name, worker in self.workers.items():
             worker.restore(open_alerts)
             thread = threading.Thread(target=self._run, args=(name,), name=f"sentinel-sink-{name}", daemon=True)

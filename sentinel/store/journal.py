@@ -66,7 +66,7 @@ class Journal:
 
     @property
     def judged(self) -> int:
-        """Seq of the last decision whose verdict was committed; 0 when there is none."""
+        """Seq of the last decision whose judgement was committed; 0 when there is none."""
         value = self._file.meta("judged")
         return int(value) if value is not None else 0
 
@@ -132,7 +132,7 @@ class Journal:
             before = self.judged
             if commit.judged < before:
                 raise StoreError(
-                    f"{self.path}: expected a verdict after decision {before}, got {commit.judged}; a second daemon?"
+                    f"{self.path}: expected a judgement after decision {before}, got {commit.judged}; a second daemon?"
                 )
             self._file.db.execute("INSERT OR REPLACE INTO meta VALUES('judged', ?)", (commit.judged,))
             self._file.db.executemany(

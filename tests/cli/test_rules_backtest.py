@@ -348,7 +348,7 @@ def test_a_run_is_not_its_own_reference_run(tmp_path: Path, capsys: pytest.Captu
 
     assert named == of_all and 250 in {one["i"] for one in of_all}
     assert run_cli(["rules", "backtest", str(paths[0]), "--reference", str(paths[0])]) == 1
-    assert "no sister but itself" in capsys.readouterr().err
+    assert "no reference run but itself" in capsys.readouterr().err
 
 
 def test_a_log_that_no_rule_watches_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -186,7 +186,7 @@ class Fields:
         key = "match" if match is not None else "name"
         tensors = [kind for kind in rule.match.kind if kind != "scalar"]
         if "reference" in self._given and not declares.is_rolling:
-            what = f"reference: {rule.detector} judges no scalar beside its sisters; LossSpike and GradNormSpike do"
+            what = f"reference: {rule.detector} judges no scalar beside reference runs; LossSpike and GradNormSpike do"
             self._complain("reference", self._given["reference"].where, what)
         if rule.match.aggregate and not is_series_detector(cls):
             what = f"match.aggregate: {rule.detector} watches no series of values; leave it out, or take another detector"
