@@ -11,26 +11,26 @@ from typing import Annotated
 from msgspec import Meta
 
 MAX_RANKS = 2**18
-"""Ranks of a run (chosen): tables are as long as the highest."""
+"""Ranks of a run; a bound on memory, since tables are as long as the highest rank: 262,144 entries."""
 MAX_CHUNKS = 2**12
-"""Model chunks on one rank (chosen)."""
+"""Model chunks on one rank; a bound on memory, far above the virtual stages of any pipeline."""
 MAX_SCHEDULE = 256
-"""Characters of a pipeline schedule's name (chosen)."""
+"""Characters of a pipeline schedule's name; a bound on memory for what a file may claim."""
 MAX_STEP = 2**40
-"""No trainer counts that far (chosen)."""
+"""Largest step, about 1e12; a larger one is a damaged or forged number: a step a millisecond takes 35 years to it."""
 MAX_TENSORS = 2**24
-"""Ids of tensors are below (chosen): tables are as long as the largest."""
+"""Ids of tensors are below; a bound on memory, since tables are as long as the largest id: 16.8 million entries."""
 MAX_ATTEMPT = 2**20
-"""Attempts of a run (chosen)."""
+"""Attempts of a run; a larger number is a damaged or forged one: a restart a minute takes two years to it."""
 MAX_WALL_NS = 4_102_444_800 * 10**9
 """The year 2100, nanoseconds since the epoch."""
 MAX_MONO_NS = 2**62
 MAX_ELEMENTS = 2**60
-"""Elements of one tensor (chosen)."""
+"""Elements of one tensor; sums over a few tensors still fit a signed 64-bit integer."""
 MAX_SCALARS = 100_000
-"""Logged values of one rank and step (chosen)."""
+"""Logged values of one rank and step; a bound on memory for one frame."""
 MAX_SETTINGS_DEPTH = 32
-"""Containers in one another in a config (chosen)."""
+"""Containers in one another in a config; a bound on recursion."""
 
 Step = Annotated[int, Meta(ge=-1, le=MAX_STEP)]
 """A step, or -1 for none."""

@@ -11,7 +11,8 @@ from sentinel.errors import ConfigError
 from sentinel.monitor_config import MAX_CONFIG_BYTES, MonitorConfig, hash_of, is_blank, parse_config
 
 STABLE_S = 0.4
-"""A text that stayed the same for so long is whole: editors and copies write in pieces (chosen)."""
+"""Seconds unchanged after which a text is whole. Too small: editors and copies that write in pieces are read half; too
+large: an edit takes effect late."""
 
 
 class ConfigText(msgspec.Struct, frozen=True, kw_only=True):

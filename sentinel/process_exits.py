@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable
 from sentinel.process import EXIT, PROC, START, ProcessId, stat_fields, stat_state
 
 MAX_WATCHED = 256
-"""Most processes that are waited for, one file descriptor each (chosen): those of one machine."""
+"""Most processes that are waited for; a bound on file descriptors, one each, of which a process mostly has 1,024."""
 RESCAN_S = 5.0
-"""Between two looks for processes that have come since (chosen)."""
+"""Seconds between two looks for new processes; a bound on time. Too large: a rank that dies young is not waited for."""
 
 _INFO = struct.Struct("<QQ11Ii")
 """`struct pidfd_info`, first version: mask, group, eleven ids, exit status."""

@@ -12,13 +12,13 @@ import re
 from collections.abc import Callable
 
 MAX_PATTERN = 512
-"""Characters of an expression (chosen): they come from the network too."""
+"""Characters of an expression; a bound on time to parse one, since expressions come from the network too."""
 MAX_STATES = 1000
-"""States of an expression, counted repeats written out (chosen): what `.{1,500}` needs, and not `(.{1,500}){1,500}`."""
+"""States of an expression, counted repeats written out; a bound on memory that `.{1,500}` meets, `(.{1,500}){1,500}` not."""
 MAX_NESTING = 50
-"""Groups in groups (chosen)."""
+"""Groups in groups; a bound on the parser's recursion, far below Python's own limit of 1,000 calls."""
 MAX_KNOWN = 50_000
-"""Answers and transitions that are remembered; past it they are forgotten and found again (chosen)."""
+"""Answers, and transitions, that are remembered; a bound on memory, past which they are forgotten and found again."""
 
 _REPEAT = re.compile(r"\{(\d*)(?:(,)(\d*))?\}")
 _FLAGS = re.compile(r"\(\?([aimsuxL]*)(?:-([imsx]+))?([:)])")

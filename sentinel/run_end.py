@@ -21,8 +21,8 @@ CRASHES: tuple[str, ...] = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "
 
 
 MARGIN_S = 2.0
-"""So much earlier a rank that nobody can explain must have gone to be the cause of another's exception (chosen): where it
-has no pulse, what it wrote last may be a heartbeat old."""
+"""Seconds earlier that a rank without an explained end must have gone to be the cause of another's exception. Too small:
+without a pulse its last frame may be a heartbeat (1 s) old; too large: the exception is taken for the cause."""
 CLEAR_S = 0.05
 """Ranks that went within so short a time of one another cannot be put in order: a pulse is some 20 ms."""
 
@@ -30,8 +30,8 @@ CLEAR_S = 0.05
 ALL_TOGETHER = "without a word, all together"
 """What an end says where every rank was gone at once."""
 TOGETHER_S = 1.0
-"""Ranks that were all sent SIGKILL within so long were sent it by somebody who ends them all (chosen): a launcher that has
-lost one of them sends the others SIGTERM first."""
+"""Seconds within which SIGKILL of all ranks came from one sender. Too small: killing many processes takes longer; too large:
+one rank's kill, after which a launcher sends the others SIGTERM and then SIGKILL, counts as all."""
 
 
 EXIT = "exit"

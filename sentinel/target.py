@@ -14,9 +14,9 @@ from sentinel.errors import ConfigError
 from sentinel.regular_expression import RegularExpression
 
 MAX_TARGET = 1000
-"""Characters of a target (chosen): no name of a module is longer."""
+"""Characters of a target; a bound on the time to look one up, beyond the name of any module."""
 RESOLVE_S = 1.0
-"""Longest that looking up what targets mean may take (chosen): with 10,000 names a target takes about 0.05 s."""
+"""Seconds that looking up what targets mean may take; a bound on time: with 10,000 names a target takes about 0.05 s."""
 
 
 class Target(msgspec.Struct, frozen=True):

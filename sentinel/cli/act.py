@@ -20,7 +20,8 @@ from sentinel.incidents.tracker_state import MAX_CLOSED
 from sentinel.recorded_incidents import find_incident, incident_revisions, newest_revisions
 
 WAIT_S = 3.0
-"""Time that a daemon is given to take an act before we say that it waits (chosen: daemons look several times a second)."""
+"""Seconds that a daemon has to take an act before the command says that it waits: daemons look several times a second; a
+person waits as long where none runs."""
 
 _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _DIR = click.option("-d", "--dir", "directory", help="A run, its name, or a directory of runs. Default: $SENTINEL_DIR.")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ALARM_COLUMNS = ("file", "row", "step", "channel", "value", "usual", "score", "rule", "verdict", "severity")
 MAX_LISTED = 10
-"""New and lost alarms that are named, of each (chosen); --json has all."""
+"""Most new alarms, and most lost ones, that are listed, so that both fit a screen; --json has all."""
 
 
 def show_alarms(alarms: Sequence[tuple[BacktestOutcome, Alarm]]) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from sentinel.private_files import create_file, make_directory
 
 MAX_RESTARTS = 5
-"""Restarts within RESTART_WINDOW_S; then the run goes on unwatched, and says so (chosen)."""
+"""Restarts of the daemon within RESTART_WINDOW_S, after which the run goes on unwatched and says so. Too small: a passing
+failure ends the watching; too large: a daemon that cannot start takes the trainer's processor time."""
 RESTART_WINDOW_S = 60.0
 LAST_BYTES = 8192
 """Of the daemon's log, where its last line is looked for."""

@@ -19,7 +19,7 @@ from sentinel.monitor_config import MEASURED_LABELS
 from sentinel.record import KIND_LABELS
 
 PERSON_LATENCY_S = 0.5
-"""Time that a command of a person is given to reach every rank (chosen: ranks look every 20 ms, a shared disk is slower)."""
+"""Seconds that a command of a person has to reach every rank: ranks look every 20 ms, and a shared disk may be slower."""
 
 _KINDS = click.option("--kinds", metavar="KIND,...", help=f"What is meant, among {', '.join(KIND_LABELS)}.")
 _RUN = click.option("-d", "--dir", "run", metavar="RUN", help="The run: its directory or name. Default: the newest one.")

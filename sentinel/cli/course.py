@@ -14,7 +14,7 @@ from sentinel.store.journal import Journal
 from sentinel.store.run_paths import printable, runs_in
 
 MAX_TICKS = 256
-"""Newest ticks among which the end of a run is looked for (chosen): few come behind it."""
+"""Newest ticks among which the end of a run is looked for; a bound on time: few ticks come after it."""
 NOTHING = "nothing was watched"
 
 

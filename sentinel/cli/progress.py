@@ -15,11 +15,12 @@ from sentinel.wire.spool_files import file_name, list_files
 from sentinel.wire.spool_reader import SpoolReader
 
 TAIL_BYTES = 4 * 2**20
-"""Read from the end of a spool to learn where its rank stands (chosen: heartbeats come every second)."""
+"""Bytes read from the end of a spool to learn its rank's step; a bound on time that mostly holds a second's heartbeat."""
 MAX_LIVES = 16
 """Spools looked at, the newest ones: ranks of one run are a step or two apart."""
 SILENT_S = 60.0
-"""A rank that wrote nothing for so long, not even a heartbeat, reads no command either (chosen)."""
+"""Seconds without a frame of any rank, heartbeats included, after which a run counts as reading no command. Too small: one
+that is stopped for a moment does; too large: a person waits for ranks that are gone."""
 
 
 class RunProgress(msgspec.Struct, frozen=True, kw_only=True):

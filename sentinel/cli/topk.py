@@ -23,7 +23,7 @@ from sentinel.order.origin import origin
 from sentinel.run_name import FOLDER
 
 MAX_STEPS = 1_000_000
-"""Steps that may be named (chosen): each is held."""
+"""Steps that may be named; a bound on memory: each is held as an integer."""
 
 
 def steps_of(ctx: click.Context, param: click.Parameter, value: str | None) -> frozenset[int] | None:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from sentinel.collect.hooks.optimizers import Params, WatchedOptimizer
 
 LEARNING_STEPS = 3
-"""Steps in which weights that moved without a step of an optimizer are taken for the first phase of one (chosen). Later
-they are more likely a trainer's own doing, one that goes back to weights it has kept, say."""
+"""Steps in which weights that moved without a step of an optimizer are taken for its first phase. Too small: an optimizer
+that begins late is missed; too large: a trainer that goes back to weights it has kept is taken for one."""
 NUM_LOOKED_AT = 4
-"""Parameters of each optimizer that are looked at later (chosen): what has two phases moves all, or nearly."""
+"""Parameters of each optimizer that are looked at later; a bound on time: an optimizer of two phases moves nearly all."""
 MAX_SUSPECTS = 3
-"""Times in a row that weights move without a step, before each step, until that is a first phase later too (chosen)."""
+"""Times in a row that weights must move before a step to be a first phase later too. Too small: a trainer that restores
+weights counts as one; too large: its steps are read wrongly for longer."""
 
 
 class FirstPhases:

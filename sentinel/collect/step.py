@@ -12,7 +12,8 @@ from sentinel.collect.first_phases import FirstPhases
 from sentinel.collect.hooks.optimizers import OptimizerHooks, Params, WatchedOptimizer
 
 MAX_TURNS = 10
-"""Steps of one optimizer for which the end of a step waits for the others (chosen: most critics take 5)."""
+"""Steps of one optimizer for which the end of a step waits for the others. Too small: a GAN's critic (mostly 5 steps) cuts
+one step into several; too large: a step ends late where an optimizer stopped."""
 
 
 class Boundary:

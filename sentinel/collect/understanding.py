@@ -16,11 +16,13 @@ from sentinel.messages import is_loss
 log = logging.getLogger("sentinel")
 
 NUM_ROUNDS = 3
-"""Rounds of several optimizers after which it is said how often each steps (chosen)."""
+"""Rounds of several optimizers after which it is logged how often each steps. Too small: a first round that was cut short
+counts; too large: a wrong reading of the loop is noticed late."""
 WINDOW = 16
-"""Steps of which nearly half must look skipped (chosen)."""
+"""Newest steps of which 40 % must look skipped to warn. Too small: a few real skips warn; too large: the warning is late."""
 SCALED_WINDOW = 64
-"""The same with a loss scale, which skips steps one after the other while it looks for its size (chosen)."""
+"""The same with a loss scale, which skips steps one after the other while it looks for its size: from 2**16 down to 1 are
+16 skips, which stay below 40 % of 64 steps."""
 SKIPPED_SHARE = 0.4
 
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 WATCHED_FACT = "watched"
 """Name under which the journal keeps how many ranks and tensors the newest layout has."""
 RECENT_POINTS = 2000
-"""Newest values kept of each scalar, for the page and the API (chosen)."""
+"""Newest values kept of each scalar, for the page and the API; a bound on memory: 128,000 points of 64 scalars."""
 RECENT_SCALARS = 64
 RECENT_STEP_TIMES = 9
-"""Steps whose median duration is the run's: a first step that compiles says nothing of the next (chosen)."""
+"""Newest steps whose median duration is the run's: up to four odd ones (a compilation, a checkpoint) change nothing."""
 
 
 class RunGauges:

@@ -11,7 +11,7 @@ from sentinel.report.alert import Alert, RouteConfig, alerts_for, open_alerts
 from sentinel.store.journal import Journal
 
 MAX_INCIDENTS = 10_000
-"""Newest incidents among which open ones are looked for after a restart (chosen)."""
+"""Newest incidents among which open ones are looked for after a restart; a bound on memory and on the time to start."""
 
 _INCIDENT = msgspec.json.Decoder(Incident)
 

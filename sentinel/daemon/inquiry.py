@@ -21,7 +21,8 @@ from sentinel.report.pipeline import Notifier
 from sentinel.version import VERSION
 
 STUCK_AFTER_S = 30.0
-"""The loop is called stuck when it has not come round for so long (chosen: far above the longest turn seen)."""
+"""Seconds of one turn after which the loop is called stuck. Too small: a turn that reads a long spool is; too large: a loop
+that hangs is reported late."""
 RELOAD_WAIT_S = 10.0
 
 

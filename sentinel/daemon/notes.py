@@ -12,7 +12,7 @@ from sentinel.step_view import StepView
 from sentinel.store.journal import Journal
 
 MAX_NOTES = 64
-"""Notes of a run; more are not kept (chosen)."""
+"""Notes kept of a run; a bound on memory and on the length of the page."""
 MAX_RANKS = 16
 NO_LOSS = "no_loss"
 

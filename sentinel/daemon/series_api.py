@@ -25,7 +25,7 @@ MAX_POINTS = 100_000
 MAX_AGGREGATES = 32
 DEFAULT_POINTS = 1000
 READ_S = 20.0
-"""Longest time that the spool is read for one answer (chosen)."""
+"""Seconds that the spool is read for one answer; a bound on time. Too small: long runs are answered in part."""
 PAUSE_S = 0.002
 """Pause between two looks at the spool: the thread that judges comes first."""
 MAX_PICKERS = 16

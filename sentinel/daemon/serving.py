@@ -52,7 +52,8 @@ log = logging.getLogger("sentinel.serving")
 COMMANDS_S = 0.05
 """The folders of commands and of what people did are looked at so often when nothing else calls for it."""
 FORGET_S = 600.0
-"""The recent steps of a run that was silent for so long are let go of; the spool has them (chosen)."""
+"""Seconds of silence after which a run's recent steps leave memory. Too small: a pause has the page read the spool again;
+too large: ended runs hold up to 16 MiB each."""
 
 
 class ServedRun:

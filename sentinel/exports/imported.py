@@ -21,7 +21,7 @@ from sentinel.wire.frame import FrameType, encode_message, row_fields, run_id_of
 from sentinel.wire.spool import SpoolWriter, incarnation_folder
 
 STEP_NS = 1_000_000
-"""Steps stand so far apart in time, since nothing says when they were (chosen): only their order means anything."""
+"""Nanoseconds between the invented times of two steps: msProbe writes none, and only their order means anything."""
 _FORWARD_FILES = ("actv", "attention_hook", "moe_router_logit_hook", "linear_hook")
 
 

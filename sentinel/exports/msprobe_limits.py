@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from sentinel.errors import ConfigError
 
 DIGIT = 1e-5
-"""What six decimals, and a statistic in the tensor's own precision, may be off beside nothing (chosen)."""
+"""What a statistic near zero may be off: ten units of the sixth decimal, the last one that msProbe writes."""
 SHARE = 0.02
-"""What they may be off of the largest element: bf16 has 8 bits (chosen)."""
+"""Share of the largest element that it may be off besides: five units of bf16, whose 8 bits resolve 1/256."""
 _INF = math.inf
 RANGES: dict[str, tuple[float, float]] = {
     "norm": (0.0, _INF), "nans": (0.0, _INF), "zeros": (0.0, 1.0), "sr": (0.0, _INF), "kernel_norm": (0.0, _INF),

@@ -37,10 +37,11 @@ from sentinel.moments import UNKNOWN_COUNT, Moments
 from sentinel.record import STATS_DTYPE
 
 MAX_NUMBER = 2**40
-"""No trainer counts so many steps, micro-batches or chunks (chosen)."""
+"""Steps, micro-batches or chunks that a name may count; a larger number was not written by a trainer's counter."""
 MAX_ELEMENTS = 2**62
 ROUNDING = 1e-4
-"""Share of a norm that six decimals may cost it (chosen: they are what msProbe writes unless told otherwise)."""
+"""Relative change of a norm that counts as rounding to six decimals, which msProbe writes by default. Too small: rounding
+is read as variance; too large: the variance of tiny elements is lost."""
 _NOT_A_TENSOR = "nan"
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf)", re.ASCII)
 _SHAPE = re.compile(r"\[(?:\d{1,18}(?:, ?\d{1,18})*,?)?\]|torch\.Size\(\[[\d, ]*\]\)", re.ASCII)

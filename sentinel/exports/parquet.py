@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 ROWS_PER_GROUP = 65_536
-"""Rows of a row group (chosen): 15 MB of a table with all statistics."""
+"""Rows of a row group; a bound on memory: 15 MB of a table with all statistics."""
 SCHEMA_VERSION = "1"
 
 TYPES: dict[str, str] = {

@@ -27,7 +27,7 @@ VALUE = "value"
 SERIES_KINDS: tuple[str, ...] = tuple(kind.label for kind in WATCHED_KINDS)
 TENSOR_KINDS: tuple[str, ...] = tuple(kind.label for kind in MEASURED_KINDS)
 RECENT_BYTES = 16 * 2**20
-"""Most memory that a run's recent steps take: 170 steps of 1,000 tensors (chosen)."""
+"""Most bytes that a run's recent steps take; a bound on memory that holds 170 steps of 1,000 tensors."""
 RECENT_LAYOUTS = 4
 """Layouts that the recent steps of a run may have; they are larger than steps."""
 

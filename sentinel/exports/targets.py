@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sentinel.exports.parquet import ParquetTable
 
 HELD_BYTES = 16 * 2**20
-"""Output for stdout that memory holds until every glob has matched; more goes to a temporary file (chosen)."""
+"""Bytes of output for stdout held until every glob has matched; a bound on memory: more goes to a temporary file."""
 
 
 class ExportTarget(Protocol):

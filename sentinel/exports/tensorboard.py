@@ -11,7 +11,7 @@ from sentinel.errors import ConfigError
 FILE_NAME = "events.out.tfevents.0000000000.sentinel"
 """TensorBoard reads what has `tfevents` in its name, files of one folder in the order of their names."""
 VALUES_PER_EVENT = 512
-"""Most values in one event (chosen): readers hold one event in memory."""
+"""Most values in one event; a bound on memory, since readers hold one event whole."""
 
 
 def load() -> Any:

@@ -17,7 +17,7 @@ from sentinel.place import world_size_of
 MAX_ATTEMPTS = 8
 """Newest attempts of which anything is remembered."""
 MAX_SILENT = 1024
-"""Ranks that are waited for, and named in each step, though nobody ever heard them (chosen)."""
+"""Ranks without any frame that are waited for, and named as missing in each step; a bound on the size of a step's record."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -14,7 +14,7 @@ from sentinel.ingest.received import Received
 LATE_AFTER_STEPS = 2
 LATE_AFTER_S = 30.0
 MAX_OPEN_STEPS = 64
-"""Steps of one attempt that may be open at once; past it the oldest closes with what there is (chosen)."""
+"""Steps of one attempt that may be open at once; a bound on memory, past which the oldest closes with what there is."""
 
 
 class DueStep(msgspec.Struct, frozen=True):

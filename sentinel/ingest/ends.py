@@ -42,14 +42,15 @@ LOOK_S = 0.05
 """Least seconds between two looks at the processes: a launcher asks for its dead ten times a second, and then nobody else
 can know how they died."""
 MANY_LIVES = 256
-"""More incarnations than these are looked at as much less often (chosen): thousands of ranks must not cost a core."""
+"""Incarnations up to which all are looked at each time; more are looked at proportionally less often, a bound on time."""
 READ_S = 0.2
 """Seconds after a rank was found gone in which what it wrote at its end is read."""
 SETTLE_S = 2.0
-"""Seconds from the first end until it is said which rank was first (chosen): what the others say comes within one."""
+"""Seconds from the first end until the first rank to go is named. Too small: what the others write at their end, within a
+second, is not read yet; too large: the message is late (2.2 s in benchmarks/results/2026-11-22-ends.md)."""
 LEAVE_S = 4.0
-"""So long a process that said goodbye may take to be gone, and to tell its exit code, before others are judged that lost it
-(chosen): what is loaded is taken down first."""
+"""Seconds that a process has from its goodbye to its exit code before ranks that lost it are judged. Too small: a process
+that still unloads its libraries is read as a healthy end; too large: messages about the others are late."""
 SILENT_S, QUIET_S = 30.0, 120.0
 """Seconds without a frame after which a rank that trains, or does something else, is gone where no process tells."""
 TOGETHER_S = 2.5
@@ -58,8 +59,8 @@ REPLACED_S = 5.0
 """An incarnation is over when a newer attempt trains and it was silent for so long before."""
 
 ASKED_S = 300.0
-"""Seconds after it was asked to end in which whatever ends a rank follows from that (chosen): launchers and schedulers kill
-half a minute later what has not ended by itself; one that trains on for longer took it for a notice."""
+"""Seconds after a request to end in which any end of the rank follows from it. Too small: launchers and schedulers kill
+half a minute later; too large: a failure of a rank that took the request for a notice, and trained on, is excused."""
 
 _ASKED = {"SIGINT"}
 _ASKED_ERRORS = ("SIGTERMException", "SignalException")

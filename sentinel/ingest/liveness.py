@@ -10,11 +10,12 @@ from sentinel.ingest.incarnation import Incarnation, SpoolRecord
 from sentinel.messages import IMPOSSIBLE, Bye, EndStep, Health, Heartbeat
 
 MAX_LOOK_S = 1.0
-"""Between two looks no more time than this passes (chosen): while the daemon is stopped or busy, or its machine
-asleep, it does not watch, and nobody is accused for that time."""
+"""Most seconds that one look adds to a rank's silence. Too small: a daemon that looks rarely finds stalls late; too large:
+ranks are accused for time in which the daemon, or its machine, was stopped."""
 
 BACK_S = 5.0
-"""A rank that is heard again after so many seconds gets the whole limit anew to move (chosen)."""
+"""Seconds of silence after which a rank whose frames come again has the whole limit to make progress. Too small: a slow
+disk resets the limit of a rank that hangs; too large: one that was stopped is accused on its return."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -13,7 +13,8 @@ from sentinel.process import PROC, ProcessId
 
 GROUPS = Path("/sys/fs/cgroup")
 RECENT_S = 10.0
-"""A process may need so long to let go of what it holds, once it was killed (chosen)."""
+"""Seconds after a count of kills rose in which a process that is gone may be the one killed. Too small: a large process is
+still freeing memory; too large: another end is blamed on memory."""
 _UNLIMITED = 2**60
 
 

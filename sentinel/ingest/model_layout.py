@@ -21,7 +21,7 @@ from sentinel.place import Place
 from sentinel.step_view import CopySet, Holder, LogicalTensor, Replicas, Shard
 
 MAX_LAYOUTS, MANY_TENSORS = 8, 100_000
-"""Layouts that are remembered; of so many tensors, two (chosen)."""
+"""Layouts that are remembered, and tensors from which on only two layouts are; a bound on memory."""
 MAX_SHARES = 4
 """Sets of ranks of which a layout remembers what they hold."""
 MAX_REMEMBERED = 200_000

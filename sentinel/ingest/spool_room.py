@@ -14,11 +14,12 @@ from sentinel.wire.spool_files import list_files, list_kept
 from sentinel.wire.spool_reader import SpoolReader
 
 MAX_SPOOLS = 64
-"""Spools looked at, the newest ones (chosen): ranks of a run write about as much as each other."""
+"""Newest spools that are looked at; a bound on time: ranks of a run write about as much as each other."""
 HEAD_BYTES = 2**20
 """Read of a file to learn its rank's configuration and when it was begun."""
 NOTICED_SHARE = 0.25
-"""Share of a cap that waits to be judged from which people are told (chosen)."""
+"""Unjudged share of a spool's cap from which a notice is sent. Too small: a short delay notifies; too large: the writer may
+delete frames before anyone acts."""
 
 
 class SpoolRoom(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,9 +23,9 @@ from sentinel.step_view import RankStep
 from sentinel.version import VERSION
 
 NUM_ELEMENTS = 1024
-"""Elements of every tensor on paper (chosen)."""
+"""Number of elements that every synthetic tensor is declared to have; no values are made for them."""
 EPOCH_S = 1_767_225_600.0
-"""When step 0 ended (2026-01-01), a second a step (chosen)."""
+"""Seconds since the epoch at which step 0 ended, any fixed date (2026-01-01 here); steps are a second apart."""
 
 
 class SyntheticSeries(msgspec.Struct, frozen=True, kw_only=True):

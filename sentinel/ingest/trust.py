@@ -16,7 +16,7 @@ ahead
 is believed when the next frame has a higher one."""
 MAX_STEP_LEAP = 64
 """A step so far ahead of the last that its rank ended is believed when the next frame is of that step, or of a later one
-(chosen): one false step would make every other rank late until they come to it."""
+of that rank. Too small: ordinary leaps wait for a second frame; too large: one false step makes every other rank late."""
 
 _OF_STEPS = frozenset({int(FrameType.ROWS), int(FrameType.END_STEP), int(FrameType.VECTOR)})
 

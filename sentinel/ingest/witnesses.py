@@ -12,7 +12,7 @@ LONG_SILENT_S = (2.5, 60.0)
 """Seconds of a rank's silence between which others are asked about it: heartbeats are one apart, and what others saw is on
 disk long before a minute is over."""
 READ_EVERY_S = 0.5
-"""Least seconds between two readings of the files of one machine (chosen)."""
+"""Least seconds between two readings of the files of one machine; a bound on time, half of a heartbeat's interval."""
 
 _Machine = tuple[str, str]
 """Boot and space: process ids are numbers within these."""

@@ -14,11 +14,12 @@ from sentinel.logs.rows import CANONICAL, Rows, number
 from sentinel.logs.tables import SUMMARY_KEYS
 
 PEEK_LINES = 4096
-"""Lines looked at before the first is read, to know what the losses in them are (chosen)."""
+"""Lines held and looked at, before the first is read, to know what the losses in them are. Too small: a long preamble hides
+the first row; too large: memory and a late first row."""
 _ROW_CHARS = 400
-"""A longer line is no row of a table of two columns (chosen)."""
+"""Characters from which a line is not tried as a row of a table; a bound on the time of its expression."""
 _GAP_CHARS = 120
-"""Of the text between two numbers this much is looked at; names are shorter (chosen)."""
+"""Characters before a number in which its name is looked for; a bound on time: names are shorter."""
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _NUMBER = re.compile(

@@ -39,9 +39,9 @@ __all__ = ["Log", "find_logs", "is_log_directory", "read_log"]
 
 HEAD_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 24
-"""A longer line is no line of a log (chosen)."""
+"""Bytes of a line; a bound on memory, 16 MiB: a longer line is no line of a log."""
 MAX_JSON_BYTES = 1 << 30
-"""A JSON document is held whole; larger ones are to be made JSON lines (chosen)."""
+"""Bytes of a JSON document, which is held whole; a bound on memory, 1 GiB: larger ones have to be made JSON lines."""
 _KNOWN = "CSV, JSON lines, JSON, trainer_state.json, TensorBoard events, or lines such as 'step 10 loss 2.3'"
 _BINARY = {
     b"PAR1": "Parquet; write it as CSV first", b"SQLite format 3": "SQLite", b"PK\x03\x04": "a zip archive",

@@ -24,11 +24,13 @@ CANONICAL = ("loss", "grad_norm", "lr")
 _OF_ALL = re.compile(r"\s*(\d+)\s*/\s*\d+\s*")
 _IS_STEP = re.compile("step|iter|update", re.IGNORECASE)
 MAX_STILL_SHARE = 0.9
-"""Rows in a row of one step, of what is plainly called one: several loggers, or ranks, write each (chosen)."""
+"""Share of rows in which a column called step or iteration may stand still. Too small: logs to which several loggers or
+ranks write have no step; too large: a constant is taken for one."""
 _PLAINEST = 6
-"""Spellings of a role that can mean nothing else (chosen)."""
+"""The first so many spellings of a role, which are listed from plain to vague, and can mean nothing else."""
 MAX_BACK_SHARE = 0.05
-"""Share of rows at which the step may go back before the file is taken as written by several at once (chosen)."""
+"""Share of rows at which the step may go back. Too small: a run that was resumed often is refused; too large: a file that
+several runs wrote at once is read as one that resumes."""
 
 
 class Log(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from sentinel.logs.labels import LabelledPoints
 from sentinel.logs.rows import Rows
 
 MAX_RECORD_BYTES = 1 << 30
-"""Images and graphs are large; nothing is larger than this (chosen)."""
+"""Bytes of a record; a bound on memory, 1 GiB: images and graphs are large, a longer length is a damaged one."""
 _HEAD = struct.Struct("<QI")
 _DT_FLOAT, _DT_DOUBLE, _DT_INT32, _DT_INT64, _DT_HALF = 1, 2, 3, 9, 19
 

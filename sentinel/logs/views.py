@@ -20,9 +20,10 @@ from sentinel.version import VERSION
 
 _RANK = 0
 LOT_ROWS = 4096
-"""Rows that are objects at once (chosen)."""
+"""Rows that are made Python objects at once; a bound on memory."""
 RECENT_GAPS = 9
-"""Gaps between rows whose middle one is the log's stride: a lost row, or one of an evaluation, changes nothing (chosen)."""
+"""Newest gaps between rows whose median is the log's stride, in steps: up to four odd ones (a lost row, an evaluation)
+change nothing."""
 _OF_A_STEP = ("scalars", "ended")
 """What of a step depends on more than its tensors, of which there are none."""
 

@@ -17,13 +17,13 @@ ISAS = ("portable", "avx2", "avx512")
 """Instruction sets by the number that the library knows them by."""
 
 QUICK_ELEMENTS = 100_000
-"""Below this a call keeps the GIL: it ends within some 20 us, and to get the GIL back may take 5 ms (chosen)."""
+"""Elements below which a call keeps the GIL, for some 20 us: to get it back may take 5 ms, Python's switch interval."""
 
 QUICK_TENSORS = 4096
-"""Steps of fewer tensors are judged, and folded, without releasing the GIL: some 50 us (chosen)."""
+"""Tensors of a step below which it is judged, and folded, without releasing the GIL, which takes some 50 us."""
 
 QUICK_BYTES = 1_000_000
-"""So many bytes are checked without releasing the GIL: some 100 us (chosen)."""
+"""Bytes below which a checksum is computed without releasing the GIL, which takes some 100 us."""
 
 _INTERFACE = 4
 """Grows when arguments of a function change: a library built from other sources would read the wrong ones."""

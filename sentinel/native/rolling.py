@@ -75,7 +75,7 @@ def scratch(p: RollingParameters) -> np.ndarray:
 
 
 QUICK_POINTS = 2000
-"""Up to this many points a call keeps the GIL: it ends within some 50 us (chosen)."""
+"""Points up to which a call keeps the GIL, for some 50 us: to get it back may take 5 ms, Python's switch interval."""
 
 
 def run(

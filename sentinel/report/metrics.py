@@ -19,9 +19,9 @@ from sentinel.anomaly import Severity
 from sentinel.version import VERSION
 
 MAX_SERIES_PER_RUN = 5000
-"""Most series of one run, whatever the size of the fleet (chosen). The slots below fill at most 4,500 of it."""
+"""Most series of one run, a bound on Prometheus's memory whatever the run's size. The slots below fill at most 4,500."""
 MAX_RUNS = 100
-"""Runs shown at once, those with the newest records first (chosen)."""
+"""Runs shown at once, those with the newest records first; a bound on memory: at most 500,000 series."""
 SCALAR_SLOTS = 64
 RULE_SLOTS = 300
 NORM_SLOTS = 600

@@ -26,15 +26,17 @@ from sentinel.report.sinks.delivery import Delivery, ResendingSink, Sink
 FOREVER = 1e12
 """A time that lies behind every due time, seconds since the epoch."""
 READ_LIMIT = 5000
-"""Most rows taken from the outbox at once (chosen)."""
+"""Most rows taken from the outbox at once; a bound on memory."""
 BURST = 3
-"""Messages that a sink may be sent at once after a quiet time (chosen; Slack allows short bursts)."""
+"""Messages that a sink may be sent at once after a quiet time. Too small: a fault's second message waits; too large: the
+server refuses them (Slack allows short bursts of one a second)."""
 
 STUCK_AFTER_S = 60.0
-"""A delivery that takes longer is told as a problem of its sink (chosen): one over HTTP is cut off long before."""
+"""Seconds after which a delivery under way is a problem of its sink: requests over HTTP are cut off long before."""
 
 ALONE_AFTER = 3
-"""Failures after which a message is sent by itself and no longer in a digest (chosen)."""
+"""Failures after which a message is sent by itself. Too small: one outage breaks digests up; too large: a message that the
+server refuses holds back the others of its digest."""
 
 _log = logging.getLogger(__name__)
 

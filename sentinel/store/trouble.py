@@ -12,7 +12,7 @@ from sentinel.errors import StoreError
 from sentinel.store.disk import nearest
 
 PROBE_BYTES = 65536
-"""Written to find out why SQLite could not (chosen): more than the shared memory that it needs beside a journal."""
+"""Bytes written to find out why SQLite could not write: more than the 32 KiB of shared memory it needs beside a journal."""
 
 _ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 _RIGHTS = frozenset({errno.EACCES, errno.EPERM})

@@ -28,7 +28,7 @@ WORDS = (
     "|O",
 )
 MAX_FORGED_BYTES = 16 * 2**20
-"""A longer payload is not worth its time (chosen)."""
+"""Bytes of a payload above which nothing is forged from it; a bound on the time of a test."""
 HEADER_FIELDS = {
     "rank": 2**32, "seq": 2**64, "attempt": 2**32, "placement_epoch": 2**32, "layout_id": 2**32, "row_count": 2**32,
     "run_id": 2**64, "type": 2**8,

@@ -40,10 +40,11 @@ NO_ATTEMPT = 0xFFFFFFFF
 """The attempt of an incarnation that could not learn it; the daemon places it."""
 NO_STEP = -1
 MAX_FRAME_BYTES = 256 * 2**20
-"""No writer makes a longer frame (chosen); a length above it is a flipped bit."""
+"""Most bytes of a frame; a bound on memory, 256 MiB: no writer makes a longer one, a larger length is a flipped bit."""
 
 LARGE_BYTES = 4096
-"""From so many bytes on a payload is worth the library's crc32, whose call costs more than zlib's (chosen)."""
+"""Bytes from which the library computes a payload's crc32. Too small: its call costs more than zlib's; too large: payloads
+between are computed at zlib's slower rate."""
 
 _PREFIX = struct.Struct("<4sHBBIIII")
 _BODY = struct.Struct("<16sQIIqQIIqq")
@@ -102,7 +103,7 @@ MAX_MESSAGE_BYTES: Mapping[FrameType, int] = {
     FrameType.END_STEP: 16 * 2**20,
     FrameType.VECTOR: MAX_FRAME_BYTES,
 }
-"""Longest payload of a message (chosen: a descriptor of 100,000 tensors has 20 MB); of the others SMALL_MESSAGE_BYTES."""
+"""Most bytes of a payload; a bound on memory: a descriptor of 100,000 tensors has 20 MB. Others have SMALL_MESSAGE_BYTES."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,9 +14,10 @@ from sentinel.messages import Descriptor, LayoutChange
 from sentinel.wire.frame import FrameType, encode_message
 
 MAX_KNOWN = 16
-"""Descriptors of an incarnation that are known again when they come back (chosen); others get a new id."""
+"""Newest descriptors of an incarnation that keep their id when they come back; a bound on memory: others get a new id."""
 MAX_CHANGES = 64
-"""Changes of changes, before a descriptor is written whole again (chosen): the most a reader looks back."""
+"""Changes upon changes before a descriptor is written whole again. Too small: more whole descriptors in the spool; too
+large: a reader has as many frames to look back for."""
 
 
 class Layouts:

@@ -37,7 +37,7 @@ LOGGED_AS = {
 }
 """Our scalar -> names under which users log it; the first one found counts."""
 MAX_FOLLOWED = 32
-"""Logged values of a step that are followed under their own names (chosen): users log a norm per parameter."""
+"""Logged values of a step that are recorded under their own names; a bound on scalars: users log a norm per parameter."""
 
 
 def _callback_bases() -> tuple[type, ...]:

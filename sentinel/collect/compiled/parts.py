@@ -11,7 +11,8 @@ from sentinel.collect.compiled.capability import why_unusable
 from sentinel.collect.compiled.graphs import CUDA_GRAPHS, TOO_LATE, compiled_parts, gate, is_inside
 
 MAX_LOOKS = 4
-"""Forwards in which compiled parts are looked for, after each change of the taps (chosen)."""
+"""Forwards, after each change of the taps, in which compiled parts are looked for; a bound on time. Too small: parts that
+compile after the first forwards are missed."""
 
 
 class PartTap(Protocol):

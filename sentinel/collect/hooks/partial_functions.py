@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_NODES = 256
-"""Nodes of the graph that are read for one site (chosen): a transformer's layer has about a hundred."""
+"""Nodes of the graph that are read for one site; a bound on time: a transformer's layer has about a hundred."""
 MAX_DEPTH = 8
-"""Nodes in a row that are asked whether what they make can be negative or zero (chosen)."""
+"""Nodes in a row that are read to learn whether a value can be negative, masked or selected; a bound on time."""
 MAX_FUNCTIONS = 8
 
 _NODE = re.compile(r"^(?P<name>\w+?)Backward\d*$")

@@ -8,10 +8,11 @@ from sentinel.collect.hooks.sites import BORDER
 from sentinel.collect.rows.tensor_table import TensorEntry
 
 SITE_GAP = 64
-"""Distance of two neighbouring sites: room for sites that are seen first in a later forward (chosen)."""
+"""Distance of two neighbouring sites. Too small: sites first seen in a later forward find no place between them; too large:
+large models run out of 2**31 positions."""
 BORDER_GAP = 2**18
-"""Distance of a border from the site before it: room for the sites of its segment, whose modules may be switched on later
-(chosen)."""
+"""Distance of a border from the site before it: room for 4,096 sites of its segment, whose modules may be switched on
+later, and positions for 8,192 borders."""
 LAST = 2**31 - 1
 
 

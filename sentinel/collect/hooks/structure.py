@@ -13,7 +13,8 @@ from sentinel.place import strip_wrappers
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 SMALL_SHARE = 0.2
-"""A container with less than this share of the largest one's parameters is not a stack of blocks (chosen)."""
+"""A container with less than this share of the largest one's parameters is no stack of blocks. Too small: lists of heads
+count as stacks; too large: an encoder beside a larger decoder does not."""
 
 
 class Border(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ _DEVICE_COUNTERS = (
 
 
 FRESH_S = 0.1
-"""How long what was read counts as what is in use now: of shorter steps not each is worth the reading (chosen)."""
+"""Seconds for which a reading counts as current. Too small: each short step pays for one; too large: a peak is missed."""
 
 
 class MemoryUse:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from sentinel.collect.probes.call_sites import CallSites
 
 AFTER = 3
-"""Heartbeats in a row without progress after which the stack is looked at (chosen): whoever moves is left alone."""
+"""Heartbeats, a second apart, without progress before the stack is read. Too small: slow steps pay for it; too large: the
+stack of a rank that hangs comes late."""
 MAX_CHARACTERS = 200
-"""Of a line that is told."""
+"""Characters of a line of the stack that are recorded; the rest is cut."""
 
 
 class Standstill:

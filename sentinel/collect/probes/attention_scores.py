@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 MOST_LOGITS = 1 << 24
-"""Most logits formed for one call (chosen): up to there every query counts, past it a strided sample of the queries."""
+"""Most logits formed for one call; a bound on time: up to there every query counts, past it a strided sample of them."""
 MOST_ROWS = 1 << 18
-"""Most queries of all heads and samples taken in one call (chosen)."""
+"""Most queries of all heads and samples taken in one call; a bound on time and memory where keys are few."""
 BLOCK_LOGITS = 1 << 21
 """Logits formed in one go: 8 MiB of fp32."""
 BLOCK_KEYS = 1 << 22

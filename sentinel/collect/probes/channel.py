@@ -17,7 +17,7 @@ TOP = 8
 MOST_RATIO = 2.0**30
 """Largest |mean| / std told: that of a channel that does not vary at all."""
 SUMS_BYTES = 2 * 2**20
-"""Most bytes of per-channel sums shipped a step (chosen); the rows and the largest channels come all the same."""
+"""Bytes of per-channel sums written a step; a bound on the spool, 87,000 channels. Rows and largest channels always come."""
 
 
 class Channel:

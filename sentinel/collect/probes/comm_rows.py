@@ -14,7 +14,7 @@ from sentinel.collect.probes.context import ProbeContext
 from sentinel.record import Kind
 
 MAX_MEMBERS = 16
-"""Tensors of one call that have a series each; a longer list (a gather over many ranks) is one series (chosen)."""
+"""Tensors of one call that have a series each; a bound on series: a longer list (a gather over many ranks) is one series."""
 
 
 class CommRows:

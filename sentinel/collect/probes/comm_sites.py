@@ -21,7 +21,7 @@ from sentinel.record import Flag, Kind
 from sentinel.target import Target
 
 MAX_SITES = 4096
-"""Call sites told apart; what is more shares one name (chosen)."""
+"""Call sites with a name of their own; a bound on memory: all further ones share one name."""
 CALL_FIELDS = "call,field"
 """Axis of the vector `calls`: (place among the step's calls, bytes sent or else received, seconds of the host in the call
 and in waiting for it, ranks of the group, 1 when its result was waited for)."""

@@ -15,7 +15,8 @@ from sentinel.record import Kind
 
 QUANTITIES = ("zero", "dead", "saturated")
 MARGIN = 0.01
-"""Share of a function's range, or of a tensor's largest value, that counts as its limit (chosen)."""
+"""Share of a function's range, or of a tensor's largest value, that counts as its limit. Too small: outputs rounded to bf16
+(1/256) miss it; too large: outputs that still answer to their input count as saturated."""
 
 Flat = tuple[tuple[float, float], ...]
 """Intervals, both ends included, of outputs where the function hardly answers any more."""

@@ -25,11 +25,11 @@ from sentinel.place import strip_wrappers
 from sentinel.structure_file import ChunkShown, ModuleShown, Shown, StructureFile, structure_path, write_structure
 
 MAX_FRAMES = 24
-"""Most frames of a call stack (chosen)."""
+"""Most frames of a call stack; a bound on the size of the file, which has a stack for each module."""
 MAX_ITEMS = 64
-"""Most elements of a list or mapping that are shown (chosen)."""
+"""Most elements of a list or mapping that are shown; a bound on the size of the file."""
 MAX_NESTING = 6
-"""Deepest nesting of inputs and outputs that is shown (chosen)."""
+"""Deepest nesting of inputs and outputs that is shown; a bound on the size of the file and on recursion."""
 
 
 class StructurePrint:

@@ -32,11 +32,11 @@ QUANTITIES = ("spectral_norm", "frobenius_norm", "stable_rank")
 WIDTH = 4
 """Vectors at once."""
 FIRST_ITERATIONS = 16
-"""Of the first measurement of a matrix (chosen: random matrices are then within 0.1 %, see the tests)."""
+"""Iterations of the first measurement of a matrix: with 16 random matrices are within 0.1 %, which the tests require."""
 ITERATIONS = 2
-"""Of every later one."""
+"""Iterations of every later measurement, which begins with the vectors of the one before."""
 SEED = 20251121
-"""Of every matrix: names and ranks may differ between layouts (chosen)."""
+"""Seed of the first vectors of every matrix, any number, the same for all: names and ranks may differ between layouts."""
 _SQUARINGS, _FEW_SQUARINGS = 24, 6
 _NAME = "weight_spectrum"
 

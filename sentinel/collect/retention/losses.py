@@ -6,7 +6,7 @@ from sentinel.messages import Health
 from sentinel.wire.frame import NO_STEP
 
 MAX_RUNS = 4096
-"""Most stretches of steps that are told apart (chosen); past it neighbours become one, of so many rows in all."""
+"""Most stretches of lost steps in the list; a bound on memory, past which neighbours become one with their rows added."""
 
 Run = tuple[int, int, int, int]
 """(first step, last step, steps, rows of all of them)"""

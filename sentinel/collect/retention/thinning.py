@@ -20,8 +20,8 @@ from sentinel.collect.retention.losses import Losses
 from sentinel.wire.spool_files import KeptFile, file_name
 
 SMALL_BYTES = 2**20
-"""What is kept of a file is joined to what is kept of the one before while that is smaller (chosen): each file begins with a
-whole descriptor."""
+"""Bytes below which a thinned file takes in what is kept of the next. Too small: files that are mostly the whole descriptor
+each begins with; too large: more is written anew at each joining."""
 LEFT_OUT = {
     1: "finite rows that are no border of the black box",
     2: "finite borders of the black box",

@@ -37,7 +37,8 @@ POOL = 6
 """Row buffers in all: one being filled, the others on their way to the spool. Where the writer is late, and none is free,
 the oldest step's rows are copied out of its buffer."""
 MOST_BUFFERS = 48
-"""The same while rows of an accelerator have not arrived, so that they cannot be copied yet (chosen)."""
+"""The same while rows of an accelerator have not arrived and cannot be copied yet; a bound on memory, past which a step's
+rows are dropped."""
 
 
 class Recording:

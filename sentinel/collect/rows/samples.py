@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 MAX_IDS = 4096
-"""Most ids of one step and rank that are shipped; more are counted (chosen)."""
+"""Most ids of samples written of one step and rank; a bound on the spool: further ones are only counted."""
 MAX_CHARS = 64 * 1024
 """Most characters of all of them together."""
 _INTEGER_CHARS = 9

@@ -18,7 +18,7 @@ SAMPLE_IDS = "sample_ids"
 """The name under which no number is logged, but which samples the step was trained on."""
 
 MAX_GROUPS = 8
-"""Groups of an optimizer whose learning rates are looked at (chosen)."""
+"""Groups of an optimizer whose learning rates are recorded; a bound on scalars and on time in each step."""
 
 
 _NUMBERS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}

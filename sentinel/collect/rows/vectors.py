@@ -10,7 +10,7 @@ import torch
 from sentinel.messages import Vector, Vectors
 
 MOST_BYTES = 8 * 2**20
-"""Most bytes of vectors a rank ships a step (chosen); what is more is dropped and counted."""
+"""Most bytes of vectors that a rank writes a step; a bound on memory and the spool: further ones are dropped and counted."""
 
 _DTYPES = {
     torch.float32: "<f4", torch.float64: "<f8", torch.int64: "<i8", torch.int32: "<i4", torch.uint8: "|u1",

@@ -19,7 +19,8 @@ from sentinel.record import Kind
 from sentinel.target import resolve
 
 ATTACH_S = 5.0
-"""Longest that the targets of the config, or of the trainer's own code, may take to look up (chosen)."""
+"""Seconds that looking up targets of the config, or of the trainer's own code, may take; a bound on time before training,
+five times that of a command."""
 
 
 class Planning:

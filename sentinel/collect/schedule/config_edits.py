@@ -15,7 +15,8 @@ from sentinel.messages import Ack
 from sentinel.monitor_config import ConfigSource, as_reported, refuse_fixed
 
 LOOK_S = 0.5
-"""Pause between two looks at the file (chosen: an edit is stable after one more, and a step to name lies further off)."""
+"""Seconds between two looks at the file: longer than the 0.4 s after which an edit is stable, so the next look takes it;
+a step that an edit names lies further off."""
 ALONE_S = 10.0
 """An edit that names no step, and that no daemon took up for so long, is said to be unread."""
 

@@ -12,7 +12,7 @@ _BORDER = int(Flag.BORDER)
 
 SAMPLE_EVERY = 4
 """Costs are taken in every fourth step of the trainer's count: two readings of the clock at each site of each step would be
-a cost of their own (chosen). Longer intervals are powers of two, so those of four and more are due in such steps."""
+a cost of their own, rarer ones learn costs late. Longer intervals are powers of two: those of four and more are due then."""
 
 OWN = len(Kind)
 """Stands for work of Sentinel that belongs to no kind that could be measured more rarely: the black box, the step's end."""

@@ -9,7 +9,7 @@ from sentinel.collect.schedule.wishes import Request, Wish
 from sentinel.record import Kind
 
 MAX_SUMS = 64
-"""Sums that are kept (chosen)."""
+"""Sums that are kept; a bound on memory, past which all are formed anew."""
 
 
 class Due(NamedTuple):

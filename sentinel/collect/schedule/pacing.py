@@ -11,27 +11,29 @@ from sentinel.collect.schedule.plan import Plan
 from sentinel.record import Kind
 
 WARM_STEPS = 200
-"""Steps of a process in which every kind is measured as its schedule says, whatever it costs (chosen): a short run keeps its
-rows, and the first steps of a run are no measure of the others."""
+"""Steps of a process in which every kind is measured as scheduled, whatever it costs. Too small: short runs lose rows, and
+first steps (compilation, caches) set the intervals; too large: `max_overhead` is exceeded for longer."""
 WARM_S = 30.0
-"""Seconds of the same (chosen)."""
+"""Seconds of the same, for runs whose 200 steps are over sooner than their start-up."""
 DECIDE_EVERY = 16
-"""Steps of the trainer's count between two decisions (chosen)."""
+"""Steps of the trainer's count between two decisions: four steps whose costs are taken, one more than `LEAST`."""
 WINDOW = 9
-"""Last steps of which the median counts (chosen): up to four odd ones in a row change nothing."""
+"""Newest steps whose median cost counts: up to four odd ones in a row change nothing; more react later."""
 LEAST = 3
-"""Steps of which costs must be known before they count (chosen)."""
+"""Steps of which costs must be known before they count: the fewest whose median leaves an odd one out."""
 BACK = 0.7
-"""Share of its bound within which a kind must be at half its interval until that is taken (chosen): a cost that wavers
-about the bound does not make the interval waver."""
+"""Share of its bound within which a kind's cost must be at half its interval before that is taken. Too near 1: a cost near
+the bound changes the interval at every decision; too small: a kind that became cheap stays rare."""
 MAX_INTERVAL = 1024
-"""Longest interval of a kind (chosen)."""
+"""Longest interval of a kind, in steps. Too small: dear kinds exceed the bound; too large: a kind is hardly measured."""
 DEFAULT_SHARE = 0.5
-"""Part of `max_overhead` that all of Sentinel's work may take while `kinds` is left at its default , 5 % of a step."""
+"""Part of `max_overhead` that all of Sentinel's work may take while `kinds` is left at its default: 5 % of a step."""
 MAX_DEFAULT_INTERVAL = 8
-"""Longest interval of the default kinds (chosen): what is left of a step then is mostly not theirs."""
+"""Longest interval of the default kinds: at 8, half of what remained was not theirs (1.3 of 2.7 ms of a GPT's step,
+benchmarks/results/2026-11-22-small_steps-bound.md); a longer one costs rows and saves little."""
 FRESH_STEPS = 32
-"""Steps for which every kind is measured as its schedule says after a non-finite value was seen here (chosen)."""
+"""Steps for which every kind is measured as scheduled after a non-finite value was seen here. Too small: its spread is not
+recorded; too large: a run that stays NaN exceeds its bound for long."""
 
 
 class Pacing:

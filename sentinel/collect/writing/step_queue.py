@@ -22,7 +22,7 @@ QUEUE_BYTES = 128 * 2**20
 LEAST_STEPS = 4
 """So many steps may wait whatever they weigh."""
 MAX_STEPS = 16 * 1024
-"""Most steps that wait for the writer, rows or not: their ends alone take some 40 MB (chosen)."""
+"""Most steps that wait for the writer, with rows or without; a bound on memory: their ends alone take some 40 MB."""
 MAX_NOTES = 256
 """Small records (health, answers) that may wait for the disk."""
 

@@ -10,7 +10,7 @@ from sentinel.messages import Health
 log = logging.getLogger("sentinel")
 
 MAX_CODES = 256
-"""Different failures that are logged (chosen); more are counted alone."""
+"""Different failures that are logged; a bound on the log: further ones are only counted."""
 
 
 class WriterFailures:

@@ -22,8 +22,8 @@ from sentinel.report.sinks.secret import read_secret
 ENDS_AFTER_INTERVALS = 4
 """An alert not sent again for this many intervals resolves itself; Alertmanager's own clients take 3 to 4."""
 END_STANDS_S = 3600.0
-"""The alert about how a run ended is sent once and resolves itself after so long (chosen): resolved at once, an Alertmanager
-that waits for its group would tell nobody; nothing keeps it alive."""
+"""Seconds after which the alert about how a run ended, which is sent once, resolves itself. Too small: an Alertmanager that
+waits for its group notifies nobody; too large: a run that is over stays on the list of alerts."""
 RESERVED_LABELS = frozenset({"alertname", "run", "incident", "severity", "page"})
 
 

@@ -18,9 +18,9 @@ from sentinel.report.alert import Alert, RouteConfig
 from sentinel.report.sinks import cutting
 
 CUT_S = 0.5
-"""How long a request that was cut off has to end (chosen): its connections are shut down, so it ends at once."""
+"""Seconds that a request that was cut off has to end; a bound on time: its connections are shut down, so it ends at once."""
 MAX_RETRY_AFTER_S = 3600.0
-"""A server that asks for longer is asked again after an hour (chosen)."""
+"""Most seconds for which a Retry-After is obeyed. Too small: a busy server is pressed; too large: messages come too late."""
 RETRIED_STATUSES = frozenset({408, 425, 429})
 """4xx answers that mean `later`; every other 4xx, and every redirect, means `never`."""
 
