@@ -18,7 +18,7 @@ ACTS = ("ack", "resolve", "reopen")
 """What a person can do about an incident."""
 
 MAX_TEXT = 500
-"""Most characters of a name or a reason (chosen): they stand in messages."""
+"""Most characters of a name or a reason, a bound on the length of the messages in which they stand."""
 
 YEAR_S = 366 * 86400.0
 _MAX_BYTES = 2**16

@@ -17,7 +17,8 @@ from sentinel.control.command_status import CommandStatus
 from sentinel.control.known_commands import is_over
 
 GRACE_S = 2.0
-"""A rank that has not answered for so long after another passed the command's step came too late (chosen)."""
+"""Seconds after which a rank that has not answered, since another passed the command's step, counts as too late. Shorter: so
+does a rank whose answer is on its way; longer: a command that failed is withdrawn later."""
 Obeyed: TypeAlias = EnableMonitoring | DisableMonitoring | ChangeConfig | DumpTensors | DescribeStructure
 """Commands that ranks obey at their step."""
 

@@ -28,7 +28,8 @@ from sentinel.errors import StoreError
 from sentinel.messages import Ack
 
 SCAN_INTERVAL_S = 0.2
-"""Least time between two looks for commands that others wrote (chosen; a remote directory is slow to list)."""
+"""Least seconds between two looks for commands that others wrote. Shorter: a remote directory, slow to list, is listed more
+often; longer: a command waits."""
 
 
 class RunCommands:

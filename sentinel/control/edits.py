@@ -25,13 +25,15 @@ from sentinel.monitor_config import Measurement, as_reported, refuse_fixed
 log = logging.getLogger("sentinel.control")
 
 LOOK_S = 0.5
-"""Pause between two looks at the file (chosen: what thousands of ranks measure by is compared each time)."""
+"""Seconds between two looks at the file. Shorter: what each of thousands of ranks has in force is compared more often;
+longer: a person waits for an edit to be ordered."""
 AWAY_S = 2.0
 """A file that cannot be read for so long is said to be away: editors replace a file in two moves."""
 MAX_TRIES = 5
 """An edit that was ordered so often and still is not in force everywhere is given up, until the file changes again."""
 PERSON_LATENCY_S = 0.5
-"""Time that an edit is given to reach every rank (chosen: people do not count steps, and a missed step costs a second)."""
+"""Least time, in seconds, that an edit is given to reach every rank. Shorter: a slow rank misses its step, which costs a
+second; longer: it comes into force some steps later, which nobody counts."""
 OUTCOMES: tuple[str, ...] = ("ordered", "broken", "given_up", "unreadable")
 
 

@@ -10,7 +10,7 @@ from sentinel.command import DumpTensors, EnableMonitoring
 from sentinel.control.command_status import CommandStatus
 
 MAX_REMEMBERED = 1000
-"""Most commands followed or remembered; older ones stay on disk (chosen)."""
+"""Most commands that are followed or remembered, a bound on memory and on the time of a look; older ones stay on disk."""
 
 
 class KnownCommands:

@@ -23,7 +23,8 @@ ESCALATE = "escalate"
 DUMP = "dump"
 """The action of a rule that asks for raw tensors."""
 ASSUMED_STEP_S = 0.1
-"""Duration of a step while none is known (chosen: too short costs a few steps, too long a missed command)."""
+"""Duration of a step, in seconds, while none is known. Too short: the command is set some steps later than needed; too long:
+it comes too late, and is missed."""
 MAX_LATENCY_S = 30.0
 MAX_LONGER = 3
 """for_steps is doubled at most this often while escalations do not find what they look for."""

@@ -36,13 +36,13 @@ class AttentionCollapse(FormDetector, frozen=True, kw_only=True, forbid_unknown_
     quantity: Literal["auto", "entropy", "max_logit"] = "auto"
     """What the rows are; auto: `entropy` where the statistic is a mean, `max_logit` where it is a max."""
     threshold: float = 4.0
-    """How often over the quantity may shrink or grow in the reference's memory, less one; chosen: heads of tiny GPTs and
-    ViTs moved by less than half of that."""
+    """How often over the quantity may shrink or grow in the reference's memory, less one; heads of tiny GPTs and ViTs moved
+    by less than half of that."""
     k: float = 8.0
-    """Mean absolute log residuals that are still normal; chosen."""
+    """Mean absolute log residuals that are still normal: 8 are 6.4 sigma of a Gaussian. Smaller: the noise of a head is
+    reported; larger: a collapse must go further."""
     minimum: float = 30.0
-    """A largest logit below this is never anomalous: softmax does not saturate before, and healthy runs get there
-    (chosen)."""
+    """A largest logit below this is never anomalous: softmax does not saturate before, and healthy runs get there."""
     memory: float = 200.0
     """Points that the reference remembers."""
     warmup: int = 100

@@ -30,7 +30,8 @@ class DeadTensor(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=
     zero_steps: int = 3
     """Points in a row that are exactly zero; the least that is no chance: a lone point proves nothing, three in a row do."""
     unchanged_steps: int = 10
-    """Points in a row that repeat exactly; chosen: weights in bf16 at a low rate stand still for a few."""
+    """Points in a row that repeat exactly. Smaller: weights in bf16 at a low learning rate are reported, which repeat for a
+    few; larger: a tensor that is no longer trained is found later."""
     after: int = 20
     """Points that changed, seen before any stillness is judged."""
 

@@ -12,11 +12,12 @@ from sentinel.detect import rolling
 from sentinel.detect.detector import State
 
 TAILED = 4.0
-"""Robust deviations from which the second largest residual says that the noise has a long tail (chosen: of 160 points of
-Gaussian noise it stands near 2.5, in healthy mixtures of tasks and batches of few samples beyond 4)."""
+"""Robust deviations from which the second largest residual says that the noise has a long tail: of 160 points of Gaussian
+noise it stands near 2.5, in healthy mixtures of tasks and batches of few samples beyond 4."""
 
 FEWEST = 32
-"""Residuals from which a deviation is known at all (chosen)."""
+"""Residuals from which a deviation counts as known. Smaller: the deviation of a few points makes an ordinary batch certain;
+larger: the spikes of a young run stay doubtful for longer."""
 
 
 def is_doubtful(p: rolling.RollingParameters, values: np.ndarray, rise: np.ndarray, state: State) -> np.ndarray:

@@ -35,8 +35,8 @@ LEVEL_OFF = 0.125
 """Share of its rise by which a level at rest moves at most in the latter half of the time it was flagged; of one that climbs
 on it is a quarter."""
 SEEN_BLOCKS, RECORDS = 64, 2.5
-"""Blocks after which a run has shown how high chance leads its level: to so many times its record at most. Chosen on healthy
-runs of ten kinds; at 2 one in 40 more is told twice."""
+"""Blocks after which a run has shown how high chance leads its level: to so many times its record at most. 2.5 comes from
+healthy runs of ten kinds: at 2, one in 40 more is reported twice."""
 BLOCK = 4
 """Memories between two looks at how a level turns."""
 ROUGH_NOISE = 9.0

@@ -15,8 +15,8 @@ from sentinel.errors import ConfigError
 PATIENCE = 4
 """Times a coincidence must outlast the longest one before it, as StillForm's."""
 JITTER = -0.25
-"""Correlation of successive changes below which a number moves as data do: -0.5 where each value is drawn anew, 0 for a
-random walk and above for what training moves, a learned position (halfway, chosen)."""
+"""Correlation of successive changes below which a number moves as data do: halfway between -0.5, where each value is drawn
+anew, and 0, of a random walk; what training moves, as a learned position, is above 0."""
 _RATE = 0.03
 
 
@@ -49,8 +49,8 @@ class DuplicateRanks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     lasting: int = 3
     """Steps in a row that make it no coincidence."""
     from_start: int = 50
-    """Steps in a row, from the first on, after which ranks that never differed are told; chosen: 50 changes tell what data
-    move from what training moves."""
+    """Steps in a row, from the first on, after which ranks that never differed are reported; 50 changes are enough to tell
+    numbers that the data move from numbers that training moves."""
     after: int = 20
     """Steps in which a rank's number was nobody else's, before it is judged by `lasting`."""
 

@@ -14,8 +14,9 @@ from sentinel.detect.vectorised import MAX_COUNT, PATIENCE, BaselineForm, LimitF
 from sentinel.errors import ConfigError
 
 EARLY, MOST = 8, 0.5
-"""Points after which this share of the experts without tokens is anomalous whatever the reference (chosen): a router that
-begins with more idle experts than half of that is judged by its own past alone."""
+"""Points after which this share of the experts without tokens is anomalous whatever the reference; a router that begins with
+more idle experts than half of that is judged by its own past alone. Earlier, or a smaller share, reports routers that are
+still being learned; later, or a larger one, waits while most experts get nothing."""
 
 
 class ExpertImbalance(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,10 +38,11 @@ class ExpertImbalance(FormDetector, frozen=True, kw_only=True, forbid_unknown_fi
     )
 
     threshold: float = 2.0
-    """How often over the imbalance may grow in the reference's memory, less one; chosen."""
+    """How often over the imbalance may grow in the reference's memory, less one. Smaller: routers that settle are reported;
+    larger: a router that collapses slowly is found late."""
     minimum: float = 0.5
     """An imbalance below this is never anomalous: the coefficient of variation is 0.7, a most loaded expert has about twice
-    the mean; healthy tiny mixtures begin with half of it (chosen)."""
+    the mean; healthy tiny mixtures begin with half of it."""
     k: float = 10.0
     """Mean absolute log residuals that are still normal."""
     memory: float = 100.0
@@ -84,11 +86,14 @@ class DominantExpert(FormDetector, frozen=True, kw_only=True, forbid_unknown_fie
     )
 
     limit: float = 0.98
-    """Largest share of the tokens that one expert may get, in (0, 1); chosen."""
+    """Largest share of the tokens that one expert may get, in (0, 1). Smaller: a mixture with a favourite expert is
+    reported; larger: a router that still sends a few tokens elsewhere is not."""
     lasting: int = 200
-    """Points in a row past the limit that are anomalous; chosen: young mixtures of 4 to 16 experts did it for up to 76."""
+    """Points in a row past the limit that are anomalous; more than twice the 76 for which healthy young mixtures of 4 to 16
+    experts stayed past it."""
     after: int = 8
-    """Points within the limit that a router must have had before; chosen."""
+    """Points within the limit that a router must have had before. Smaller: a router that begins with one expert is reported;
+    larger: one that collapses early is not."""
 
     def __post_init__(self) -> None:
         if not 0 < self.limit < 1:
@@ -121,9 +126,11 @@ class DeadExpert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     )
 
     lasting: int = 20
-    """Points in a row with an expert that has no token; chosen: an episode's quiet steps."""
+    """Points in a row with an expert that has no token; as many as the steps without an anomaly after which an episode
+    ends."""
     share: float = 0.25
-    """Rise of the share of experts without tokens that is anomalous at once; chosen."""
+    """Rise of the share of experts without tokens that is anomalous at once. Smaller: one expert of a few that pauses for a
+    step is reported; larger: experts that die together wait for `lasting`."""
     after: int = 20
     """Points seen before any is judged; half of the experts at once are after 8 already, the first time that
     they are."""

@@ -14,8 +14,8 @@ from sentinel.detect.formed import FormDetector
 from sentinel.detect.vectorised import BaselineForm
 
 MEMORY = 300.0
-"""Points that the slow reference remembers (chosen: a healthy tensor moves less than a factor of 10 in as many steps once
-its first hundred are over, on tiny GPTs, a mixture of experts and a ViT trained on a CPU)."""
+"""Points that the slow reference remembers: on tiny GPTs, a mixture of experts and a ViT trained on a CPU, a healthy tensor
+moved by less than a factor of 10 in as many steps once its first hundred were over."""
 
 
 class VanishingGradient(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,7 +37,8 @@ class VanishingGradient(FormDetector, frozen=True, kw_only=True, forbid_unknown_
     )
 
     threshold: float = 50.0
-    """How often over a gradient may shrink against the others, less one; chosen: healthy tiny runs stay below 12."""
+    """How often over a gradient may shrink against the others, less one; four times what healthy tiny runs reached, which
+    stay below 12."""
     k: float = 10.0
     """Mean absolute log residuals that are still normal; as AnomalyTurbulence's."""
     memory: float = MEMORY
@@ -80,8 +81,8 @@ class ExplodingTensor(FormDetector, frozen=True, kw_only=True, forbid_unknown_fi
     )
 
     threshold: float = 30.0
-    """How often over a tensor may grow in the reference's memory, less one; chosen: healthy tiny runs, parameters that
-    begin at zero among them, grew by less than 5 after their first hundred steps."""
+    """How often over a tensor may grow in the reference's memory, less one; six times what healthy tiny runs reached,
+    parameters that begin at zero among them: they grew by less than 5 after their first hundred steps."""
     k: float = 10.0
     """Mean absolute log residuals that are still normal; as AnomalyTurbulence's."""
     memory: float = MEMORY

@@ -30,12 +30,14 @@ RECENT_STEPS = 15
 FEW_RANKS = 8
 """Up to so many a loop is quicker than arrays are."""
 QUIET_S = 5.0
-"""A rank that missed so many seconds of heartbeats may be gone: nobody who waits is accused until that is clear (chosen).
+"""Seconds without a heartbeat after which a rank may be gone: no rank that waits is blamed until that is clear. Five
+heartbeats: fewer are lost on a busy machine, more delay the name of the rank that hangs.
 
 Nor is anybody so soon after a rank moved or left: those it held up may go on, and their next heartbeat will tell.
 """
 TOGETHER_S = 2.5
-"""Ranks that fall silent within so many seconds fell silent together: heartbeats are a second apart (chosen)."""
+"""Ranks whose last heartbeats are within so many seconds fell silent together: heartbeats are a second apart. Smaller: the
+heartbeat's own phase parts ranks of one host; larger: those that die later are named as well."""
 
 
 @runtime_checkable

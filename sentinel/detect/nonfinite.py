@@ -101,7 +101,8 @@ class NanStorm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 CONVERGED = 0.01
-"""Share of its usual size below which a value that repeats is no hidden NaN (chosen): those repeat what is usual."""
+"""Share of its usual size below which a value that repeats is no hidden NaN: what hides a NaN repeats a usual value. Larger:
+a repeated value of a run that learned much is missed; smaller: a loss that converged is reported."""
 
 
 class HiddenNan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,7 +116,8 @@ class HiddenNan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What an anomaly says behind its numbers."""
 
     repeats: int = 8
-    """Exact repetitions in a row that are not chance; chosen."""
+    """Exact repetitions in a row that are not chance. Smaller: a value printed with few digits is reported; larger: a
+    trainer that hides its NaNs is found later."""
     warmup: int = 20
     """Changing points seen before any is judged."""
 

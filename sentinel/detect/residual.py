@@ -26,10 +26,8 @@ LAGS = (0, -1, 1)
 """Steps by which a reference run's counting may be off: some trainers count from 0, others from 1."""
 CLOSE_K = 4.5
 """Deviations of the residual that are normal beside many reference runs; beside few, (1 + FEW_K / their number) times that.
-This
-and the constants below: chosen on 36 public logs of one project that share their data (benchmarks/detection_references.py
-says
-how)."""
+This and the constants below are set on 36 public logs of one project that share their data
+(benchmarks/detection_references.py says how)."""
 FEW_K = 0.6
 CLOSE_FLOOR = 0.14
 """Share of the rule's own floor, in logarithms, that is always normal: 1.2 % for a loss, 9 % for a gradient norm."""
@@ -52,8 +50,7 @@ ASTRAY = 6.0
 """Deviations past which a reference run among many has gone astray by itself at this step, and is not asked."""
 LONELY = 2.5
 """Reference runs near the best below which the run cannot be told from a reference run that is itself astray: only a rise
-counts there,
-and only if it is the run, not the reference run, that left its own course."""
+counts there, and only if it is the run, not the reference run, that left its own course."""
 GAIN = 0.5
 """Share of the run's own noise that the residual may have: what is no quieter comes from other data, and says nothing."""
 ENOUGH = 32

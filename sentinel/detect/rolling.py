@@ -27,15 +27,15 @@ where all lie above the median, as under a learning rate's warm-up."""
 FEW = 16.0
 """Until then the deviation, of few residuals, counts for 1 + FEW / their number - FEW / YOUNG times itself."""
 PLACE = (5, 8)
-"""Share of the window behind which the point lies whose residual is kept. At the end trends and steps of the level would be
-noise; in the middle what neighbours share would be none. Chosen."""
+"""Share of the window behind which the point lies whose residual is kept. At the end of the window, trends and steps of the
+level would count as noise; in the middle, what neighbours share would not be seen; 5/8 lies between."""
 APART, APART_RISE = 0.5, 1.3862943611198906
 """A point is anomalous, whatever the deviation, above the largest residual kept by this share of it and log(4): excursions
 that were not flagged cannot hide one that is far above them all."""
 TWICE = 1.2
 """A point is normal, whatever the deviation, up to so many times the second largest residual kept: what came twice comes
-again, in noise with long tails, in rows of a harder task, where most losses are exactly zero. Chosen on the labelled logs:
-at 1.25 one event is lost."""
+again, in noise with long tails, in rows of a harder task, where most losses are exactly zero. At 1.25 one event of the
+labelled logs is lost."""
 STEPS = 50.0
 """Smallest steps between neighbours that are linear at the least where a window comes to zero: digits are no ratio."""
 

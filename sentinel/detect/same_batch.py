@@ -39,7 +39,7 @@ class SameBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     share: float = 0.35
     """Share of the usual change from step to step below which a fall is no other batch."""
     lasting: int = 8
-    """Such changes in a row that are not chance; chosen: none in the 235,309 points of the public logs."""
+    """Such changes in a row that are not chance: there are none in the 235,309 points of the public logs."""
     warmup: int = 32
     """Changes seen before any is judged."""
 

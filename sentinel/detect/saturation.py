@@ -30,7 +30,8 @@ class Saturation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     )
 
     threshold: float = 3.0
-    """How often over the share that is alive may shrink, less one: 3.0 lets it fall to a quarter; chosen."""
+    """How often over the share that is alive may shrink, less one: 3.0 lets it fall to a quarter. Smaller: units that
+    training switches off are reported; larger: most of a layer may die unseen."""
     k: float = 10.0
     """Mean absolute log residuals that are still normal."""
     memory: float = 200.0

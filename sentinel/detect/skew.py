@@ -18,14 +18,16 @@ from sentinel.errors import ConfigError
 UNIT = 0.02
 """Share of the peers' median below which differences count absolutely, no more as ratios: a loss near zero may double."""
 FORGIVEN = math.log(2.0)
-"""What a rank usually differs by is its own affair up to here (its data, its buffers); what differs more is told
-(chosen)."""
+"""A rank's usual difference from its peers (its data, its buffers) is forgiven up to this, as log of the ratio: a factor of
+2. Smaller: ranks with other data are reported; larger: a rank that was wrong from the start is not."""
 SCATTER = 4.0
-"""Median distances between peers, in this very step, that are still normal: where all scatter nobody stands out (chosen)."""
+"""Median distances between peers, in this very step, that are still normal: where all scatter nobody stands out. Smaller:
+ordinary scatter is reported; larger: one wrong rank among restless peers is not."""
 LEAST_SCATTER = 4
 """Peers that a scatter is told from."""
 CLEAR = 2.0
-"""Of two, the one whose own past is left behind this many times as far as the other's is the one that moved (chosen)."""
+"""Of two ranks, the one that left its own past this many times as far as the other is the one that moved. Smaller: the wrong
+one of two may be named; larger: neither is."""
 RATE = 0.03
 PEAK_DECAY, PEAK_FACTOR = 0.995, 1.5
 
@@ -188,7 +190,8 @@ class GainSkew(RankSkew, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The value is the output's statistic over that of the input."""
 
     threshold: float = 0.02
-    """Relative difference from the peers' median that is always normal; chosen: four times what healthy gains scatter."""
+    """Relative difference from the peers' median that is always normal: four times the 0.5 % by which gains of healthy
+    linear layers differ."""
 
 
 def _made(points: Points) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:

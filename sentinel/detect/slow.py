@@ -16,23 +16,27 @@ from sentinel.errors import ConfigError
 
 _RATE = 0.05
 _LEAST_SHARE = 0.05
-"""Share of the step that an excess must have to matter (chosen): jitter of a short step is none."""
+"""Share of the step that an excess must have to matter. Smaller: jitter counts; larger: a straggler that costs every step a
+little is never named."""
 _DEVIATIONS = 4.0
 _FADING = 0.995
 """What the longest single step so far keeps of itself a step."""
 _FIRST_STEPS = 2
-"""Steps of a rank that tell nobody's usual time (chosen): they compile and allocate, on one rank longer than on another."""
+"""First steps of a rank that say nothing of anybody's usual time: they compile and allocate, on one rank longer than on
+another. More would delay the judgement of every later step."""
 _STEADY = 0.5
-"""Share of the most by which a young rank was longer than its peers that the least must be (chosen): as slow each step."""
+"""The least by which a young rank was longer than its peers must be this share of the most. Smaller: one long step makes a
+straggler; larger: a straggler whose steps vary waits for `warmup`."""
 _LATE_FADING = 0.98
 _LATE = 0.1
-"""What a rank's lateness keeps of itself a step, and down to what (as log of the ratio) it counts as lately (chosen)."""
+"""A rank's lateness (log of the ratio) keeps `_LATE_FADING` of itself a step, and counts as recent down to this: a rank 1.3
+times as slow as its peers counts as recently late for 48 steps."""
 _MILD = 2.5
-"""Times `least_s` that a rank must have cost which is less late than `sudden` (chosen: one of three steps of 0.1 s on a busy
-machine had cost 0.105 s, one 1.5 times as slow in steps of 0.2 s costs 0.29 s)."""
+"""Times `least_s` that a rank must have cost which is less late than `sudden`: one of three steps of 0.1 s on a busy machine
+had cost 0.105 s, one 1.5 times as slow in steps of 0.2 s costs 0.29 s."""
 _GREW = 1.15
-"""Times its own usual busy time from which a rank that is alone on its stage may be late (chosen): when the others became
-faster, or a slow one among them is well again, it is not the one that changed."""
+"""Times its own usual busy time from which a rank that is alone on its stage may be late: when the others became faster, or
+a slow one among them is well again, it is not the one that changed. Larger: one that slowed by less is missed."""
 
 
 class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -33,7 +33,8 @@ class AnomalyTurbulence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Relative change that is always normal: 1.0 lets a norm double or halve. With `compat: msprobe` the threshold of
     its formula."""
     k: float = 10.0
-    """Mean absolute residuals that are still normal (10 are 8 sigma of a Gaussian); chosen, see forms.py."""
+    """Mean absolute residuals that are still normal: 10 are 8 sigma of a Gaussian. Smaller: the tails of healthy noise are
+    reported; larger: a spike must stand further out."""
     warmup: int = 25
     """Points learned before any is judged."""
     settle_after: int = 20
@@ -105,9 +106,11 @@ class KurtosisSpike(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     threshold: float = 2.0
     """Relative growth that is always normal: 2.0 lets the kurtosis triple."""
     k: float = 12.0
-    """Mean absolute log residuals that are still normal; chosen, see forms.py."""
+    """Mean absolute log residuals that are still normal: 12 are 9.6 sigma of a Gaussian. Smaller: the tails of healthy noise
+    are reported; larger: a spike must stand further out."""
     minimum: float = 20.0
-    """A kurtosis below this is no spike, whatever it was before (a Gaussian has 3); chosen."""
+    """A kurtosis below this is no spike, whatever it was before (a Gaussian has 3). Smaller: the tails that healthy training
+    brings are reported; larger: the first outliers of a tensor are missed."""
     warmup: int = 25
     """Points learned before any is judged."""
     settle_after: int = 20

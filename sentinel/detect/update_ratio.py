@@ -41,7 +41,8 @@ class UpdateRatio(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     lasting: int = 3
     """Points in a row above `limit`."""
     threshold: float = 30.0
-    """How often over a ratio may grow or shrink against the others in the reference's memory, less one; chosen."""
+    """How often over a ratio may grow or shrink against the others in the reference's memory, less one. Smaller: a layer
+    that settles before the others is reported; larger: one that stopped to learn is found later."""
     k: float = 10.0
     """Mean absolute log residuals that are still normal."""
     memory: float = 200.0

@@ -36,11 +36,12 @@ LOG_TINY = float(np.float32(math.log(TINY)))
 MAX_COUNT = 32_000
 """Most points that a form counts: counts are 16 bits wide."""
 LEAST_COMMON = 4
-"""Series that a common movement is told from; of fewer one alone would be most of it (chosen)."""
+"""Series from which the movement that all share is taken; of fewer, one series alone would be most of their median."""
 COMMON_SAMPLE = 128
 """Of twice as many series and more, every n-th tells the common movement: its noise is a ninth of a series' own."""
 PATIENCE = 4
-"""A stillness must last this many times as long as the longest that came and went before (chosen)."""
+"""A series must repeat for this many times as long as its longest repetition that ended before. Smaller: a tensor that often
+pauses is reported; larger: a dead one is reported later."""
 JUST_BELOW_ONE = math.nextafter(1.0, 0.0)
 SIGNED_STATISTICS = frozenset({"mean", "min", "max", "skew", "zeros", "nans", "infs", "value"})
 """Statistics that may be negative or zero in good health: judged on a linear scale."""

@@ -14,13 +14,14 @@ from sentinel.order.causal import sort_key
 from sentinel.order.phase import phase_of
 
 MAX_STEPS = 4
-"""Most steps that a cascade shows (chosen): the first, those right behind it, and the first recurrences."""
+"""Most steps that a cascade shows, which fit side by side: the first, those right behind it, and the first recurrences."""
 
 MAX_ROWS = 16
-"""Rows past which stages that fared alike are one row, and micro-steps are left out (chosen)."""
+"""Rows past which stages that fared alike are one row, and micro-steps are left out: what a screen shows at once."""
 
 MANY = 8
-"""Ranks past which those that fared alike are many (chosen): they come last of their stage."""
+"""Ranks past which those that fared alike are many, and come last of their stage. Smaller: small groups are taken for the
+crowd; larger: the few that differ come behind it."""
 
 SCALARS = -1
 """Depth of the row of what belongs to no stage: logged scalars."""

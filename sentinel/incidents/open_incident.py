@@ -22,13 +22,15 @@ from sentinel.order.origin import Origin, origin
 from sentinel.order.phase import phase_of
 
 MAX_SERIES = 4096
-"""Most series that an incident remembers, to know its own again (chosen); past it the newest are not remembered."""
+"""Most series that an incident remembers, to know its own again: a bound on memory; of later ones none is remembered."""
 
 MAX_FIRST_CAUSES = 64
-"""Most first causes that an incident lists (chosen); a NaN on each of a thousand replicas needs no thousand names."""
+"""Most first causes that an incident lists, a bound on its length: a NaN on each of a thousand replicas needs no thousand
+names."""
 
 GROWING_STEPS = 3
-"""Steps that a worse member is given to grow before it is told (chosen): an explosion is one message, not one a step."""
+"""Measured steps for which a member that is worse may grow before it is reported. Fewer: an explosion is a message at each
+step; more: the message comes later."""
 
 
 class OpenIncident(msgspec.Struct, kw_only=True):

@@ -38,7 +38,8 @@ class IncidentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 STILL_RAISED = 0.5
-"""Share of a learning rate that jumped from which on it is as high still (chosen)."""
+"""Share of the learning rate after its jump from which on it still counts as raised. Smaller: what follows a rate that was
+put back joins the jump's incident; larger: what a decaying rate brings is an incident of its own."""
 
 
 class Peers:

@@ -14,7 +14,8 @@ from sentinel.order.causes import reached_by
 from sentinel.order.phase import phase_of, tensor_name
 
 SEVERAL = 3.0
-"""Times its size from which an anomaly is several times worse than what its incident told (chosen)."""
+"""Times its size from which an anomaly is several times worse than what its incident reported. Smaller: an incident that
+grows sends a message at nearly each step; larger: one that turns grave sends none."""
 
 _OF_ONE_RANK = frozenset({"StaleRank", "SlowRank"})
 """Detectors whose anomalies are about ranks themselves: a late or silent rank is a subject of its own."""

@@ -8,7 +8,7 @@ from sentinel.incidents.diagnosis.background import Background
 from sentinel.incidents.open_incident import OpenIncident
 
 MAX_CLOSED = 64
-"""Closed incidents that are remembered, for a person to reopen (chosen)."""
+"""Newest closed incidents that are remembered, for a person to reopen: a bound on memory."""
 
 
 class TrackerState(msgspec.Struct, kw_only=True):

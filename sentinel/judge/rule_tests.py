@@ -16,7 +16,7 @@ from sentinel.rules.language.rule_test_file import Expected, RuleTest, RuleTestF
 from sentinel.rules.language.schema import Pack
 
 MAX_SHOWN = 5
-"""Onsets named beside one that did not come (chosen)."""
+"""Most onsets that are named beside one that did not come: a bound on the length of a message."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,10 +14,11 @@ from sentinel.kinds import Phase
 from sentinel.order.phase import scalar_phase
 
 RECENT_LOSSES, MIN_LOSSES = 16, 8
-"""Values of a loss that say what is usual when an incident opens (chosen)."""
+"""Newest values of a loss whose median and spread are its usual ones when an incident opens, and the fewest that these are
+taken from. Fewer: they are chance; more: a loss in fall is held against values long past."""
 
 MAX_ODD = 256
-"""Most weights that are remembered to be of one element, which few are (chosen)."""
+"""Most weights that are remembered to be of one large element, a bound on memory: few weights are."""
 
 
 class Background(msgspec.Struct, kw_only=True):

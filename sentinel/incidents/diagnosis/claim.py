@@ -14,52 +14,74 @@ from sentinel.kinds import STATE_KINDS, labels
 LASTING_STEPS = 3
 """Steps in a row that are no batch any more: the next two batches would have to be bad too."""
 QUIET_STEPS = 2
-"""Whole steps that must be well before an excursion counts as gone (chosen)."""
+"""Whole steps without an anomaly after which an excursion counts as gone. Fewer: a pause passes for its end; more: the
+diagnosis comes later."""
 WELL_STEPS = 5
-"""Whole steps that must be well before a lone non-finite value accuses a machine (chosen): broken code strikes again."""
+"""Whole steps without an anomaly after which a lone non-finite value may be a machine's. Fewer: broken code that strikes
+again is taken for a machine; more: the diagnosis comes later."""
 LOSS_SPREADS = 5.0
-"""Spreads of its newest values from which a loss moved with the rest, alarm or not (chosen)."""
+"""Spreads of its newest values from which a loss moved with the rest, alarm or not. Smaller: its noise counts as a move;
+larger: a bad batch that moved it a little is not called one."""
 WIDE = 5
-"""Series of one step, the gradient norm among them, that a batch moves without the loss (chosen)."""
+"""Series of one step, the gradient norm among them, that a batch moves without the loss. Fewer: excursions of single layers
+pass for a batch; more: a batch that moves few layers is not called one."""
 ABSURD = 100.0
-"""Times by which no part of a batch moves a layer (chosen)."""
+"""Times by which no part of a batch moves a layer. Smaller: extreme data are taken for a broken layer; larger: a broken
+layer passes for data that should be skipped."""
 STEEP = 200
-"""Elements of a weight of which one may be called nearly all (chosen): where there are few, one may well be."""
+"""Elements of a weight of which one may be called nearly all. Fewer: weights in which one element is the largest by design
+are named; more: a flip in a small weight is not."""
 FRONT = 2.0
-"""Times by which what is made of the data first moves when it tells of the data alone, with nothing beside it (chosen)."""
+"""Times by which the tensors made of the data first must move to point at the data, with nothing beside them. Smaller: the
+noise of batches does; larger: data that are bad by less are not named."""
 PULSE_STEPS = 32
-"""Steps that bad data may last (chosen): what comes and goes at once is a stretch of it."""
+"""Most steps that a stretch of bad data may last which comes and goes at once. Fewer: a longer stretch of bad data stays
+unexplained; more: a state of the training that ends by itself passes for data."""
 GONE = 0.25
-"""Share of its height below which a jump is gone at once, rather than fading (chosen)."""
+"""Share of its height below which a jump is gone at once, rather than fading. Smaller: the noise of the loss keeps it there;
+larger: a recovery of damaged weights passes for the end of bad data."""
 AVERAGES = labels(STATE_KINDS)
 LOST = 0.3
-"""Share of what it was below which a running mean was lost rather than fell (chosen): with b1 = 0.9 it keeps nine tenths."""
+"""Share of what it was below which a running mean was lost rather than fell: with b1 = 0.9 it keeps nine tenths a step.
+Larger: means that large gradients cancel are called lost; smaller: one that was reset and took in a gradient is not."""
 SILENT = 3
-"""Gradients that become exactly zero together when a narrow type cannot hold them (chosen): one alone is a layer's own."""
+"""Gradients that become exactly zero together when a narrow type cannot hold them: one alone is a layer's own. More: an
+underflow in a small model is not named."""
 HALF = 0.5
-"""Share of its height below which a jump of the loss or gradient norm is over; what is left is its aftermath (chosen)."""
+"""Share of its height below which a jump of the loss or gradient norm is over; what is left is its aftermath. Smaller: the
+aftermath counts as the jump; larger: a jump that lasts counts as over."""
 PEAK = 0.75
-"""Share of its height from which a step is one of the jump's own, rather than its aftermath (chosen)."""
+"""Share of its height from which a step is one of the jump's own, rather than its aftermath. Smaller: steps after the bad
+batch are to be skipped too; larger: of two bad batches only the worse is."""
 AFTERMATH_STEPS = 6
-"""Steps in a row that a tensor may stay out of its range behind a bad batch, which leaves its mark on weights (chosen)."""
+"""Steps in a row that a tensor may stay out of its range behind a bad batch, which leaves its mark on weights. Fewer: a bad
+batch is called a lasting fault; more: a lasting fault is called a batch for longer."""
 FEW_TENSORS = 2
-"""Weights that one fault of a machine changes in one step at most (chosen); a program changes more."""
+"""Most weights that one fault of a machine changes in one step; a program changes more. Fewer: a machine that hit two is not
+blamed; more: a program's own change of a few is put down to a machine."""
 ALIKE_STEPS = 1
 """Earlier comparisons without a difference that are asked for."""
 CALM_STEPS = 10
-"""Steps of the attempt before it, and steps without trouble, that a machine is blamed after (chosen)."""
+"""Steps of the attempt before it, and steps without trouble, after which a machine may be blamed. Fewer: what a start brings
+is put down to a machine; more: a fault in the first steps is not named."""
 BACK = 0.05
-"""Share of its height to which a loss is back where it was (chosen): what lasts in gradients then is a batch's mark."""
+"""Share of its height to which a loss is back where it was: what lasts in gradients then is a batch's mark. Smaller: noise
+keeps the loss from being back; larger: a loss that stayed raised is called back."""
 LARGE = 3.0
-"""Times by which a batch moves the gradients of a young run for it to count as odd while the loss stays (chosen)."""
+"""Times by which a batch moves the gradients of a young run for it to count as odd while the loss stays. Smaller: ordinary
+batches, which move them twofold, count; larger: bad ones do not."""
 YOUNG_STEPS = 100
-"""Steps of an attempt in which gradients are no calm series yet (chosen): ordinary batches move them twofold."""
+"""Steps of an attempt in which gradients are no calm series yet: ordinary batches move them twofold. Fewer: these are called
+bad; more: a bad one needs to be larger for longer."""
 LR_JUMP = 3.0
-"""Times that a learning rate rises in a step when no warm-up raises it (chosen)."""
+"""Times that a learning rate rises in a step when no warm-up raises it. Smaller: a warm-up's first steps are a jump; larger:
+a rate that was raised by less is none."""
 JUMP_STEPS = 3
-"""Steps from a jump of the learning rate to what it brought (chosen)."""
+"""Steps from a jump of the learning rate to what it brought. Fewer: slower consequences have no cause; more: what came by
+chance is put down to the jump."""
 SCALE_FALL = 8.0
-"""Times that a loss scale falls within an incident when it does not find its level (chosen: three halvings)."""
+"""Times that a loss scale falls within an incident when it does not find its level: three halvings. Fewer: an ordinary
+search is named; more: the diagnosis comes later."""
 
 STATES = frozenset(
     {

@@ -32,10 +32,11 @@ from sentinel.incidents.diagnosis.step_facts import OddWeight, Outlier
 from sentinel.kinds import Phase
 
 FAR = 10.0
-"""Size of one element that is nearly all of a weight from which it is worth a word (chosen): weights are below 1."""
+"""Size of one element that is nearly all of a weight from which a diagnosis names it: weights of healthy models are below 1.
+Smaller: a weight that is learned large is named; larger: a flip that makes a smaller value is not."""
 UNMADE = 1e12
-"""Size from which one element of a weight is no update's, times the rate and the gradient where these are above 1 (chosen):
-a moment of 1 over 1e-8 comes to 1e8 times the rate, and a flipped bit of the upper two of an exponent to 1e17 and more."""
+"""Size from which one element of a weight is no update's, times the rate and the gradient where these are above 1: a moment
+of 1 over 1e-8 comes to 1e8 times the rate, and a flipped bit of the upper two of an exponent to 1e17 and more."""
 
 
 def by_weight(evidence: Evidence) -> Diagnosis | None:

@@ -22,15 +22,15 @@ from sentinel.order.origin import Origin
 from sentinel.order.phase import phase_of
 
 MAX_SIGNS = 256
-"""Series of an incident that a diagnosis looks at, the earliest (chosen)."""
+"""Most series of an incident that a diagnosis looks at, the earliest: a bound on memory and time."""
 MAX_NOTES = 64
-"""Steps of an incident that are noted, the earliest half and the newest (chosen)."""
+"""Most steps of an incident that are kept, the earliest half and the newest: a bound on memory and time."""
 MAX_ORIGINS = 32
-"""Places where non-finite values were born that are kept (chosen)."""
+"""Most places where non-finite values were born that are kept, the earliest: a bound on memory."""
 MAX_DIVERGENCES = 32
 MAX_OUTLIERS = 16
 MAX_SAMPLES = 4096
-"""Ids of samples that an incident lists (chosen)."""
+"""Most ids of samples that an incident lists: a bound on its length, 32 KB of numbers."""
 
 FLOW = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.WGRAD_UNREDUCED, Phase.WGRAD, Phase.NORM})
 """Phases that a batch shows in, and is gone from in the next step; weights and optimizer state remember."""

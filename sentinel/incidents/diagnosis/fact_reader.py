@@ -28,29 +28,37 @@ from sentinel.record import Flag, Kind
 from sentinel.step_view import NAN_CHECKSUM, Differing, Layout, StepView
 
 MAX_DIVERGENCES = 32
-"""Differing tensors that are looked at one by one (chosen); all are counted."""
+"""Most differing tensors whose copies are compared one by one, a bound on time; all are counted."""
 MAX_ORIGINS = 8
-"""Non-finite values of a step whose past is looked at (chosen)."""
+"""Most non-finite values of a step whose past is read, a bound on time."""
 UNLIKE = 8.0
-"""Times that a tensor of one replica is larger or smaller than in the others, when it is not like them (chosen)."""
+"""Times that a tensor of one replica is larger or smaller than in the others when it is unlike them. Smaller: other batches
+make replicas unlike; larger: a replica that went wrong by less passes for like."""
 ODD_SPREADS, ODD_SHARE = 8.0, 0.2
-"""Spreads, and share of the median, by which one replica's loss is above the others' when it stands apart (chosen)."""
+"""Spreads, and share of the median, by which one replica's loss is above the others' when it stands apart. Smaller: a hard
+batch does; larger: a replica with broken weights may not."""
 ABSURD = 16.0
-"""Times that a single element is beyond all others of its tensor (chosen)."""
+"""Times that a single element is beyond all others of its tensor when it stands out. Smaller: the largest of a long tail
+does; at this, flips of the lowest three exponent bits (2, 4, 16 times) are missed."""
 
 ALONE = 0.9
-"""Share of the kurtosis that one element alone would make, from which it counts as alone (chosen): of two it is half."""
+"""Share of the kurtosis that one element alone would make, from which it counts as alone: two equal ones make half of it.
+Smaller: one of few large elements counts as alone; larger: one beside ordinary noise may not."""
 STEEP = 0.99
-"""The same from which one element is nearly all of a weight (chosen): the others come to a tenth of it at most."""
+"""The same from which one element is nearly all of a weight: the root of the others' sum of squares is a tenth of it at
+most."""
 EVERY = 16
-"""Steps between two looks at weights while nothing is amiss (chosen)."""
+"""Steps between two looks at weights while nothing is anomalous: a bound on time. What is older than that is not found at
+the onset of an incident."""
 APART = 1.3
-"""Times by which an output of one replica is larger or smaller than the others' when it is not like them (chosen): batches
-of one distribution are alike within some percent."""
+"""Times by which an output of one replica is larger or smaller than the others' when it is unlike them: batches of one
+distribution are alike within some percent. Smaller: a batch is named; larger: bad data that moved it by less is not."""
 LIKE = 3.0
-"""Times by which the kurtosis of one replica differs from the others' when all of its elements grew alike (chosen)."""
+"""Times by which the kurtosis of one replica may differ from the others' when all of its elements grew alike. Smaller: noise
+of the tail hides that; larger: a few large elements pass for all."""
 MIN_ELEMENTS = 64
-"""Elements of a tensor of which one can stand out (chosen)."""
+"""Elements of a tensor of which one can stand out: the kurtosis is at most the number of elements. Fewer: ordinary values
+stand out; more: small tensors are never looked at."""
 
 _RATE = re.compile(r"(^|[._/-])(lr|learning_rate)([._/-]|_group\d+|_\d+|$)", re.IGNORECASE)
 _SCALE = re.compile(r"(loss|grad|amp)[._ -]?scale", re.IGNORECASE)

@@ -11,9 +11,11 @@ from sentinel.incident import SUSPECTED, Incident
 from sentinel.incidents.diagnosis.claim import UNKNOWN, Diagnosis
 
 HELD_STEPS = 3
-"""Closed steps for which a diagnosis must hold before it is told (chosen): a step's diagnosis may turn with the next."""
+"""Closed steps for which a diagnosis must hold before it is sent. Fewer: one that the next step's facts turn around is sent;
+more: people wait for it."""
 MAX_DOUBLINGS = 6
-"""Changes that are told, each of which doubles the steps that the next must hold (chosen)."""
+"""Most doublings of the steps that a diagnosis must hold: each change that was sent doubles them once, up to 192 steps.
+Fewer: one that swings sends more messages; more: a late change waits for longer."""
 _NOT_NOTIFIED = "not settled yet: "
 _FIGURES = re.compile(r"\d+")
 

@@ -13,11 +13,11 @@ from sentinel.order.origin import maker_of
 from sentinel.step_view import StepView
 
 MAX_MAKERS = 32
-"""Tensors of a step that are looked at (chosen), in the order of the step."""
+"""Most tensors of a step whose makers are read, in the order of the step: a bound on time."""
 MAX_READINGS = 8
-"""Inputs of one of them (chosen)."""
+"""Most inputs of one of them that are read: a bound on time."""
 MAX_BACK = 4
-"""Modules that minus infinities are followed back through (chosen)."""
+"""Most modules that minus infinities are followed back through: a bound on time."""
 _OF_FORWARD = labels(ACTIVATION_KINDS)
 _OF_BACKWARD = labels(BACKWARD_KINDS)
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _ONE = np.zeros(1, dtype=np.int64)
 MAX_REPORTED = 65536
-"""Newest incarnations whose end was told that are remembered (chosen): eight attempts of 8,192 ranks."""
+"""Newest incarnations of which it is remembered that their end was reported, a bound on memory: eight attempts of 8,192
+ranks."""
 
 
 class EndWatch(Watch):

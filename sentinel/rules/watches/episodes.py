@@ -8,7 +8,8 @@ import numpy as np
 from sentinel.anomaly import Anomaly
 
 MAX_ONGOING = 1024
-"""Most episodes of a watch that are said to go on (chosen): whether any do is what matters, not whether all."""
+"""Most ongoing episodes of a watch whose ids are read in one step, a bound on time: whether any goes on matters, not whether
+all do."""
 
 
 class EndedEpisode(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,9 +23,11 @@ _BACKWARD = labels(BACKWARD_KINDS)
 _SHARED = labels(SHARED_KINDS)
 """All data-parallel ranks hold the same of these: no rank's own part moves alone."""
 MOVED = 0.5
-"""Share of the whole's excursion, in logarithms, from which a rank's own part moved too (chosen)."""
+"""Share of the whole's excursion, in logarithms, from which a rank's own part moved too. Smaller: ranks that moved by chance
+are named; larger: a rank that moved less than the others is left out."""
 APART = 6.0
-"""Median deviations beyond the other ranks from which a part stands apart where most did not move (chosen)."""
+"""Median deviations beyond the other ranks from which a part stands apart where most did not move. Smaller: scatter names a
+rank; larger: a rank among restless ones is not named."""
 MIN_APART = 4
 """Ranks from which their spread tells anything."""
 _LOSS_SCALE = re.compile(r"(loss|grad|amp)[._ -]?scale", re.IGNORECASE)

@@ -12,12 +12,13 @@ if TYPE_CHECKING:
 
 GRADIENTS = labels(GRADIENT_KINDS)
 FAR = 2.0
-"""Score from which gradients that rise together in one step are no ordinary batch (chosen: text in batches of a few
-sequences, recurrent and transformer, stayed below it in 15 of 16 healthy runs; every tensor of a step reads the same
-batch, so their number proves nothing)."""
+"""Score from which gradients that rise together in one step are no ordinary batch: with text in batches of a few sequences,
+recurrent and transformer, 15 of 16 healthy runs stayed below it. Every tensor of a step reads the same batch, so their
+number proves nothing."""
 FADED = 5.0
-"""Times by which a gradient must have fallen to be told that it did (chosen: as young models learn, or a rate's warm-up
-ends, gradients fell by 2.8 to 3.6 within few steps). What fades slowly, or to nothing, has rules of its own."""
+"""Times by which a gradient must have fallen to be reported for it: as young models learn, or a learning rate's warm-up
+ends, gradients of healthy runs fell by 2.8 to 3.6 within few steps. What fades slowly, or to nothing, has rules of its
+own."""
 WITHOUT_TOKENS = 50
 """Steps for which an expert's gradient may be zero: batches of a hundred tokens gave one of eight experts none for 22."""
 _EXPERT = re.compile(r"(^|\.)(local_)?experts?[._]?\d+(\.|$)", re.IGNORECASE)

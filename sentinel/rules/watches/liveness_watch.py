@@ -251,9 +251,11 @@ class LivenessWatch(Watch):
 
 
 _BEAT_S = 1.5
-"""A rank that was heard within so many seconds goes on."""
+"""Seconds after its newest heartbeat in which a rank goes on: heartbeats are one second apart, and may come half a second
+late."""
 _RECEIVED_S = 5.0
-"""A rank heard within so many seconds is there: heartbeats are one apart (chosen)."""
+"""Seconds after its newest heartbeat in which a rank counts as alive: heartbeats are one second apart. Smaller: a busy
+machine's late heartbeats make it silent again; larger: one that died stays alive for longer."""
 
 
 def _columns(ranks: Sequence[RankFacts], now: float) -> dict[str, np.ndarray]:

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from sentinel.step_view import StepView
 
 FIRST_STEPS = 16
-"""So far behind the step that a rank says it begins with its attempt's first judged step may be (chosen): what came before
-was late, or lost."""
+"""Steps by which an attempt's first judged step may follow the one that a rank says it begins with: those between were late,
+or lost. Smaller: a resume that lost them counts as a new training; larger: a new training as a resume."""
 
 
 def begins_anew(view: StepView, last_step: int) -> bool:

@@ -9,17 +9,22 @@ from typing import Any
 import msgspec
 
 OFTEN = 3
-"""Excursions as high that a series must have had (chosen): the first is told, and so is the second."""
+"""Excursions as high that a series must have had before one counts as recurring: the first and the second are reported.
+More: noise with a long tail is reported more often; fewer: a second fault passes for noise."""
 RECALL_STEPS = 100
-"""Steps for which an excursion is remembered (chosen)."""
+"""Measured steps for which an excursion is remembered. Fewer: what recurs rarely is reported each time; more: an old trouble
+hides a new one."""
 SPREAD_STEPS = 10
-"""Steps over which they must be spread (chosen): a burst of a few steps is one event, and what comes after it is news."""
+"""Measured steps over which they must be spread: a burst of fewer steps is one event, and what comes after it is news. More:
+noise that recurs quickly is reported; fewer: a burst makes the next fault look usual."""
 ALIKE = 0.25
-"""Share of an excursion's height that another must reach to be of its kind (chosen)."""
+"""Share of an excursion's height that another must reach to count as its like: a quarter. Smaller: little noise hides a high
+spike; larger: recurring spikes of uneven height are reported each time."""
 MAX_KEPT = 64
-"""Newest excursions that a series remembers (chosen)."""
+"""Newest excursions that a series remembers: a bound on memory, of two numbers each."""
 BY_CHANCE = 1e-5
-"""Chance that the streak that is asked for is nothing but recurring excursions that follow each other (chosen)."""
+"""Chance that a streak of the length asked for is nothing but recurring excursions that follow each other. Larger: such
+streaks are reported as a level that stays; smaller: a true one is reported later."""
 
 
 class Excursion(msgspec.Struct, frozen=True):

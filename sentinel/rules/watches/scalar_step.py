@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _RATE = re.compile(r"(^|[._/ -])(lr|learning[._ -]?rate)([._/ -]|$)", re.IGNORECASE)
 MAX_KNOWN = 64
-"""Sets of names that are remembered: a run has a few, what it logs at every step and what now and then (chosen)."""
+"""Sets of names that are remembered, a bound on memory: a run has a few, what it logs at every step and what now and
+then."""
 
 
 class ScalarStep:

@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
 _LOSS = re.compile(r"(^|[._/ -])loss(es)?$", re.IGNORECASE)
 RESTART = 1.5
-"""A learning rate so many times the one of the step before restarts its schedule (chosen)."""
+"""A learning rate so many times the one of the step before restarts its schedule. Smaller: steps of a steep warm-up count as
+restarts; larger: a restart at a fraction of the first peak is not seen."""
 FAR_SIDE = 1.0
-"""Share of its baseline by which one side of a game must have risen to be told whatever the other does (chosen)."""
+"""Share of its baseline by which one side of a game must have risen to be reported whatever the other does: it doubled.
+Smaller: a trade between the sides is reported; larger: a side that is lost is reported later."""
 SURE_BESIDE = 2.0
 """One point alone is certain at this score beside the reference runs."""
 _GRAD_NORM = re.compile(r"grad(ient)?s?[._ -]?norm|total_norm", re.IGNORECASE)

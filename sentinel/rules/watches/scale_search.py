@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from sentinel.step_view import StepView
 
 SEARCH_STEPS = 40
-"""Skipped steps in a row, from the first of an attempt on, that a search may take (chosen): 2**40 is more than any scale."""
+"""Skipped steps in a row, from the first of an attempt on, that a search may take: 2**40 is more than any loss scale."""
 RAISED_STEPS = 200
-"""Steps after the scale was raised in which an overflow is the raise's doing (chosen): a tenth of GradScaler's interval."""
+"""Steps after the scale was raised in which an overflow is put down to the raise: a tenth of GradScaler's interval of 2,000.
+More: a fault's overflow passes for the search; fewer: an overflow that a raise brings late is reported."""
 MAX_SKIPS = 2
-"""Skipped steps in a row that a raise may cost (chosen): it doubles the scale, and a skip halves it."""
+"""Skipped steps in a row that a raise may cost: it doubles the scale, and a skip halves it. Fewer: a raise to twice too much
+is reported; more: a fault's overflows pass for the search."""
 _BROUGHT = GRADIENTS | {"comm"}
 _OF_GRADIENTS = re.compile(r"grad(ient)?s?[._ -]?norm|total_norm|gnorm", re.IGNORECASE)
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from sentinel.step_view import Layout, LogicalTensor
 
 MAX_REMEMBERED = 20_000
-"""Names up to which a layout's are remembered for the one after it: of more, 25 ms a layout would cost 10 MB (chosen)."""
+"""Most names of a layout that are remembered for the next one: a bound on memory. A layout with more takes 25 ms longer to
+index, where remembering them would take 10 MB."""
 
 _T = TypeVar("_T")
 

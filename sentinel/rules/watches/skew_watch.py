@@ -28,8 +28,8 @@ IN_ALL = "wgrad_unreduced"
 """This kind is judged as one: the gradients of all parameters that a rank holds, before ranks are averaged."""
 ALL_GRADIENTS = "all gradients"
 MAX_SITES = 64
-"""Sites of one kind and stage that are compared, where the detector does not say; chosen: what one does wrong shows in those
-behind it."""
+"""Sites of one kind and stage that are compared, where the detector does not say: a bound on time. What one site does wrong
+shows in those behind it."""
 APART = ("pp", "tp", "cp")
 """Ranks that differ on these axes hold other parts of the model or of the sequence: their numbers never compare."""
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from sentinel.step_view import LogicalTensor, StepView
 
 FEW_ELEMENTS = 8
-"""Elements from which the size of a weight is one (chosen): the bias of a value head has one, and changes its sign."""
+"""Elements from which the size of a weight says something: a bias of fewer, as the one element of a value head's, may pass
+through zero in good health. Larger: small weights that vanish are missed."""
 
 
 class RowLookup:

@@ -26,12 +26,14 @@ LASTING_STEPS = 3
 AGREEING_TENSORS = 3
 """Tensors of one rule and step that corroborate each other."""
 SEVERAL = 3.0
-"""Times the size of its onset from which an episode that goes on is news (chosen): it grew several times worse."""
+"""Times the score of its onset from which an episode that goes on is reported again. Smaller: an explosion is reported at
+nearly each step; larger: an episode that turns grave goes unnoticed."""
 HIGHER = 1.5
-"""Times the score of its onset at which a point of an open episode, after a pause, is news (chosen on public
-logs: of two spikes within 20 steps the second was the one that people mark)."""
+"""Times the score of its onset at which a point of an open episode, after a pause, is reported again; set on the labelled
+public logs: of two spikes within 20 steps the second was the one that people mark."""
 BACKGROUND_RATE = 0.02
-"""Weight of the newest step in a rule's usual number of lone excursions a step; chosen."""
+"""Weight of the newest step in a rule's usual number of lone excursions a step: a memory of 50 steps. Larger: a slow cascade
+becomes usual before it is reported; smaller: a run that became restless is reported for longer."""
 
 
 class WatchPlan(msgspec.Struct, frozen=True):
