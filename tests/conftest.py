@@ -14,7 +14,7 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples each time: what fails here fails again. The first profile stands unless --hypothesis-profile names one.
-for name, max_examples in (("default", 100), ("quick", 10), ("all", 500)):
+for name, max_examples in (("default", 50), ("quick", 10), ("all", 500)):
     settings.register_profile(name, max_examples=max_examples, derandomize=True, database=None, deadline=None)
 if settings.get_current_profile_name() not in ("quick", "all"):
     settings.load_profile("default")

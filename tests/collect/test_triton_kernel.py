@@ -32,8 +32,12 @@ def python(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     "kurtosis or size or random or unequal or bulk",
     "not (kurtosis or size or random or unequal or bulk)",
 ], ids=["accuracy", "everything else"])  # fmt: skip
-def test_cases_under_the_interpreter(which):
-    done = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", CASES, "-k", which, TRITON_INTERPRET="1")
+@pytest.mark.parametrize("cases", ["fp32 and bf16", pytest.param("all", marks=pytest.mark.long)])
+def test_cases_under_the_interpreter(which, cases):
+    done = python(
+        "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", CASES, "-k", which,
+        TRITON_INTERPRET="1", TRITON_CASES=cases,
+    )  # fmt: skip
 
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert re.search(r"\d\d passed", done.stdout) and "skipped" not in done.stdout

@@ -28,7 +28,8 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_triton_kerne
 # The interpreter computes with numpy, which tells of every NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+EVERY_FLOAT = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+FLOATS = EVERY_FLOAT if os.environ.get("TRITON_CASES") == "all" else EVERY_FLOAT[:2]
 COUNTS = ("count", "num_nan", "num_pos_inf", "num_neg_inf", "num_zero", "min", "max")
 
 
@@ -65,7 +66,7 @@ def assert_measures(*tensors: torch.Tensor, rel: float = 1e-5, zero_eps: float =
             slack = {"mean": 1e-6 * std, "skew": 1e-5}.get(name, 0.0)
             value = found.statistic(name)[row]
             assert value == pytest.approx(expected.statistic(name)[0], rel=rel, abs=slack, nan_ok=True), name
-        if checksum and tensor.dtype in FLOATS:
+        if checksum and tensor.dtype in EVERY_FLOAT:
             assert found.stats["checksum"][row] == checksum_of(tensor)
 
 
