@@ -1,4 +1,7 @@
-"""What depended on time, as the journal keeps it and a replay repeats it: that a step is closed, that a rank is stale."""
+"""Decisions that depended on the time at which frames came: a step is closed (`Decision`), ranks are judged (`Tick`).
+
+The journal keeps each before it is judged, and a replay reads them instead of a clock.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,25 @@ from sentinel.run_end import RankEnd, RunEnd
 
 
 class RankPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What of one rank is in a closed step: the frames of one incarnation up to a number."""
+    """One rank's part of a closed step: the frames of one incarnation up to a sequence number."""
 
     rank: int
     incarnation: bytes = msgspec.field(name="life")
     num_rows: int
     last_seq: int
-    """Frames of the step with a number above it came too late."""
+    """Sequence number of the last frame included; frames of the step with a higher one came too late."""
     layout_id: int
-    """The descriptor that its rows are read with."""
+    """Layout id of the descriptor by which its rows are read."""
     generation: int = 0
     """+1 each time the incarnation went back to a step that it had ended."""
     is_ended: bool = True
-    """Its end_step came; else the rows are what came before the step was late."""
+    """The rank's end_step came; False: the rows are those that came before the step was closed without it."""
     num_lost: int = 0
     """Rows of the step that it measured and that never came."""
     num_finite_lost: int = 0
-    """Of them, those that are known to have held no NaN and no infinity."""
+    """Of `num_lost`, the rows that are known to have held no NaN and no infinity."""
     lost_to: str = ""
-    """Why: `EndStep.lost_to`, or `frames` where frames were damaged or missing."""
+    """Why rows were lost: `EndStep.lost_to`, or `frames` where frames were damaged or missing."""
 
 
 class DescribedRank(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,44 +42,45 @@ class DescribedRank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """That a step is closed, and with what. Journalled before the step is judged; replayed, it makes the same StepView."""
+    """That a step is closed, and which frames it includes. From it and the spools a replay makes the same StepView."""
 
     seq: int
-    """From 1, +1 a decision of the run."""
+    """Number of the decision in its run, from 1 without gaps."""
     run: str
     attempt: int
     step: int
     ranks: tuple[RankPart, ...]
     """In rising order of rank."""
     missing: dict[int, str] = {}
-    """Rank -> why it is not whole: `never started`, `ended`, `late`, `unfinished` (rows, but not its end of the step)."""
+    """Rank -> why its part is missing or incomplete: `never started`, `ended`, `late`, `unfinished` (rows, no end_step)."""
     why: str = "complete"
     """`complete`, `late_steps`, `late_time`, `finished` (the run is over), `superseded` (a newer attempt), `crowded`."""
     time: float = 0.0
-    """Seconds since the epoch by the newest record included."""
+    """Time of the newest record included, by its rank's clock, in seconds since the epoch."""
     pack_hash: str = ""
     described: tuple[DescribedRank, ...] = ()
-    """Changes since the last decision of the attempt, of ranks that are not in this step."""
+    """Ranks that are not in this step and whose descriptor changed since the attempt's last decision."""
     blindness: dict[str, int] = {}
-    """What was lost or came too late since the last decision: `late_rows`, `late_frames`, `unplaced_rows`, `lost_health`."""
+    """Counts of what was lost or came too late since the last decision: `late_rows`, `late_frames`, `unplaced_rows`,
+    `lost_health`."""
     is_catching_up: bool = False
-    """Of a step that lost rows: the next one had been heard already."""
+    """Of a step that lost rows: frames of the next step had come before it was closed."""
 
 
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one rank stands: all that a judge of liveness may know of it."""
+    """The state of one rank at a tick, from which liveness and ends are judged."""
 
     rank: int
     incarnation: bytes = msgspec.field(name="life")
     pp_stage: int = 0
     received_at: float = msgspec.field(name="heard_at")
-    """Seconds on the clock of `Tick.now`: when anything of it was heard last."""
+    """When its last frame came, in seconds on the clock of `Tick.now`."""
     moved_at: float
-    """The same: when its step, call or activity changed last."""
+    """When its step, call or activity changed last, in seconds on the clock of `Tick.now`."""
     time: float = 0.0
     """Seconds since the epoch, by its own clock, of its newest record."""
     is_live: bool = True
-    """It was heard while it was watched, not only from what lay there when the daemon came."""
+    """A frame of it came while the daemon watched; False: all its frames were in the spool when the daemon started."""
     step: int = 0
     call_id: int = 0
     num_calls: int = 0
@@ -89,13 +93,13 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     """1: inside a collective, 2: at the border of its pipeline stage; 0: elsewhere; -1: not known."""
     has_stepped: bool = True
     left: str = ""
-    """Why it said bye; empty: it has not."""
+    """Reason of its bye frame; empty: there is none."""
     is_stopped: bool = False
-    """The table of processes says that it lives, and is stopped: by SIGSTOP, Ctrl-Z, or a debugger."""
+    """Its process exists and is stopped, by SIGSTOP, Ctrl-Z or a debugger, as the table of processes shows."""
     end: RankEnd | None = None
-    """That it is gone, and how; None: it is not, or nobody knows."""
+    """How its process ended; None: it has not, or that is not known."""
     ended_at: float = 0.0
-    """Seconds on the clock of `Tick.now`: when that became known."""
+    """When `end` became known, in seconds on the clock of `Tick.now`."""
     process_state: str = ""
     """The kernel's letter of its process while it is there: R, S, D, T (stopped), t (stopped by who traces it); empty: the
     process is not in our table."""
@@ -103,11 +107,12 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     """Which process that is; 0 and empty: not known."""
     waiting_at: float | None = None
-    """Seconds on the clock of `Tick.now`: since when it waits for others without pause; None: not known, or it does not."""
+    """Since when it has waited for other ranks without pause, in seconds on the clock of `Tick.now`; None: it does not, or
+    that is not known."""
     world_size: int = 0
     """Ranks of its run; 0: not known."""
     site: str = ""
-    """The line of the user's code at which it stands, as it says itself; empty: it moves, or did not say."""
+    """`Heartbeat.site`: the line of the user's code at which it makes no progress; empty: it does, or that is not known."""
 
 
 class Tick(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,14 +124,14 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     """The newest step of the attempt that is closed; -1: none."""
     now: float
-    """Seconds that the daemon has watched since it began."""
+    """The daemon's clock: seconds that it has watched since it started, without those in which it was stopped."""
     ranks: tuple[RankFacts, ...]
-    """Of the attempt, in rising order of rank."""
+    """The ranks of the attempt, in rising order of rank."""
     time: float = 0.0
-    """Seconds since the epoch by the newest record heard."""
+    """Time of the newest record read, by its rank's clock, in seconds since the epoch."""
     pack_hash: str = ""
     acts: tuple[IncidentAct, ...] = ()
-    """What people did about incidents."""
+    """Acts of people (acknowledged, silenced, ...) that are applied to incidents with this tick."""
     ended: RunEnd | None = None
     """The attempt is over with this tick; None: it is not."""
 

@@ -1,7 +1,7 @@
-"""What a rank says beside its rows: the payloads of descriptor, change, end_step, health, ack, heartbeat and bye frames.
+"""Payloads of the frames that hold no rows: descriptor, change, end_step, vector, health, ack, heartbeat and bye.
 
-Fields are only ever added, last, with a default, so that an older reader still understands a newer rank. What a field may
-hold is checked when a frame is read (`bounds`).
+Fields are only ever added, last, with a default, so that an older reader can read the frames of a newer rank. The range of
+each field is checked when a frame is read (`bounds`).
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
     border_index: Small = -1
     """Position of the border in its chunk's list of borders, forward order, 0-based; -1: no border."""
     part: Name = ""
-    """Which part of the tensor this rank holds, where coordinates alone do not tell: `dp_shard=1,tp=0`, or `0:4096` of
-    the flattened tensor. Equal parts are replicas, unequal ones are disjoint. Empty: `placements` tells."""
+    """Which part of the tensor this rank holds, where coordinates do not determine it: `dp_shard=1,tp=0`, or `0:4096` of
+    the flattened tensor. Equal parts are replicas, unequal ones are disjoint. Empty: `placements` determines it."""
     functions: tuple[Name, ...] | None = None
-    """Activations: functions not defined everywhere that made it from what was measured before, as its autograd graph tells,
+    """Activations: functions not defined everywhere that made it from what was measured before, by its autograd graph,
     nearest first: `log`, `div`, `log:blocks.1.up` (of that very tensor), `sqrt'` (its derivative alone). None: not known."""
     parts: tuple[TensorId, ...] = ()
     """Of a value that is formed of sums over all shards (`ingest/whole_tensor_values.py`): this rank's tensors that hold its
     summands."""
     is_part: bool = False
-    """It is such a summand, and nothing by itself."""
+    """It is such a summand, whose own value has no meaning."""
 
 
 class ChunkInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,20 +86,19 @@ class ChunkInfo(msgspec.Struct, frozen=True, kw_only=True):
     modules: tuple[Name, ...] = ()
     """Local names of all modules, in order of registration."""
     offsets: dict[Name, Shift] = {}
-    """Local name of a container of numbered children -> number to add to make theirs global, as the trainer itself says
-    (Megatron's layer_number, the experts of an expert-parallel rank). Goes before what the daemon works out."""
+    """Local name of a container of numbered children -> number to add to make theirs global, from the trainer itself
+    (Megatron's layer_number, the experts of an expert-parallel rank). Takes precedence over what the daemon works out."""
     model: Name = ""
     """Which of several models of the trainer it belongs to (`G`, `D`): stands before its names. Empty: there is one."""
     flows: tuple[str, ...] | None = None
     """Local names of the modules outside the blocks that hold no parameters, and whose outputs a gradient goes through, as
     far as is known: what another stage has under such a name is another tensor. Tables of positions are not among them:
-    those are the same on every stage. None: said by a version that did not tell, so every module may be one."""
+    those are the same on every stage. None: an older version wrote it without this field, so every module may be one."""
 
 
 START = "start"
 """Entry of a descriptor's `environment`: the incarnation of the rank 0 with which a rank agreed on its attempt through the
-store of
-the process group. It is the same on all ranks of one start, and on no others; missing where there was no store."""
+store of the process group. It is the same on all ranks of one start, and on no others; missing where there was no store."""
 
 
 class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,25 +125,24 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any] = {}
     """The config in force, plain values of `monitor_config.MonitorConfig`."""
     resumed_step: int = -1
-    """The step that a state of ours said comes next, when the trainer loaded it last; -1: it loaded none."""
+    """The next step by the last state that `Monitor.load_state_dict` was given; -1: none was loaded."""
 
 
 class LayoutChange(msgspec.Struct, frozen=True, kw_only=True):
-    """What a descriptor says otherwise than one that was sent before; or that one sent before is meant again.
+    """The difference of a descriptor from an earlier one of the incarnation; or that an earlier one is in force again.
 
-    An id stands for one tensor as long as the incarnation lasts, and none is taken out of the table: what a step does not
-    measure
-    has no row in it, and needs no layout of its own.
+    An id stands for one tensor as long as the incarnation lasts, and none is taken out of the table: a tensor that a step
+    does not measure has no row in it, and needs no layout of its own.
     """
 
     base: LayoutId
-    """Layout id of the descriptor that this changes; the frame's own: that one is meant again."""
+    """Layout id of the descriptor that this changes; the frame's own layout id: that descriptor is in force again."""
     base_offset: Offset
     """Byte offset in the same file at which the frame begins that describes `base`."""
     tensors: tuple[TensorInfo, ...] = ()
-    """Those that are new, and those that changed, whole."""
+    """Entries that are new, and those that changed, each with all its fields."""
     head: Descriptor | None = None
-    """Everything but the table, where any of it changed; its own table is empty."""
+    """The descriptor without its table, where a field beside the table changed; its own table is empty."""
 
     def applied_to(self, base: Descriptor) -> Descriptor:
         """Return the descriptor that this makes of its base."""
@@ -154,7 +152,7 @@ class LayoutChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EndStep(msgspec.Struct, frozen=True, kw_only=True):
-    """This rank has spoken for this step; the last frame of the step."""
+    """The last frame of a rank's step: counts of what it measured, scalars, and times."""
 
     step: Annotated[int, Meta(ge=0, le=MAX_STEP)]
     num_rows: Count
@@ -163,21 +161,21 @@ class EndStep(msgspec.Struct, frozen=True, kw_only=True):
     """call_ids given out in the step."""
     num_micro_steps: Count = 0
     scalars: Annotated[dict[Name, float], Meta(max_length=MAX_SCALARS)] = {}
-    """Logged values; NaN and infinities travel as they are."""
+    """Logged values by name, NaN and infinities included."""
     is_skipped: bool = False
     is_partial: bool = False
-    """The trainer ended in mid-step: what there is, is here."""
+    """The trainer ended in mid-step: the rows are those measured until then."""
     num_dropped_rows: Count = 0
-    """Rows of this step that were lost on the way here (an older writer: of this or of earlier steps)."""
+    """Rows of this step that were measured and not written (an older writer: of this or of earlier steps)."""
     num_folded_rows: Count = 0
-    """Rows folded for want of room."""
+    """Rows that were folded into others, since the step had more than `max_rows`."""
     step_time_s: Seconds = 0.0
     due: dict[Word, Count] = {}
-    """Kind to the number of tensors measured in this step: rows expected, for the positive control."""
+    """Kind to the number of tensors that this step was due to measure, with which its rows are compared."""
     wait_s: Seconds = -1.0
     """Seconds of step_time_s in which the host waited for other ranks in collectives; below 0: not known."""
     activities: Annotated[tuple[Word, ...], Meta(max_length=1024)] = ()
-    """Activities other than train that the trainer told of since the last end_step: its times say little then."""
+    """Activities other than train that the trainer set since the last end_step: step_time_s includes their time."""
     samples: Annotated[tuple[Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Name, ...], Meta(max_length=2**20)] = ()
     """Ids of the samples that this rank trained on in the step, where the trainer logs them."""
     num_samples_cut: Count = 0
@@ -186,9 +184,9 @@ class EndStep(msgspec.Struct, frozen=True, kw_only=True):
     """Of `num_dropped_rows`, those that held no NaN and no infinity."""
     lost_to: Word = ""
     """Why rows were dropped, joined by commas: `writer` (it was late and the hand-over full), `cap` (spool.max_bytes),
-    `disk` (it took no frames), `error` (the rows could not be read)."""
+    `disk` (writing failed), `error` (the rows could not be read)."""
     left_out: Annotated[tuple[Word, ...], Meta(max_length=256)] = ()
-    """Kinds that this rank measures more rarely than its schedule says, and not in this step: they cost it too much."""
+    """Kinds that were scheduled for this step and not measured, since their cost exceeds `max_overhead` of a step."""
 
 
 LOSS_NAMES = (
@@ -204,21 +202,21 @@ def is_loss(name: str) -> bool:
 
 
 class Vector(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one tensor and is no row: a value for each head, expert, channel or bin."""
+    """A statistic of one tensor that has several values: one for each head, expert, channel or bin."""
 
     tensor: TensorId
     """Index of the descriptor's table, as in a row."""
     statistic: Word
     """What the values are: `histogram`, `entropy`, `max_logit`, `load`, ..."""
     axis: Word
-    """What is counted off: `bin`, `head`, `expert`, `channel`; several dimensions joined by `,`."""
+    """What each dimension of `shape` runs over: `bin`, `head`, `expert`, `channel`; several joined by `,`."""
     micro_step: Small = -1
     call_id: Count = 0
     dtype: Dtype = "<f4"
     """numpy's name of a little-endian dtype."""
     shape: Shape = ()
     values: bytes = b""
-    """Of `shape`, row by row."""
+    """The values of an array of `shape`, in C order."""
     edges: tuple[float, ...] = ()
     """Edges of a histogram's bins, one more than there are bins; empty where there are none."""
 
@@ -230,17 +228,17 @@ class Vector(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Vectors(msgspec.Struct, frozen=True, kw_only=True):
-    """The vectors of one rank and step, before its end_step."""
+    """The vectors of one rank and step; the frame precedes the step's end_step."""
 
     items: tuple[Vector, ...]
 
 
 IMPOSSIBLE = "impossible_frame"
-"""Code of the health record that a reader puts in the place of a frame that it left out."""
+"""Code of the health record by which a reader replaces a frame that it refused."""
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that blinds Sentinel here; a record that rules can see."""
+    """A failure of the measurement itself on a rank, such as rows that were dropped; rules can judge it like a value."""
 
     code: Word
     """`hook_failed`, `unsupported_placement`, `rows_dropped`, `steps_dropped`, `spool_full`, `disk_full`, ..."""
@@ -256,7 +254,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """Of `steps_dropped`: why, as in `EndStep.lost_to`."""
     runs: tuple[tuple[Step, Step, Count, Count], ...] = ()
     """Of `steps_dropped`: (first step, last step, steps, rows) of stretches of steps that each had as many rows: a reader
-    that heard some of them before they were dropped leaves these out."""
+    that read some of them before they were dropped leaves these out."""
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True):
@@ -265,7 +263,7 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True):
     command: Word
     """The command's id."""
     state: Word
-    """`armed` (will obey at at_step), `missed` (at_step had begun), `refused`, `applied`, `ended`, `withdrawn`."""
+    """`armed` (takes effect at at_step), `missed` (at_step had begun), `refused`, `applied`, `ended`, `withdrawn`."""
     step: Step
     """The rank's current step when it answered."""
     reason: Text = ""
@@ -280,21 +278,21 @@ class Bye(msgspec.Struct, frozen=True, kw_only=True):
     error: Name = ""
     """Type of the exception, with its module where it is no built-in: `torch.OutOfMemoryError`; empty: none is known."""
     message: Text = ""
-    """Its message, cut."""
+    """The exception's message, cut to the bound of a text."""
     code: Annotated[int, Meta(ge=-(2**31), le=2**32)] = 0
-    """What the trainer handed to `sys.exit` or `os._exit`; 0: in order, or nothing."""
+    """Exit code that the trainer gave to `sys.exit` or `os._exit`; 0: it gave 0, or none."""
     is_memory: bool = False
     """The exception says that memory ran out."""
     is_lost_peer: bool = False
     """The exception says that the connection to another rank was lost, or that others did not answer."""
     is_between: bool = False
-    """`step` was whole, and nothing of another had begun."""
+    """`step` had ended and the next one had not begun."""
     signal: Word = ""
     """Name of the signal whose handler, the trainer's own, ended the process: `SIGTERM`, `SIGINT`; empty: none is known."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank's process lives; where it stands."""
+    """Written once a second while the rank's process runs: the step, call and activity it is in."""
 
     step: Step
     call_id: Count
@@ -304,12 +302,12 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     phase: Word = ""
     """forward, backward, optimizer, or empty."""
     micro_step: Small = -1
-    """Of the observation made last; -1: none, or not known."""
+    """Micro-step of the last observation; -1: none, or not known."""
     is_waiting: Annotated[int, Meta(ge=-1, le=1)] = -1
-    """1: the host is inside a collective just now, 0: it is not, -1: not known."""
+    """1: the training thread is inside a collective, 0: it is not, -1: not known."""
     raised: Bye | None = None
-    """What a notebook's cell raised while it trained; None: nothing, or it has trained since. The process lives on."""
+    """What a notebook's cell raised while it trained, which does not end the process; None: nothing, or it trained since."""
     site: Name = ""
-    """The line of the user's code at which the training thread stands, as `file:line (function)`; empty: it moves."""
+    """The line of the user's code at which the training thread makes no progress, `file:line (function)`; empty: it does."""
     num_waits: Count = 0
-    """Waits for others that are over since this incarnation began; 0: none, or not known."""
+    """Number of waits for other ranks that ended since this incarnation began; 0: none, or not known."""

@@ -1,4 +1,7 @@
-"""The trainer side's configuration: what may change while training, and what is fixed from attach on. Read here alone."""
+"""The configuration of `attach`: keys that may change while the run trains, and keys that are read once, at attach.
+
+The only module that reads and checks them.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ from sentinel.target import Target
 from sentinel.typed_document import locate, parse_named, read_struct
 
 SITE_PLACEMENTS = ("shard", "replicate", "partial", "unknown")
-"""What a user may say of a plain activation."""
+"""Placements that the key `site_placements` may give to an activation that is no DTensor."""
 MEASURED_LABELS = tuple(kind.label for kind in MEASURED_KINDS)
 COMMANDS = ("EnableMonitoring", "DisableMonitoring", "ChangeConfig", "DescribeStructure", "DumpTensors")
 DEFAULT_COMMANDS = COMMANDS[:-1]
-"""Raw tensors are training data and fill disks: nobody orders them unless the trainer's own config says so."""
+"""Commands allowed by default. DumpTensors is not: raw tensors are training data and fill disks."""
 MAX_CONFIG_BYTES = 2**20
-"""A config is small; what is larger is another file."""
+"""Most bytes of a config file; a bound on memory: a larger file is no config."""
 
 
 def _check_kind(where: str, kind: str) -> None:
@@ -54,7 +57,7 @@ def _check_schedule(where: str, schedule: Measurement | ProbeSchedule) -> None:
 
 
 class ProbeSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When and where one kind is measured; what is left out is as the measurement as a whole says."""
+    """When and where one kind is measured; a key that is left out has the value that stands for all kinds."""
 
     targets: tuple[str, ...] | None = None
     """Modules, or parameters, as in `targets` above; of any kind."""
@@ -69,9 +72,9 @@ class ProbeSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     stagger: int | None = None
     """Measure a different n-th of its tensors in each due step."""
     histogram: bool = False
-    """Ship a histogram of each tensor too; docs/probes.md has its bins."""
+    """Record a histogram of each tensor too; docs/probes.md lists its bins."""
     log_only: bool = False
-    """comm: note each call and where it was made, without measuring its tensors."""
+    """comm: record each call and the line of code that made it, without measuring its tensors."""
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,8 +105,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Kinds with a schedule of their own, measured whether or not `kinds` names them."""
     max_overhead: float | None = 0.1
     """Largest share of a step that a kind may take of the training thread, once 200 steps and 30 s are over: one that takes
-    more is measured every 2, 4, 8, ... steps, which is told. While `kinds` is left at its default, all that Sentinel does
-    may take half of it. A kind with a step_interval, a stagger or a collect_times is measured as these say; the black box,
+    more is measured every 2, 4, 8, ... steps, and a health record says so. While `kinds` is left at its default, all work of
+    Sentinel may take half of it. A kind with a step_interval, a stagger or a collect_times keeps to these; the black box,
     scalars and what a command asks for are taken at every step. 0 or null: no bound."""
 
     def __post_init__(self) -> None:
@@ -141,12 +144,13 @@ class SpoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """How much disk a rank may use."""
 
     max_bytes: int = 4 * 2**30
-    """Most bytes of spool a rank keeps. Past it what was judged goes first, then finite rows of the oldest steps, then the
-    borders of the black box, then steps without a NaN; all of it is counted and told."""
+    """Most bytes of spool a rank keeps. Past it files that were judged are deleted first, then finite rows of the oldest
+    steps, then the borders of the black box, then steps without a NaN; a health record counts what was deleted."""
     file_bytes: int = 64 * 2**20
-    """A spool file is cut at this size."""
+    """Bytes at which a spool file is closed and the next one begun."""
     queue_bytes: int = 128 * 2**20
-    """Most bytes of rows that wait in memory while the writer is late; past it finite rows of the oldest go, counted."""
+    """Most bytes of rows that wait in memory while the writer is late; past it finite rows of the oldest steps are dropped
+    and counted."""
 
     def __post_init__(self) -> None:
         if self.file_bytes < 2**16:
@@ -161,7 +165,7 @@ class DumpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Raw tensors, written as safetensors into `<run>/dumps`: each rank what it holds."""
 
     kinds: tuple[str, ...] = ()
-    """What is dumped by itself; empty: nothing, until a command asks (`allow_commands`: DumpTensors)."""
+    """Kinds dumped without a command; empty: none, until a command orders a dump (`allow_commands`: DumpTensors)."""
     targets: tuple[str, ...] = ()
     """Modules or parameters, as in `targets`; empty: all."""
     start_step: int = 0
@@ -175,7 +179,7 @@ class DumpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     quota_bytes: int = 16 * 2**30
     """Most bytes of dumps of one rank in a run, commands' included; 0: no dump at all. Past it a step is not dumped."""
     in_flight_bytes: int = 2**30
-    """Most bytes held in memory on their way to the disk; what is more is left out, and said."""
+    """Most bytes held in memory on their way to the disk; tensors past it are left out, and the dump lists them."""
 
     def __post_init__(self) -> None:
         for at, kind in enumerate(self.kinds):
@@ -200,7 +204,7 @@ class MonitorConfig(Measurement, frozen=True, kw_only=True, forbid_unknown_field
 
     at_step: int | None = None
     """Step from which on an edit of the file is in force, on every rank alike; None: the first that every rank can obey,
-    which a daemon finds out. Without a daemon only an edit that names a future step is followed. Not heeded at the start."""
+    which a daemon finds out. Without a daemon only an edit that names a future step is followed. Ignored at attach."""
     directory: str | None = None
     """Where runs lie; default $SENTINEL_DIR, else ./sentinel_runs."""
     run: str | None = None
@@ -212,14 +216,14 @@ class MonitorConfig(Measurement, frozen=True, kw_only=True, forbid_unknown_field
     checksum: bool = True
     """Sum the bit patterns of params and reduced wgrads, so that replicas can be compared."""
     allow_commands: tuple[str, ...] = DEFAULT_COMMANDS
-    """Commands of the daemon that this trainer obeys; empty: none. ChangeConfig is an edit of this very file, and
-    DumpTensors is obeyed only where it is named here."""
+    """Commands of the daemon that this trainer carries out; empty: none. ChangeConfig is an edit of this file;
+    DumpTensors is carried out only where it is named here."""
     dump: DumpConfig = DumpConfig()
     """Raw tensors."""
     outside_probes: tuple[str, ...] = ()
     """Probes of other packages that run beside Sentinel's own, by the names of their entry points (`sentinel.probes`)."""
     struct: bool = False
-    """Write down the model's structure at the first step, for `sentinel struct`, which can also ask at any time."""
+    """Record the model's structure at the first step, for `sentinel struct`, which can also order it at any time."""
     layer_offset: int | None = None
     """Number to add to this rank's local layer numbers; default: worked out by the daemon."""
     name_map: dict[str, str] = {}
@@ -228,11 +232,11 @@ class MonitorConfig(Measurement, frozen=True, kw_only=True, forbid_unknown_field
     """Glob of module names (`:in` behind it: their inputs) to mesh axis to shard, replicate, partial or unknown: how plain
     activations and their gradients are placed, where the trainer knows better; the last that matches counts."""
     gradient_divisor: float | None = None
-    """By what the sum of all ranks' gradients is divided before the optimizer uses it; those of activations are divided by
-    it too. None: as FSDP2 was told, else the number of ranks with samples or tokens of their own. 1 where the loss itself is
-    divided by the whole batch."""
+    """Number by which the sum of all ranks' gradients is divided before the optimizer uses it; those of activations are
+    divided by it too. None: the divisor set in FSDP2, else the number of ranks with samples or tokens of their own. 1 where
+    the loss itself is divided by the whole batch."""
     max_rows: int = 65536
-    """Most rows a step keeps before micro-steps are folded for want of room, counted."""
+    """Most rows kept of a step; past it the rows of its micro-steps are folded into one, and the folded rows are counted."""
     spool: SpoolConfig = SpoolConfig()
 
     def __post_init__(self) -> None:
@@ -274,7 +278,7 @@ _LISTS = ("kinds", "targets", "blocks", "allow_commands")
 
 
 class ConfigSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A config and where it was read: what a rank tells of itself."""
+    """A config and the file it was read from, both of which a rank records in its descriptor."""
 
     path: str = ""
     """Absolute path of the file; empty: the config came from code."""
@@ -282,15 +286,15 @@ class ConfigSource(msgspec.Struct, frozen=True, kw_only=True):
     """`hash_of` the file's text; empty: the config came from code."""
     config: MonitorConfig = MonitorConfig()
     given: MonitorConfig | None = None
-    """What the file itself says, where an adapter named the run instead of its user."""
+    """The config as the file has it, where an adapter set `run` in `config`; None: `config` is as the file has it."""
 
     @property
     def as_read(self) -> MonitorConfig:
-        """What the file itself says: edits are compared with it."""
+        """The config as the file has it, with which edits are compared."""
         return self.config if self.given is None else self.given
 
     def with_run(self, run: str) -> ConfigSource:
-        """Return this config for a run that its trainer names; edits of the file are followed as before."""
+        """Return this config with the run's name from the trainer; edits of the file are followed as before."""
         return msgspec.structs.replace(self, config=msgspec.structs.replace(self.config, run=run), given=self.as_read)
 
 
@@ -323,12 +327,12 @@ def read_source(source: ConfigSource | MonitorConfig | Mapping[str, Any] | str |
 
 
 def hash_of(text: bytes) -> str:
-    """Return 16 hex digits of a config file's text: any other text, a comment too, is another config."""
+    """Return the 16 hex digits that identify a config file's text; a changed comment changes them too."""
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
 def parse_config(text: bytes, name: str) -> MonitorConfig:
-    """Return the config that a file's text says; ConfigError with `name` of the file and the line."""
+    """Return the config that a file's text describes; ConfigError with `name` of the file and the line."""
     if len(text) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{name}: expected at most {MAX_CONFIG_BYTES} bytes, got {len(text)}")
     tree = parse_named(text, name)
@@ -336,7 +340,7 @@ def parse_config(text: bytes, name: str) -> MonitorConfig:
 
 
 def is_blank(text: bytes) -> bool:
-    """Whether a file's text says nothing at all: while training rather a write that is under way than a wish."""
+    """Whether a file's text has no key at all, which while training is taken for a write that is still under way."""
     tree = parse_named(text, "")
     return tree is None or tree.value is None
 
@@ -344,7 +348,7 @@ def is_blank(text: bytes) -> bool:
 def refuse_fixed(text: bytes, name: str, in_force: Mapping[str, Any]) -> None:
     """Raise ConfigError when the text changes a key that is read once.
 
-    in_force: plain values of the config in force (`as_told`).
+    in_force: plain values of the config in force (`as_reported`).
     """
     wanted, tree = as_reported(parse_config(text, name)), parse_named(text, name)
     changed = [key for key in FIXED if key in in_force and wanted[key] != in_force[key]]
@@ -358,7 +362,7 @@ def refuse_fixed(text: bytes, name: str, in_force: Mapping[str, Any]) -> None:
 
 
 def as_reported(config: Measurement) -> dict[str, Any]:
-    """Return every key as a plain value of JSON: what travels, and what is compared with what has travelled."""
+    """Return every key as a plain value of JSON, as descriptors and commands hold them; edits are compared in this form."""
     reported: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))
     return reported
 
@@ -369,7 +373,7 @@ def measurement_of(settings: Mapping[str, Any]) -> Measurement:
 
 
 def _listed(tree: Located) -> Located:
-    """Let one word stand for a list of one, and a probe that says nothing for one with the common schedule."""
+    """Let one word stand for a list of one, and a probe without keys for one with the common schedule."""
     if not isinstance(tree.value, dict):
         return tree
     keys = {

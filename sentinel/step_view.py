@@ -1,8 +1,8 @@
 """StepView: one closed step of a run, as rules and exports see it; made by `ingest` of frames, by `logs` of other logs.
 
 A step is two tables beside each other. `rows` are what the ranks measured, one row an observation of one rank. `stats` are
-the logical tensors of the model: the rows of a tensor's shards and micro-steps merged, copies taken once. Nobody who is
-handed a view changes it.
+the logical tensors of the model: the rows of a tensor's shards and micro-steps merged, copies taken once. A view is read
+only: rules and exports share one.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from sentinel.moments import Moments
 from sentinel.place import Place
 
 NAN_CHECKSUM = 2**64 - 1
-"""Stands for a copy with a NaN in it: NaNs have many bit patterns, and which one tells nothing."""
+"""Checksum of every copy that holds a NaN: a NaN has many bit patterns, and different ones are no difference."""
 
 Holder: TypeAlias = tuple[int, int]
 """(rank, id of the tensor there)."""
 Shard: TypeAlias = tuple[tuple[str, int | str], ...]
-"""Coordinates of a piece, or its `part` as the ranks say it; empty: the whole tensor."""
+"""Coordinates of a piece, or its `TensorInfo.part`; empty: the whole tensor."""
 
 
 class Scalar(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ class Scalar(msgspec.Struct, frozen=True):
 
 
 class RankStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank said about one step."""
+    """One rank's part of a step: its rows, its end_step and its health records."""
 
     rank: int
     descriptor: Descriptor
@@ -49,7 +49,7 @@ class RankStep(msgspec.Struct, frozen=True, kw_only=True):
     health: tuple[Health, ...] = ()
     incarnation: bytes = b""
     ended_mono_s: float = 0.0
-    """Seconds by the rank's monotonic clock at which it ended the step: compares within its incarnation."""
+    """When the rank ended the step, in seconds of its monotonic clock: comparable within its incarnation alone."""
 
 
 class LogicalTensor(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,14 +75,14 @@ class LogicalTensor(msgspec.Struct, frozen=True, kw_only=True):
     border_index: int = -1
     communicates: bool = False
     is_partial: bool = False
-    """Each rank holds a summand, or it is one (`TensorInfo.is_part`): only what is not finite in it means anything."""
+    """Each rank holds a summand, or it is one (`TensorInfo.is_part`): of its values only non-finite ones have a meaning."""
     num_elements: int = 0
     dtype: str = ""
-    """As the rank that is named first says it."""
+    """Data type on the first of `ranks`."""
     functions: tuple[str, ...] | None = None
     """As `TensorInfo.functions`, with canonical names."""
     is_part: bool = False
-    """As `TensorInfo.is_part`: nothing that people ask for."""
+    """As `TensorInfo.is_part`: a summand, which reports and exports leave out."""
 
 
 class Replicas(msgspec.Struct, frozen=True):
@@ -98,7 +98,7 @@ class Replicas(msgspec.Struct, frozen=True):
 
 
 class CopySet(msgspec.Struct, frozen=True):
-    """Copies of one tensor that are cut in different ways: what each adds up to must be equal."""
+    """Copies of one tensor that are sharded in different ways: the sums of their pieces' checksums must be equal."""
 
     index: int
     copies: tuple[tuple[Holder, ...], ...]
@@ -119,7 +119,7 @@ class Differing(msgspec.Struct, frozen=True):
 
 
 class OwnRows(Protocol):
-    """What finds the ranks' own rows of some tensors of a layout; made once, asked every step.
+    """The index of the ranks' own rows of some tensors of a layout; made once for a layout, used in every step.
 
     An entry is one rank's part of one quantity: a logical tensor, or all those that are taken as one.
     """
@@ -138,7 +138,7 @@ class Layout(Protocol):
 
     @property
     def descriptors(self) -> Mapping[int, Descriptor]:
-        """Rank -> what it said of itself; ranks rising."""
+        """Rank -> its descriptor; ranks rising."""
 
     @property
     def places(self) -> dict[int, Place]:
@@ -171,15 +171,15 @@ class Layout(Protocol):
 
 
 class StepView(Protocol):
-    """All that a judge may know of one closed step."""
+    """One closed step of a run: all that rules and exports may read of it."""
 
     run: str
     attempt: int
     step: int
     decision: Decision | None
-    """What closed the step; None: no daemon decided it."""
+    """The decision that closed the step; None: the view was not made of frames (another program's log, synthetic values)."""
     stride: int
-    """Steps from one that is told of to the next, 10 in a log of every tenth; quiet is counted in it."""
+    """Steps from one recorded step to the next, 10 in a log of every tenth; durations in steps are counted in it."""
     time: float
     """Seconds since the epoch of the last frame, by its rank's clock."""
     is_skipped: bool
@@ -187,7 +187,7 @@ class StepView(Protocol):
     step_time_s: float
     """The longest of the ranks' steps, in seconds."""
     health: list[tuple[int, Health]]
-    """(rank, what it said of itself)."""
+    """(rank, health record) of all ranks."""
     num_rows: int
     """Rows judged."""
 
@@ -197,7 +197,7 @@ class StepView(Protocol):
 
     @property
     def parts(self) -> Sequence[RankStep]:
-        """What each rank said; ranks rising."""
+        """The parts of the ranks; ranks rising."""
 
     @property
     def tensors(self) -> list[LogicalTensor]:
@@ -245,7 +245,7 @@ class StepView(Protocol):
 
     @property
     def is_whole(self) -> npt.NDArray[np.bool_]:
-        """[num_tensors] whether each shard of the tensor has a holder that spoke for this step to its end."""
+        """[num_tensors] whether each shard of the tensor has a holder whose end_step of this step came."""
 
     @property
     def flags(self) -> npt.NDArray[np.uint16]:
@@ -257,7 +257,7 @@ class StepView(Protocol):
 
     @property
     def ended(self) -> frozenset[int]:
-        """Ranks that spoke of the step to its end, and came to it themselves."""
+        """Ranks whose end_step came and is of a whole step (not `EndStep.is_partial`)."""
 
     @property
     def differing(self) -> list[Differing]:

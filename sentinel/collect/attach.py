@@ -1,4 +1,7 @@
-"""`attach`: checks what it is given, agrees on run and attempt, and makes the monitor; whatever fails, training goes on."""
+"""`attach`: checks its arguments, agrees with the other ranks on run and attempt, and makes the rank's monitor.
+
+A failure of Sentinel never ends the training: only a ConfigError leaves `attach`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from sentinel.place import Place
 log = logging.getLogger("sentinel")
 
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
-"""Model -> the session in which it is watched, which its hooks keep alive."""
+"""Model -> the session that measures it; its hooks keep the session alive."""
 
 
 def attach(
@@ -43,12 +46,12 @@ def attach(
 ) -> Monitor | Unmeasured:
     """Attach Sentinel to a model (or a list of pipeline chunks) and its optimizer (one, a list, a mapping by name, or None).
 
-    Several models that are no pipeline are given by name, `{"G": generator, "D": discriminator}`: the name stands before
-    those of its tensors, and each has layers and an order of its own.
+    Several models that are no pipeline are given by name, `{"G": generator, "D": discriminator}`: a model's name is the
+    prefix of its tensors' names, and each model has its own layers and its own forward order.
 
-    Waits for rank 0 at most 5 s, to agree on run and attempt; launches nothing on the device. Returns the monitor, or one
-    that measures nothing when SENTINEL_DISABLE is set or the run directory cannot be used (said in the log).
-    Raises ConfigError for what only the caller can mend: an unknown key, a model that is none.
+    Waits at most 5 s for rank 0, to agree on run and attempt; launches nothing on the device. Returns the monitor, or one
+    that measures nothing when SENTINEL_DISABLE is set or the run directory cannot be used (the log names the reason).
+    Raises ConfigError for what only the caller can correct: an unknown key, an argument that is no model.
     """
     environment = read_environment()
     if environment.is_disabled:

@@ -1,4 +1,4 @@
-"""The monitor as trainers and adapters see it: each call is handed to the part that decides."""
+"""`Monitor`: the methods that trainers and adapters call, each of which passes the call to the part that carries it out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ ACTIVITIES = ("init", "train", "eval", "checkpoint")
 
 
 class Monitor:
-    """Sentinel's hand in one training process. Made by `sentinel.attach`; every method is safe to call at any time."""
+    """What measures one training process. Made by `sentinel.attach`; every method may be called at any time.
+
+    An error inside a method is logged and recorded, and does not reach the trainer; only a ConfigError does.
+    """
 
     def __init__(
         self,
@@ -46,15 +49,15 @@ class Monitor:
         port: AdapterPort,
     ) -> None:
         self.session = session
-        """How it ends."""
+        """The run, the attempt and the spool of this process, and what ends them."""
         self.runner = runner
-        """Begins and ends its steps."""
+        """Begins and ends steps; holds the number of the current one."""
         self.recorder = recorder
-        """What its hooks measure with."""
+        """The instruments that the hooks measure with, and the guard that catches their errors."""
         self.planning = planning
-        """What is due, and which hooks that needs."""
+        """Decides which kinds are measured at which modules, and puts on the hooks that this needs."""
         self.port = port
-        """What adapters call besides."""
+        """Further methods, for adapters alone."""
         self._descriptor = descriptor
         self._scalars = scalars
         self._gradients = gradients
@@ -62,22 +65,22 @@ class Monitor:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still measures: not once it was detached."""
+        """Whether it still measures; False once it was detached."""
         return self.recorder.is_alive
 
     @property
     def current_step(self) -> int:
-        """Number of the running step; between steps of the one that comes next."""
+        """Number of the running step; between two steps, the number of the next one."""
         return self.runner.count.current
 
     @property
     def place(self) -> Place:
-        """Where this rank stands."""
+        """This rank's coordinates in the parallel layout, and the sizes of its axes."""
         return self._descriptor.place
 
     @property
     def run(self) -> str:
-        """The run that what is measured belongs to."""
+        """Name of the run to which the measurements belong."""
         return self.session.attempt.run
 
     @property
@@ -88,9 +91,9 @@ class Monitor:
     # -- what is logged --------------------------------------------------------------------------------------------
 
     def log(self, **scalars: Any) -> None:
-        """Note scalars of the current step: numbers, or 0-dim tensors, which are not synchronised.
+        """Record scalars of the current step: numbers, or 0-dim tensors, which are not synchronised.
 
-        Called before the next step begins (its first training forward, or `monitor.step()`), they belong to this one.
+        Scalars logged before the next step begins (its first training forward, or `monitor.step()`) belong to this one.
         `sample_ids`: the samples that this rank trains on, integers or strings (a list, an array, a tensor on the host);
         each call adds to the step's. A diagnosis of `batch` names them, and `sentinel.skip_list` hands them back.
         """
@@ -101,7 +104,7 @@ class Monitor:
                 self.recorder.guard(f"log({name[:64]}=...)", error)
 
     def noticed(self, **scalars: Any) -> None:
-        """Note scalars that an adapter saw for itself: what the trainer logs under the same name in this step wins."""
+        """Record scalars that an adapter read by itself; one that the trainer logs under the same name takes their place."""
         for name, value in scalars.items():
             try:
                 self._scalars.note_default(name, value)
@@ -109,11 +112,11 @@ class Monitor:
                 self.recorder.guard(f"noticed({name[:64]}=...)", error)
 
     def moe_tracker(self) -> MoETracker:
-        """Return an object with the methods of Megatron's MoE tracker: what it reports is logged here."""
+        """Return an object with the methods of Megatron's MoE tracker, which logs what it is given as scalars here."""
         return MoETracker(self)
 
     def activity(self, name: str) -> None:
-        """Tell the daemon why the run is quiet: init, train, eval or checkpoint."""
+        """Set what the trainer does from now on: init, train, eval or checkpoint; outside train longer silence is normal."""
         if name in ACTIVITIES:
             self.runner.running.note_activity(name)
         else:
@@ -123,10 +126,10 @@ class Monitor:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def step(self, *, is_skipped: bool | torch.Tensor | None = None) -> None:
-        """End the current step here and now; from then on only this ends steps.
+        """End the current step now; after the first call only this method ends steps.
 
-        is_skipped: whether the trainer left its weights alone (a tensor is not synchronised: the writer thread reads it);
-        None: unless an optimizer was seen to step.
+        is_skipped: whether the step left the weights unchanged (a tensor is not synchronised: the writer thread reads it);
+        None: it counts as skipped unless an optimizer was seen to step.
         """
         try:
             self.runner.end_explicitly(is_skipped=is_skipped)
@@ -134,21 +137,21 @@ class Monitor:
             self.recorder.guard("step", error)
 
     def set_step(self, step: int) -> None:
-        """Say which number the trainer itself gives to the step that runs, or comes next where none does."""
+        """Set the number of the running step, or of the next one between steps, to the trainer's own count."""
         try:
             self._descriptor.renumber(int(step))
         except Exception as error:
             self.recorder.guard("set_step", error)
 
     def gradients_ready(self, params: list[torch.Tensor] | None = None) -> None:
-        """Read the gradients of `params` (None: all) now: they are reduced and unscaled, and clipping comes next."""
+        """Measure the gradients of `params` (None: all) now, when they are reduced and unscaled and not clipped yet."""
         try:
             self._gradients.ready(params)
         except Exception as error:
             self.recorder.guard("gradients_ready", error)
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """Hand over what there is of the running step, as partial, and wait for the disk; False when that took too long.
+        """Write the rows of the running step, as a partial one, and wait until they are on disk; False after `timeout_s`.
 
         For a trainer that is about to end with an exception.
         """
@@ -159,11 +162,11 @@ class Monitor:
             return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed trainer needs: the number of the next step."""
+        """Return what a checkpoint has to hold for `load_state_dict`: the number of the next step."""
         return {"version": VERSION, "step": self.runner.next_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting where `state_dict` was taken; call it before the first forward."""
+        """Continue the count of steps from where `state_dict` was taken; call it before the first forward."""
         self._descriptor.resume(int(state["step"]))
 
     # -- what is measured ------------------------------------------------------------------------------------------
@@ -182,18 +185,18 @@ class Monitor:
         `statistics` is accepted for symmetry with commands: a row carries all of them. Raises ConfigError on unknown kinds.
         """
         del statistics
-        # A step that has begun counts; between steps the wish begins with the next one.
+        # A step that has begun counts as the first; between steps the next one is the first.
         first = self.runner.next_step
         self.planning.enable(kinds, targets, per_micro_step=per_micro_step, for_steps=for_steps, first_step=first)
 
     def disable(self, kinds: Iterable[str] | str | None = None, targets: Iterable[str] | str | None = None) -> None:
-        """Stop measuring `kinds` (None: everything but the black box); hooks that nobody needs are removed."""
+        """Stop measuring `kinds` (None: everything but the black box); hooks that are no longer needed are removed."""
         self.planning.disable(kinds, targets)
 
     def gradients(self) -> dict[str, Statistics]:
         """Return `reduced` and `unreduced` weight gradients of the running step: name -> statistic -> value, this rank's.
 
-        What is not measured in it is missing. On an accelerator this waits for the device: call it when you must know.
+        A tensor that is not measured in this step is missing. On an accelerator this waits for the device.
         """
         found = self._statistics.of((Kind.WGRAD, Kind.WGRAD_UNREDUCED))
         return {"reduced": found["wgrad"], "unreduced": found["wgrad_unreduced"]}
@@ -205,14 +208,14 @@ class Monitor:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def detach(self, reason: str = "detached") -> None:
-        """Take every hook off, send what there is, and measure nothing more. The model is exactly as before.
+        """Remove every hook, write the remaining rows, and measure nothing more. The model is exactly as before `attach`.
 
         reason: `detached`, or `exception` where an adapter sees its trainer raise.
         """
         self.session.end(reason)
 
     def close(self) -> None:
-        """Detach: under the name that `with sentinel.attach(...) as monitor:` and notebooks look for."""
+        """Do what `detach` does, under the name that Python gives to what has an end (`contextlib.closing`)."""
         self.detach()
 
     def __enter__(self) -> Self:
