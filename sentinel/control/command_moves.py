@@ -38,7 +38,7 @@ class Move(NamedTuple):
 def next_move(status: CommandStatus, ended: Mapping[int, int], now: float, expires_s: float) -> Move | None:
     """Return what becomes of a command now; None: nothing. Notes in `status` since when an answer is overdue.
 
-    ended: live rank -> newest step that it has spoken for (-1: none). now: seconds since the epoch.
+    ended: live rank -> newest step whose end it has reported (-1: none). now: seconds since the epoch.
     """
     command = status.command
     assert not isinstance(command, WithdrawCommand)

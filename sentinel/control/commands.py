@@ -35,7 +35,7 @@ often; longer: a command waits."""
 class RunCommands:
     """Writes the commands of one run and follows the answers. Not for several threads at once.
 
-    run_dir: the run's directory. audit: told of every change of state: (time, actor, action, details).
+    run_dir: the run's directory. audit: called for every change of state: (time, actor, action, details).
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class RunCommands:
                 self._enter(CommandStatus(command=command, source="cli", issued=now), now)
 
     def tick(self, ended: Mapping[int, int], now: float) -> list[CommandStatus]:
-        """Move commands on; return those whose state changed. ended: live rank -> newest step it has spoken for (-1:
+        """Move commands on; return those whose state changed. ended: live rank -> newest step whose end it has reported (-1:
         none). now: seconds since the epoch. Withdraws what came too late and is obeyed by nobody yet."""
         # Also when the clock was set back.
         if not 0 <= now - self._last_scan < SCAN_INTERVAL_S:

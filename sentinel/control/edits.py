@@ -1,6 +1,6 @@
 """Edits of the trainer's config file: a text that stands still becomes one command, obeyed by every rank at one step.
 
-The ranks are the truth of what is in force: each says so in its descriptor. So a restart of the trainer, which reads the
+What is in force is what each rank's descriptor says. So a restart of the trainer, which reads the
 file anew, asks for nothing; nor does one of the daemon, which hears what the ranks measure by.
 """
 
@@ -45,7 +45,7 @@ class ConfigInUse(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]
     host: str = ""
     ended: int = -1
-    """Newest step that the rank has spoken for."""
+    """Newest step whose end the rank's frames have reported; -1: none."""
 
     @classmethod
     def reported_by(cls, descriptor: Descriptor | None, ended: int) -> ConfigInUse:
@@ -83,7 +83,7 @@ class EditState(msgspec.Struct, kw_only=True):
 class ConfigFileEdits:
     """Follows the config file of one run. Not for several threads at once.
 
-    host: the name of this machine. audit: told of every broken edit and what became of others.
+    host: the name of this machine. audit: called for every broken edit, and with what became of others.
     """
 
     def __init__(

@@ -213,7 +213,7 @@ def first_step(newest_step: int, step_time_s: float | None, latency_s: float) ->
 class Escalator:
     """Turns proposals into commands of one run: not while it is on already, not too often, not in a dry run.
 
-    audit: told of every proposal, and why it was not followed.
+    audit: called for every proposal, and with the reason where it was not followed.
     """
 
     def __init__(self, config: ControlConfig, commands: RunCommands, audit: Audit) -> None:

@@ -1,4 +1,4 @@
-"""AttentionCollapse: attention that looks at one place only, and logits that grow until it must."""
+"""AttentionCollapse: attention whose entropy collapses onto one position, and logits that grow until softmax saturates."""
 
 from __future__ import annotations
 

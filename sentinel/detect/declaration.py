@@ -1,4 +1,5 @@
-"""Declaration: what a detector says of itself, in one value that is read when its rule is bound to what it watches."""
+"""Declaration: the statistics, groups and words of a detector, in one value that is read when its rule is bound to its
+series."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ CONTRACTS = {
 
 
 class Declaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a detector is asked for, what it is handed, and in which words its anomalies are told.
+    """What a detector is asked for, what it is handed, and in which words its anomalies are reported.
 
     A class attribute of the detector, called `declares`. ConfigError where a field holds what it cannot.
     """
@@ -38,7 +39,7 @@ class Declaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     over: Over = "series"
     """`series`: each tensor's or logged value's own past (`SeriesDetector`). Groups (`GroupDetector`): `copies` of a tensor,
     whose columns are `checksum` (uint64), at least two of which differ; `ranks` of a step, `step_s` and `wait_s` (NaN: not
-    known) and `stage`; `peers`, ranks that do the same work on other data, `value` (float64, NaN: not told) and `is_own`
+    known) and `stage`; `peers`, ranks that do the same work on other data, `value` (float64, NaN: not measured) and `is_own`
     (bool: the rank measured it itself; what is logged may be a mean over ranks). `moments`: ranks, by the time that passes
     (`LivenessDetector`). `losses`, `frames` and `ends` of ranks are Sentinel's own."""
     judges: Literal["tensors", "own_rows", "counts"] = "tensors"

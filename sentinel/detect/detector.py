@@ -1,4 +1,5 @@
-"""SeriesDetector: what every online detector owes the engine, and the two structs that travel between them."""
+"""SeriesDetector: the methods that the engine calls on every online detector, and the scores and state that they
+exchange."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ Explanation = tuple[np.ndarray, dict[str, np.ndarray]]
 
 
 class Scores:
-    """What a detector says of one point of each series.
+    """The score of one point of each series, 1.0 and more anomalous, with its baseline and evidence.
 
-    Baseline and evidence are formed when they are first read, for hardly any step needs them: read them before `learn`.
+    Baseline and evidence are computed when they are first read, for hardly any step needs them: read them before `learn`.
     """
 
     __slots__ = ("_explain", "_explained", "score")
@@ -33,7 +34,7 @@ class Scores:
 
     @classmethod
     def of(cls, score: np.ndarray, baseline: np.ndarray, **evidence: np.ndarray) -> Scores:
-        """Return scores whose explanation is at hand already."""
+        """Return scores whose baseline and evidence are computed already."""
         return cls(score, lambda: (baseline, evidence))
 
     def _explanation(self) -> Explanation:
@@ -68,7 +69,7 @@ class SeriesDetector(Protocol):
     """What it is asked for and handed, and what its anomalies mean."""
 
     def state(self, num_series: int) -> State:
-        """Return the state of series that have seen nothing."""
+        """Return the state of series before their first point."""
         ...
 
     def score(self, values: np.ndarray, state: State) -> Scores:

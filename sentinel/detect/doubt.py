@@ -1,7 +1,7 @@
-"""Rises of a scalar that one batch may make: alone they are written down, and told once they last or stand far out.
+"""Rises of a scalar that one batch may make: alone they are written down, and reported once they last or stand far out.
 
 Of one point above its bound nobody can tell a bad batch from an ordinary one of a series whose noise is not known yet, or is
-of a kind for which no deviation speaks. Five such kinds, each a matter of the state that was there before the point.
+of a kind that no deviation describes. Five such kinds, each a matter of the state that was there before the point.
 """
 
 from __future__ import annotations

@@ -24,13 +24,14 @@ LEVEL_CLIP = 3.0
 CHANGE_TO_SIGMA = MEAN_TO_SIGMA / math.sqrt(2.0)
 """And over the mean absolute difference of neighbours."""
 CHANGES = 3.0
-"""Times the deviation told from neighbours that the one about the level may be: between them lies what neighbours share."""
+"""Times the deviation from neighbouring points that the one about the level may be: between them lies what neighbours
+share."""
 WANDER_CLIP = 1.5
 """Times what is normal that a level teaches of its wandering at most."""
 REPORTED = 3.0
-"""Times the highest rise told that is normal once it is over."""
+"""Times the highest rise reported that is normal once it is over."""
 GOES_ON = 0.5
-"""Share of the highest rise told that is normal while it goes on: a rise is over where half of it is gone."""
+"""Share of the highest rise reported that is normal while it goes on: a rise is over where half of it is gone."""
 LEVEL_OFF = 0.125
 """Share of its rise by which a level at rest moves at most in the latter half of the time it was flagged; of one that climbs
 on it is a quarter."""
@@ -42,7 +43,7 @@ BLOCK = 4
 ROUGH_NOISE = 9.0
 """Times the variance that noise gives a level that it gives a turn: 6, and half again."""
 STEP_CLIP = 2.0
-"""And past which it adds no more to the sum: a spike of a few points is no drift, for another detector tells of it."""
+"""And past which it adds no more to the sum: a spike of a few points is no drift, and another detector reports it."""
 
 
 class _Level(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,7 +127,7 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """And how many standard deviations of one point, where that is more."""
     slack_wander: float = 1.75
     """And how many times as far as the level has ever stood above its best, where that is more: what a run has done before
-    is no drift. 0: of the past only what was told is a measure."""
+    is no drift. 0: of the past only what was reported is a measure."""
     slack_walk: float = 3.5
     """And how many deviations of where chance would have led the level since its best, by how often it turned down in the
     run's last half, where that is more, in an old run up to 2.5 times its record: what goes up by chance comes down by
@@ -178,7 +179,8 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return np.asarray(np.maximum(np.minimum(state["noise"], CHANGES * state["change"]), 1e-9))
 
     def _slack(self, state: State) -> np.ndarray:
-        """Return the rise above the best level that is normal; while one goes on that was told, what ends it."""
+        """Return the rise above the best level that is normal; while a reported one goes on, the level at which it is
+        over."""
         own = np.maximum(math.log1p(self.slack), self.slack_sigmas * self._noise(state))
         past = np.maximum(self.slack_wander * state["known"], REPORTED * state["told"])
         block = BLOCK * self.memory
@@ -217,7 +219,7 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
         flagged = ready & anomalous
         apart = np.abs(state["level"] - state["best"])
         state["told"][flagged] = np.maximum(state["told"], apart)[flagged]
-        # What was told has to be over for long before more is: a rise on which points scatter is one.
+        # What was reported has to be over for long before more is: a rise on which points scatter is one.
         for name in ("above", "below"):
             begins = flagged & (state["run"] == 0) & (state[name] >= self.threshold)
             state[name][begins] = 2.0 * self.threshold

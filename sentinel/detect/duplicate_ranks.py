@@ -1,4 +1,4 @@
-"""DuplicateRanks: ranks that ought to work on data of their own, and tell the same number to the last bit."""
+"""DuplicateRanks: ranks that ought to work on data of their own, and measure the same number to the last bit."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ _RATE = 0.03
 class DuplicateRanks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Data-parallel ranks whose loss, activation or unreduced gradient is the same to the last bit: they read the same data.
 
-    Two batches never give a float64 of thousands of elements twice. After a life in which a rank's number was nobody
-    else's: anomalous once it is a peer's for `lasting` steps, and for four times as many as ever before (losses that are
-    logged with few digits meet now and then); what the rank measured itself is written down (`info`) at the first.
+    Two batches never give a float64 of thousands of elements twice. After steps in which a rank's number was nobody else's:
+    anomalous once it is a peer's for `lasting` steps, and for four times as many as ever before (losses that are logged with
+    few digits meet now and then); what the rank measured itself is written down (`info`) at the first.
 
-    From the first step on: told after `from_start` steps, of what the rank measured itself alone (a logged loss may be the
-    mean over all), and only where it moves as data do: the correlation of successive changes is below -1/4, which is -1/2
-    for values drawn anew and 0 and more for what training moves, so that a learned position is no duplicate. Ranks that
-    differ
-    on another axis than the data-parallel one are not compared.
+    From the first step on: reported after `from_start` steps, of what the rank measured itself alone (a logged loss may be
+    the mean over all), and only where it moves as data do: the correlation of successive changes is below -1/4, which is
+    -1/2 for values drawn anew and 0 and more for what training moves, so that a learned position is no duplicate. Ranks that
+    differ on another axis than the data-parallel one are not compared.
 
-    Source: bit-equality of moments over disjoint batches has probability zero; a sampler that is not told its rank is the
+    Source: bit-equality of moments over disjoint batches has probability zero; a sampler that is not given its rank is the
     classic cause (torch.utils.data.distributed.DistributedSampler left out). First differences of white noise correlate
     with -1/2: Box & Jenkins, Time Series Analysis (1970).
     """

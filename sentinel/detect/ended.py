@@ -14,7 +14,8 @@ from sentinel.run_end import GOODBYE, RankEnd, RunEnd
 
 
 class RunEnded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Says how grave an end is. What ended, how, and which rank went first is decided where ranks are heard."""
+    """Gives the severity of an end. What ended, how, and which rank went first is decided by the watch over frames and
+    heartbeats."""
 
     declares: ClassVar[Declaration] = Declaration(
         over="ends",
@@ -23,11 +24,12 @@ class RunEnded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     )
 
     settle_s: float = 2.0
-    """Seconds from the first rank's end until it is told while others live: so long their own ends may still come in."""
+    """Seconds from the first rank's end until it is reported while others live: so long their own ends may still come in."""
     unheard_s: float = 2.5
-    """Ranks whose connections broke blame one that was not heard for so many seconds: heartbeats are one apart."""
+    """Ranks whose connections broke blame one whose newest heartbeat is so many seconds old: heartbeats are one second
+    apart."""
     old_after_s: float = 86400.0
-    """An end that is found so many seconds later, by a daemon that was not there, is written down and told to nobody."""
+    """An end that is found so many seconds later, by a daemon that was not there, is written down and sent to nobody."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

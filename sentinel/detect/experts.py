@@ -71,8 +71,8 @@ class DominantExpert(FormDetector, frozen=True, kw_only=True, forbid_unknown_fie
     """An expert that comes to get nearly every token: the largest share of rows `M:load`, of the tokens that each gets.
 
     A share of 1 is the end of choice, however many experts a token has, and also where the others still share what is
-    left (a second choice), so that none is idle and the balance only doubles. It is absolute: it tells of a router that
-    collapsed before rules with a past judge it. But it must last, for young routers go through this and come back.
+    left (a second choice), so that none is idle and the balance only doubles. It is absolute: it reports a router that
+    collapsed before rules with a baseline judge it. But it must last, for young routers go through this and come back.
 
     Source: expert collapse: Shazeer et al. (2017), section 4; Chi et al. (2022).
     """
@@ -160,7 +160,7 @@ class DeadExpert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         rise = np.where(usable, values - usual, 0.0)
         many = np.where(state["count"] >= self.after, np.maximum(rise, 0.0) / self._normal(state), 0.0)
         is_young = usable & (state["count"] >= EARLY) & (state["count"] < self.after) & (usual <= 0.5 * MOST)
-        # What a young router came back from once tells of no collapse when it does so again.
+        # What a young router came back from once is no collapse when it does so again.
         is_young &= ~state["came_back"]
         many = np.where(is_young & (values >= MOST), values / MOST, many)
 

@@ -1,4 +1,5 @@
-"""FormDetector: a detector that is a form. It says which, and the form does the work."""
+"""FormDetector: a detector that chooses a form (baseline, limit or stillness) for each statistic, which scores and learns
+for it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class FormDetector(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             self.form(statistic)
 
     def form(self, statistic: str) -> Form:
-        """Return the form that the detector is for a statistic. ConfigError where the arguments make none."""
+        """Return the form that scores a statistic. ConfigError where the arguments make none."""
         raise NotImplementedError
 
     def state(self, num_series: int) -> State:
@@ -30,7 +31,7 @@ class FormDetector(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.form(self.declares.statistics[0]).state(num_series)
 
     def score(self, values: np.ndarray, state: State) -> Scores:
-        """Score one point a series; 0.0 for what is NaN or infinite (that is for AnomalyNan to say)."""
+        """Score one point a series; 0.0 for what is NaN or infinite (AnomalyNan reports these)."""
         return self.form(self.declares.statistics[0]).score(values, state)
 
     def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""GroupDetector: what a detector owes the engine that compares the members of groups with one another."""
+"""GroupDetector: the methods that the engine calls on a detector that compares the members of groups with one another."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GroupDetector(Protocol):
     """Of which `over` says what its groups and columns are."""
 
     def state(self, num_members: int) -> State:
-        """Return the state of members that have seen nothing; no arrays where it needs none."""
+        """Return the state of members before their first point; no arrays where it needs none."""
         ...
 
     def score(self, points: Points, group: np.ndarray, state: State) -> Scores:

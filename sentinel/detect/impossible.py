@@ -11,7 +11,7 @@ from sentinel.detect.detector import State
 
 
 class ImpossibleFrame(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Frames whose checksum is right and whose content is impossible: left out when they are read, and told here.
+    """Frames whose checksum is right and whose content is impossible: left out when they are read, and reported here.
 
     What is impossible needs no baseline. All that one rank writes within the quiet steps of the rule is one episode.
     """

@@ -68,7 +68,7 @@ class PrecisionLoss(FormDetector, frozen=True, kw_only=True, forbid_unknown_fiel
     lasting: int = 1
     """Points in a row past the limit that are anomalous."""
     after: int = 0
-    """Points within the limit that a series must have had before; 0: what a format never held is told too."""
+    """Points within the limit that a series must have had before; 0: what a format never held is reported too."""
 
     def __post_init__(self) -> None:
         if not self.limit >= 0:

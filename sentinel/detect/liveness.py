@@ -15,12 +15,14 @@ from sentinel.errors import ConfigError
 Facts = dict[str, np.ndarray]
 """Named columns, one value a rank of the newest attempt:
 
-- heard_at, moved_at: seconds on the clock of `now`, when anything of the rank was heard last, and when its (step, call_id)
-  or its activity changed last. is_live: bool, it was heard while it was watched, and not only from a recording.
+- heard_at, moved_at: seconds on the clock of `now`, when the newest frame or heartbeat of the rank came, and when its (step,
+  call_id) or its activity changed last. is_live: bool, its frames or heartbeats came while it was watched, and not only from
+  a recording.
 - step, call_id: where it stands. num_calls: calls of its last whole step, 0: not known. has_stepped: bool, it has ended a
   step. activity: `init`, `train`, `eval`, `checkpoint`. pp_stage. left: why it said bye, empty while it has not.
-- has_died: bool, it is gone otherwise than in order: another rule tells of that. May be left out: nobody is.
-- is_stopped: bool, its process is there and stopped, as its machine tells. May be left out: nobody is.
+- has_died: bool, it is gone otherwise than in order, which another rule reports. May be left out: nobody is.
+- is_stopped: bool, its process is there and stopped, as the operating system of its machine says. May be left out: nobody
+  is.
 - waits_s: how long each has waited for others without pause, 0.0 where it does not or where not every rank of the run was
   heard. May be left out: nobody waits.
 - is_waiting: int, 1 inside a collective, 2 at the border of its pipeline stage, 0 elsewhere, -1 not known.
@@ -81,7 +83,8 @@ class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     quiet_after_s: float = 120.0
     """The same while it starts, evaluates or writes a checkpoint: heartbeats may be held up then."""
     stopped_after_s: float = 2.5
-    """The same of a rank whose process is stopped, as its machine tells: heartbeats are one second apart."""
+    """The same of a rank whose process is stopped, as the operating system of its machine says: heartbeats are one second
+    apart."""
     hang_after_s: float = 30.0
     """Least seconds without progress inside a step, heartbeats coming, that are a hang."""
     hang_factor: float = 10.0
@@ -223,10 +226,11 @@ def _wait_for_each_other(facts: Facts, is_here: np.ndarray) -> bool:
 
 
 def _behind(facts: Facts, is_here: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
-    """Return the positions of the ranks that have come least far: one, or several that nothing tells apart.
+    """Return the positions of the ranks that have come least far: one, or several that came equally far.
 
-    Ranks of one pipeline stage make the same calls, so that call_id tells who is behind. Between stages it does not: there a
-    rank in the midst of its work comes before one that waits for its neighbour, then the smaller share of its usual calls.
+    Ranks of one pipeline stage make the same calls, so that the least call_id is behind. Between stages it need not be:
+    there a rank in the midst of its work comes before one that waits for its neighbour, then the smaller share of its usual
+    calls.
     """
     step, call, stage = facts["step"], facts["call_id"], facts["pp_stage"]
     pool = np.flatnonzero(is_here & (step == step[is_here].min()))

@@ -24,7 +24,7 @@ class LostRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     )
 
     least_rows: int = 1
-    """Rows lost in an episode, all ranks together, from which it is told; whole steps are always told."""
+    """Rows lost in an episode, all ranks together, from which they are reported; lost whole steps always are."""
 
     def __post_init__(self) -> None:
         if self.least_rows < 1:
@@ -35,7 +35,7 @@ class LostRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return {}
 
     def is_worth_telling(self, num_rows: int, num_steps_gone: int) -> bool:
-        """Whether so many lost rows, and steps of which nothing is left, are told."""
+        """Return whether so many lost rows, and steps of which nothing is left, are reported."""
         return num_steps_gone > 0 or num_rows >= self.least_rows
 
     def is_grave(self, num_rows: int, num_finite: int, num_steps_gone: int) -> bool:

@@ -49,8 +49,8 @@ FAR, FAR_K = 3.0, 0.3
 ASTRAY = 6.0
 """Deviations past which a reference run among many has gone astray by itself at this step, and is not asked."""
 LONELY = 2.5
-"""Reference runs near the best below which the run cannot be told from a reference run that is itself astray: only a rise
-counts there, and only if it is the run, not the reference run, that left its own course."""
+"""Reference runs near the best below which the run cannot be distinguished from a reference run that is itself astray: only
+a rise counts there, and only if it is the run, not the reference run, that left its own course."""
 GAIN = 0.5
 """Share of the run's own noise that the residual may have: what is no quieter comes from other data, and says nothing."""
 ENOUGH = 32

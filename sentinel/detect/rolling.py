@@ -12,7 +12,7 @@ MAD_TO_SIGMA = 1.4826
 HALF_TO_SIGMA = 0.7413011092528009
 """And over the width of its middle half, 1 / (2 * 0.67449)."""
 MOST_TO_SIGMA = 0.19507602886806754
-"""Half of what it is over the width of its middle four fifths, 1 / (2 * 1.28155): speaks where values printed with few
+"""Half of what it is over the width of its middle four fifths, 1 / (2 * 1.28155): it is used where values printed with few
 digits leave the middle half no width, and nowhere else."""
 STEP_TO_SIGMA = 1.0483565417151464
 """And over the median absolute difference of neighbours, 1.4826 / sqrt(2)."""
@@ -255,7 +255,7 @@ def _center(state: State, rows: np.ndarray) -> None:
 def _choose_unit(p: RollingParameters, state: State, row: int) -> None:
     """Decide below what the scale is linear: at the end of the warm-up, and when a window comes to zero and below.
 
-    The noise is told from the median step, which a decay does not move much, and where most steps are none from the
+    The noise is estimated from the median step, which a decay does not move much, and where most steps are none from the
     smallest: few digits.
     """
     points = state["points"][row, : state["filled"][row]]

@@ -24,7 +24,7 @@ SCATTER = 4.0
 """Median distances between peers, in this very step, that are still normal: where all scatter nobody stands out. Smaller:
 ordinary scatter is reported; larger: one wrong rank among restless peers is not."""
 LEAST_SCATTER = 4
-"""Peers that a scatter is told from."""
+"""Fewest peers from which their scatter is estimated."""
 CLEAR = 2.0
 """Of two ranks, the one that left its own past this many times as far as the other is the one that moved. Smaller: the wrong
 one of two may be named; larger: neither is."""

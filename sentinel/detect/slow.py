@@ -177,7 +177,7 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Return the steps in a row that each rank must be late: more where others were as late just now, by turns, and
         twice as many while its usual spread is known from a few steps alone, unless it is as late as `sudden`.
 
-        Then no rank is slow, but the host or the network that they share; what lasts, or is twice as bad, is told still.
+        Then no rank is slow, but the host or the network that they share; what lasts, or is twice as bad, is reported still.
         """
         needed = np.full(len(size), self.lasting)
         needed[(state["num_steps"] < 2 * self.warmup) & (size < math.log(self.sudden))] *= 2

@@ -38,7 +38,7 @@ MAX_COUNT = 32_000
 LEAST_COMMON = 4
 """Series from which the movement that all share is taken; of fewer, one series alone would be most of their median."""
 COMMON_SAMPLE = 128
-"""Of twice as many series and more, every n-th tells the common movement: its noise is a ninth of a series' own."""
+"""Of twice as many series and more, the common movement is taken from every n-th: its noise is a ninth of a series' own."""
 PATIENCE = 4
 """A series must repeat for this many times as long as its longest repetition that ended before. Smaller: a tensor that often
 pauses is reported; larger: a dead one is reported later."""
@@ -168,7 +168,7 @@ class BaselineForm(msgspec.Struct, frozen=True, kw_only=True):
                 state["zero_is_normal"] |= zeros & (state["count"] > 0)
                 usable = usable & ~zeros
             if state["run"].any():
-                # A zero that came and went may come again; the first was told.
+                # A zero that came and went may come again; the first was reported.
                 state["zero_is_normal"] |= (state["run_location"] <= LOG_TINY) & (state["run"] > 0) & usable & ~anomalous
         common = self._common(z - _wide(state["location"]), values, state) if self.common else 0.0
         self._learn(z, state, anomalous, usable, self._floor(state), common)

@@ -2,8 +2,8 @@
 
 Far from zero asinh is a logarithm, so one setting fits losses of any unit and decays of many decades; once a series comes to
 zero or below it is linear about zero. The noise is what points stand apart from the median of the points about them, which a
-trend or a step of the level hardly moves, and is told from the middle half of the last such residuals; what is far above the
-largest of them is anomalous whatever that half says. Tuned on 52 labelled series of public logs; benchmarks/detection.py
+trend or a step of the level hardly moves, and is taken from the middle half of the last such residuals; what is far above
+the largest of them is anomalous whatever that half says. Tuned on 52 labelled series of public logs; benchmarks/detection.py
 reports what constants find that were chosen without the repository scored (loro).
 """
 

@@ -1,5 +1,5 @@
 """Anomalies that follow from the same causes, as one thing with a course of its own: it opens, grows, and ends once.
 
 In: the anomalies of a closed step, or of a moment, and the facts of the step. Out: revisions of incidents.
-Never: judges a value, reads a clock or a file, or tells anybody.
+Never: judges a value, reads a clock or a file, or sends a message.
 """

@@ -13,7 +13,7 @@ numbers never share an incident.
   an incident whose last step's update the weights carried on, a step or two ago; else a young one whose first cause still
   shows, before it; else it opens one of its own. A note that turns grave joins the incident that came of it meanwhile.
 - What is graver than an incident is explained by it only a step or two after its series was last seen there.
-- A member that is several times worse than what the title tells is told: title, root and severity follow it.
+- A member that is several times worse than the title's anomaly is reported: title, root and severity follow it.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Joining:
     def _with_its_consequence(self, one: OpenIncident, group: list[Anomaly]) -> OpenIncident:
         """Return the incident that takes in what a known one shows now.
 
-        A note that turns out to be grave (optimizer state that was lost) is told with the incident that came of it
-        meanwhile, of which people have heard; it opens none of its own beside it.
+        A note that turns out to be grave (optimizer state that was lost) is reported with the incident that came of it
+        meanwhile, whose message was sent; it opens none of its own.
         """
         is_note = one.nature == "finite" and one.incident.severity is Severity.INFO
         into = self._peers.beside(one) if is_note and any(a.severity is not Severity.INFO for a in group) else None

@@ -34,7 +34,7 @@ step; more: the message comes later."""
 
 
 class OpenIncident(msgspec.Struct, kw_only=True):
-    """An open incident: its newest revision, and what is needed to know what it explains."""
+    """An open incident: its newest revision, and the series, steps and evidence by which it takes further anomalies in."""
 
     incident: Incident
     nature: str
@@ -62,11 +62,11 @@ class OpenIncident(msgspec.Struct, kw_only=True):
     carried_step: int = -1
     """Newest step with a member above `info` whose update the optimizer took: the weights carry it on; -1: none."""
     notified_size: float = 0.0
-    """Size of what the title tells (`scope.size_of`)."""
+    """Size of the anomaly that the title names (`scope.size_of`)."""
     notified_step: int = -1
-    """Step of what the title tells."""
+    """Step of the anomaly that the title names."""
     worse: Anomaly | None = None
-    """The worst member since that is several times as bad; told once growth has had its time."""
+    """The worst member since that is several times as bad; reported `GROWING_STEPS` after the title's anomaly."""
     reopened_step: int = -1
     """Newest step when a person opened it again; -1: nobody did."""
     has_settled: bool = False
@@ -75,18 +75,18 @@ class OpenIncident(msgspec.Struct, kw_only=True):
     evidence: Evidence = msgspec.field(default_factory=lambda: Evidence(opened=-1))
     """What it has shown, for the diagnosis."""
     diagnosis: HeldDiagnosis = msgspec.field(default_factory=HeldDiagnosis)
-    """What it makes one suspect, as people are told."""
+    """The diagnosis that revisions carry, which changes once another has held."""
     facts: tuple[str, ...] = ()
     """Evidence that stays whatever is suspected."""
 
     @property
     def is_by_jump(self) -> bool:
-        """Whether what is told is that a learning rate jumped."""
+        """Whether the title's anomaly is a learning rate that jumped."""
         jump, notified = self.evidence.jump, self.diagnosis.notified
         return jump is not None and notified.suspected == "model" and notified.reasons[:1] == by_jump(self.evidence).reasons
 
     def revise(self, *, state: str | None = None, evidence: str | None = None) -> None:
-        """Give it another state, or one more fact."""
+        """Make the next revision, with another state or one more line of evidence."""
         if state is not None:
             self.incident = msgspec.structs.replace(self.incident, state=state)
             if state in CLOSED_STATES and self.evidence.opened >= 0:
@@ -122,7 +122,7 @@ class OpenIncident(msgspec.Struct, kw_only=True):
         later = [a for a in group if a.step > now.opened_step]
         is_graver = severity.level > was_level if self.nature == "liveness" else severity.level > was_level == 0
         if is_graver and later:
-            # What was only written down is told from now on by what makes it worth telling; a slow rank that died, as dead.
+            # A note gets title and root from what made it graver; a slow rank that died, from its death.
             self._lead(later, "graver than what it began with")
         else:
             self._note_worse(group)
@@ -164,7 +164,7 @@ class OpenIncident(msgspec.Struct, kw_only=True):
             self.retell(first, origin(first, group), why)
 
     def _note_worse(self, group: list[Anomaly]) -> None:
-        """Keep the worst member of the subject that is told, where it is several times as bad as that."""
+        """Keep the worst member of the title's subject, where it is several times as bad as the title's anomaly."""
         mine = series_of(self.root)
         for anomaly in group:
             is_same = anomaly.statistic == self.root.statistic and series_of(anomaly) == mine
@@ -174,7 +174,7 @@ class OpenIncident(msgspec.Struct, kw_only=True):
                 self.worse = anomaly
 
     def tell_worse(self, step: int, stride: int) -> None:
-        """Tell a member that is several times worse than what the title says, once growth has had its time."""
+        """Revise title and severity by the worst member, `GROWING_STEPS` after the title's anomaly."""
         worse = self.worse
         if worse is None or step - self.notified_step < GROWING_STEPS * stride:
             return
@@ -182,7 +182,7 @@ class OpenIncident(msgspec.Struct, kw_only=True):
         self.retell(worse, origin(worse, [worse]), "several times worse than what was told")
 
     def absorb(self, other: OpenIncident) -> None:
-        """Take over what turned out to be the same."""
+        """Take over the members and evidence of an incident that turned out to be the same."""
         a, b = self.incident, other.incident
         self.episodes |= other.episodes
         for mine, theirs in ((self.series, other.series), (self.lineages, other.lineages)):
@@ -218,7 +218,7 @@ class OpenIncident(msgspec.Struct, kw_only=True):
         self.revise(evidence=f"turned non-finite at step {step}: {words}")
 
     def retell(self, root: Anomaly, born: Origin, why: str) -> None:
-        """Tell it by another root from now on; what was told before stays among the facts."""
+        """Give it the title, severity and root of another anomaly; the title before stays among the facts."""
         before = self.incident.title
         self.root, self.origin = root, born
         self.notified_size, self.notified_step, self.worse = size_of(root), root.step, None
@@ -233,7 +233,7 @@ class OpenIncident(msgspec.Struct, kw_only=True):
         self.revise(evidence=f"{why}; told before: {before}")
 
     def suspect(self, *, is_over: bool = False) -> None:
-        """Say what it makes one suspect now, once that has held (`diagnosis/held.py`), and why. is_over: it ends here."""
+        """Revise its diagnosis, once another has held (`diagnosis/held.py`). is_over: the incident ends here."""
         evidence, held = self.evidence, self.diagnosis
         found = diagnose(evidence)
         step = max(evidence.seen, self.incident.last_step)
@@ -260,7 +260,8 @@ def has_bad_episode(one: OpenIncident) -> bool:
 
 
 def as_seen(incident: Incident, root: Anomaly, missing: Collection[int]) -> Incident:
-    """Return an incident as it is told where ranks had not spoken of its step: what was seen may not have been first."""
+    """Return an incident as reported where rows of some ranks were missing in its step: another anomaly may have been
+    first."""
     if not missing or root.rank in missing:
         return incident
     who = ", ".join(map(str, sorted(missing)[:8]))
@@ -296,7 +297,7 @@ def refine(one: OpenIncident, cause: Anomaly, born: Origin) -> None:
 
 
 def opening_facts(nature: str, root: Anomaly, causes: list[Anomaly], group: list[Anomaly]) -> tuple[str, ...]:
-    """What is known when an incident opens: facts alone."""
+    """Return the lines of evidence of an incident that opens: facts alone."""
     if nature != "nonfinite":
         return ()
     border = f" (border {root.border})" if root.border else ""

@@ -53,7 +53,7 @@ class Peers:
         stride: int,
         rates: Mapping[str, float],
     ) -> None:
-        """stride: steps from one that is told of to the next; quiet and nearness are counted in it.
+        """stride: steps from one measured step to the next; quiet and nearness are counted in it.
 
         rates: the newest learning rates by name.
         """

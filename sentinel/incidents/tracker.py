@@ -1,7 +1,7 @@
-"""Incidents: anomalies that follow from the same first causes, as one thing that opens, grows, is refined and ends.
+"""IncidentTracker: groups anomalies that follow from the same first causes into incidents, which open, are revised and end.
 
-What explains what stands in `joining.py`. What an incident makes one suspect (`diagnosis/`) is said anew after every step
-while it is open.
+Which incident explains an anomaly is decided in `joining.py`. The diagnosis of an open incident (`diagnosis/`) is made anew
+after every step.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class IncidentTracker:
         is_skipped: the optimizer skipped this step, so a NaN in it is in no weight.
         settled: ids of onsets whose series went on at a new level, which closes their incident as `settled`.
         facts: what diagnoses ask of the step beside its anomalies; None: nothing is known of it, as on a tick.
-        stride: steps from one that is told of to the next; quiet and nearness are counted in it.
+        stride: steps from one measured step to the next; quiet and nearness are counted in it.
         ended: the attempt is over: what is open ends with it, these anomalies among it.
         """
         before = self._revisions()

@@ -1,4 +1,4 @@
-"""TrackerState: all that is remembered of incidents from step to step, as it stands in a snapshot."""
+"""TrackerState: the open and remembered incidents and the background of the attempt, as a snapshot holds them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_CLOSED = 64
 
 
 class TrackerState(msgspec.Struct, kw_only=True):
-    """All that a tracker remembers."""
+    """The open incidents, the closed ones that may be reopened, and what is usual in the attempt."""
 
     open: list[OpenIncident] = []
     owner: dict[str, str] = {}

@@ -25,7 +25,7 @@ from sentinel.store.journal import Journal
 from sentinel.store.run_paths import RunPaths
 
 PROGRESS_STEPS = 64
-"""Steps after which progress is told again."""
+"""Steps between two lines of progress."""
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Alarm(msgspec.Struct, frozen=True, kw_only=True):
-    """An anomaly's onset, as a back-test tells it: one object of `--json`."""
+    """An anomaly's onset, as a back-test prints it: one object of `--json`."""
 
     file: str
     channel: str

@@ -23,7 +23,7 @@ STEP = "step"
 class RecordedRun:
     """What a run has on disk, as of now. Steps that a daemon decided are made as it made them, the others as they lie there.
 
-    Where a daemon is at work only its decided steps are here: of the ones behind, some ranks may not have spoken yet.
+    Where a daemon is at work only its decided steps are here: of later ones, frames of some ranks may not have come yet.
     """
 
     def __init__(self, paths: RunPaths) -> None:

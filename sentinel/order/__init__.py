@@ -1,4 +1,4 @@
 """The law of order: what happened before what, which anomalies came first, and where a fault was born.
 
-In: anomalies. Out: indices and names. Never: groups over steps, tells a story, or reads a file.
+In: anomalies. Out: indices and names. Never: groups over steps, writes sentences, or reads a file.
 """

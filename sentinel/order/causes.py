@@ -88,7 +88,7 @@ def _minimal(anomalies: Sequence[Anomaly], *, possibly: bool) -> list[int]:
 
 
 class _StepTable:
-    """The least of everything in one step, gathered by lane, so that one look-up tells whether anything is before."""
+    """The least of everything in one step, gathered by lane, so that one look-up decides whether anything is before."""
 
     def __init__(self, positions: Iterable[Position]) -> None:
         self.num_phase: Counter[Phase] = Counter()

@@ -27,7 +27,8 @@ from sentinel.kinds import Phase
 
 
 def by_data(evidence: Evidence, signs: list[Sign], notes: list[StepEvidence]) -> Diagnosis | None:
-    """Return what speaks of the data of several steps, or of one tensor at the front; None: nothing does."""
+    """Return the diagnosis `batch` where data of several steps, or one tensor at the front, account for it; None: they do
+    not."""
     if not notes or any(sign.phase is Phase.PARAM or sign.detector in SURE_STATES for sign in signs):
         return None
     return _of_one_replica(evidence, signs, notes) or _stretch(evidence, notes) or _front(evidence, signs, notes)

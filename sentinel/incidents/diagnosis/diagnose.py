@@ -1,9 +1,9 @@
 """What an incident suspects, and why: `batch`, `model`, `precision`, `hardware`, `program` or `unknown`.
 
-Pure and deterministic: the same evidence gives the same diagnosis. When it is told is a matter of `held.py`. The rules, in
+Pure and deterministic: the same evidence gives the same diagnosis. When it is sent is decided in `held.py`. The rules, in
 the order in which they are asked, with their reasons; the first that holds decides.
 
-1. Liveness (a slow or silent rank) is `unknown`. A rank's time tells nothing about why: device, host, input pipeline and
+1. Liveness (a slow or silent rank) is `unknown`. A rank's time does not show why: device, host, input pipeline and
    deadlock look alike.
 2. Copies of the same numbers (a weight, its optimizer state, a reduced gradient) that were bit-identical, and are not. Data
    cannot do that: reduced gradients are the same on all replicas, so that every copy takes the same update. A machine

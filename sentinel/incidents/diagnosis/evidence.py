@@ -145,7 +145,8 @@ class LearningRateJump(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evidence(msgspec.Struct, kw_only=True):
-    """What an incident has shown."""
+    """What the anomalies and closed steps of an incident have shown, of which its diagnosis is made; kept in the
+    snapshot."""
 
     opened: int
     is_liveness: bool = False
@@ -172,7 +173,7 @@ class Evidence(msgspec.Struct, kw_only=True):
     finite_gradients: dict[int, int] = {}
     """Newest step -> weight gradients in it that were measured and finite; 0 where some were not."""
     missing: dict[int, tuple[int, ...]] = {}
-    """Step in which something was born non-finite -> ranks that had not spoken of it; at most `MAX_ORIGINS`."""
+    """Step in which something was born non-finite -> ranks whose frames of it had not come; at most `MAX_ORIGINS`."""
     origins: list[NonFiniteOrigin] = []
     num_origins: int = 0
     divergences: list[Divergence] = []
@@ -222,7 +223,7 @@ class Evidence(msgspec.Struct, kw_only=True):
 
     @property
     def is_about_a_stop(self) -> bool:
-        """Whether a rank's process is stopped, as its machine tells."""
+        """Whether a rank's process is stopped, as the operating system of its machine says."""
         return any(sign.statistic == "stopped_s" for sign in self.signs.values())
 
     def join(self, group: Iterable[Anomaly], facts: StepFacts | None) -> None:

@@ -1,4 +1,4 @@
-"""HeldDiagnosis: the diagnosis of an incident that people are told, which changes only for one that has held."""
+"""HeldDiagnosis: the diagnosis that an incident's messages carry, which changes only for one that has held."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _FIGURES = re.compile(r"\d+")
 
 
 class HeldDiagnosis(msgspec.Struct, kw_only=True):
-    """What is told, and for how long another diagnosis has held instead. Kept in the tracker's snapshot.
+    """The diagnosis in force, and for how many closed steps another has held instead. Kept in the tracker's snapshot.
 
-    Each change that was told doubles the steps for which the next must hold, so that evidence which comes and goes does not
-    make messages that come and go. The end of the incident tells what is suspected then, however long it has held.
+    Each change that was sent doubles the steps for which the next must hold, so that evidence which comes and goes does not
+    make messages that come and go. The incident's last message has the diagnosis of its end, however long that has held.
     """
 
     notified: Diagnosis = UNKNOWN
     to_do: str = ""
     """What to do about it, in a sentence."""
     other: Diagnosis | None = None
-    """What is suspected instead, and is not told yet."""
+    """The diagnosis that would replace it, and has not held for long enough yet."""
     since: int = 0
     """Number of the closed step from which on it has been suspected."""
     changes: tuple[str, ...] = ()
-    """Sentences that say what took the place of a diagnosis that had been told, and why; oldest first."""
+    """Sentences that say what took the place of a diagnosis that had been sent, and why; oldest first."""
     num_notified: int = 0
-    """Diagnoses other than `unknown` that were told, and those that took their place."""
+    """Number of diagnoses other than `unknown` that were sent, and of those that took their place."""
 
     @classmethod
     def of(cls, incident: Incident) -> HeldDiagnosis:
-        """Return what was told of an incident by a version that kept nothing but its revisions."""
+        """Return the held diagnosis of an incident whose snapshot, of an older version, has nothing but its revisions."""
         notified = Diagnosis(suspected=incident.suspected, skip_steps=incident.skip_steps)
         return cls(notified=notified, num_notified=1)
 

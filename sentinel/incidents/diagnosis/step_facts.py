@@ -133,9 +133,9 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_lanes: int = 1
     """Data-parallel replicas."""
     is_whole: bool = True
-    """Every rank spoke of the step to its end: what is not anomalous in it is well."""
+    """Every rank's frames of the step are complete: what is not anomalous in it is well."""
     missing: tuple[int, ...] = ()
-    """Ranks that had not spoken of the step to its end when it was judged: what began there is not seen."""
+    """Ranks whose frames of the step were incomplete when it was judged: what began there is not seen."""
     num_compared: int = 0
     """Weights of which several copies were compared, bit by bit."""
     num_weights: int = 0
