@@ -1,5 +1,4 @@
-"""Declaration: the statistics, groups and words of a detector, in one value that is read when its rule is bound to its
-series."""
+"""Declaration: the statistics, groups and words of a detector, in one value that is read when its rule is bound."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ CONTRACTS = {
 class Declaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a detector is asked for, what it is handed, and in which words its anomalies are reported.
 
-    A class attribute of the detector, called `declares`. ConfigError where a field holds what it cannot.
+    A class attribute of the detector, called `declares`. Raises ConfigError where a field's value is not valid.
     """
 
     summary: str

@@ -1,5 +1,4 @@
-"""SeriesDetector: the methods that the engine calls on every online detector, and the scores and state that they
-exchange."""
+"""SeriesDetector: the methods that the engine calls on every online detector, and the scores that it gets."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ _permission = {"is_given": False}
 
 
 def allow_code(is_allowed: bool = True) -> None:
-    """Let rules of this process name detectors by dotted path, the current directory included: the command line's word."""
+    """Let rules of this process name detectors by dotted path, the current directory included; called where the command line
+    has `--allow-code`."""
     _permission["is_given"] = is_allowed
     if is_allowed and "" not in sys.path:
         sys.path.insert(0, "")

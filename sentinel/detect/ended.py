@@ -14,8 +14,7 @@ from sentinel.run_end import GOODBYE, RankEnd, RunEnd
 
 
 class RunEnded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Gives the severity of an end. What ended, how, and which rank went first is decided by the watch over frames and
-    heartbeats."""
+    """Gives the severity of an end. What ended, how, and which rank went first is decided by `EndWatch`."""
 
     declares: ClassVar[Declaration] = Declaration(
         over="ends",
@@ -26,8 +25,7 @@ class RunEnded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     settle_s: float = 2.0
     """Seconds from the first rank's end until it is reported while others live: so long their own ends may still come in."""
     unheard_s: float = 2.5
-    """Ranks whose connections broke blame one whose newest heartbeat is so many seconds old: heartbeats are one second
-    apart."""
+    """A rank whose connections broke blames one whose newest heartbeat is so many seconds old: they are one second apart."""
     old_after_s: float = 86400.0
     """An end that is found so many seconds later, by a daemon that was not there, is written down and sent to nobody."""
 
@@ -37,7 +35,7 @@ class RunEnded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
 
     def state(self, num_ranks: int) -> State:
-        """Return no arrays: an end has no past."""
+        """Return no arrays: an end is judged without a baseline."""
         return {}
 
     def severity(self, end: RunEnd | RankEnd, full: Severity, *, late_s: float = 0.0) -> Severity | None:

@@ -70,9 +70,10 @@ class ExpertImbalance(FormDetector, frozen=True, kw_only=True, forbid_unknown_fi
 class DominantExpert(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An expert that comes to get nearly every token: the largest share of rows `M:load`, of the tokens that each gets.
 
-    A share of 1 is the end of choice, however many experts a token has, and also where the others still share what is
-    left (a second choice), so that none is idle and the balance only doubles. It is absolute: it reports a router that
-    collapsed before rules with a baseline judge it. But it must last, for young routers go through this and come back.
+    A share of 1 means that the router chooses no longer, however many experts a token has, and also where the others still
+    share what is left (a second choice), so that none is idle and the balance only doubles. It is absolute: it reports a
+    router that collapsed before rules with a baseline judge it. But it must last, for young routers go through this and come
+    back.
 
     Source: expert collapse: Shazeer et al. (2017), section 4; Chi et al. (2022).
     """
@@ -108,7 +109,7 @@ class DominantExpert(FormDetector, frozen=True, kw_only=True, forbid_unknown_fie
 class DeadExpert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Experts that get no token any more: rows `M:inactive`, the share of experts without tokens in a step.
 
-    Two ways to die. One expert of many: after a life of steps in which each had tokens, some expert has none for
+    Two cases. One expert of many: after steps in which each had tokens, some expert has none for
     `lasting` steps in a row, and for four times as many as ever before. Many at once: the share leaves the range it has
     kept by more than `share`. A router with more experts than tokens, where some are always idle, is judged in the second
     way alone.

@@ -1,5 +1,4 @@
-"""FormDetector: a detector that chooses a form (baseline, limit or stillness) for each statistic, which scores and learns
-for it."""
+"""FormDetector: a detector that chooses a form (baseline, limit or stillness) for each statistic."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from sentinel.detect.vectorised import Form
 
 
 class FormDetector(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of detectors that are a form for each statistic; the engine judges those many at once."""
+    """Base of detectors whose form for each statistic scores and learns; the engine judges many forms at once."""
 
     declares: ClassVar[Declaration]
 
@@ -35,5 +34,5 @@ class FormDetector(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.form(self.declares.statistics[0]).score(values, state)
 
     def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
-        """Take one point a series in."""
+        """Take one point of each series into the state, in place."""
         self.form(self.declares.statistics[0]).learn(values, state, anomalous)

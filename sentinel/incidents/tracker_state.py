@@ -22,7 +22,7 @@ class TrackerState(msgspec.Struct, kw_only=True):
     num_incidents: int = 0
     background: Background = msgspec.field(default_factory=Background)
     closed: list[OpenIncident] = []
-    """The newest that are over, oldest first."""
+    """The newest `MAX_CLOSED` closed incidents, oldest first."""
 
     def known(self, incident: str) -> OpenIncident | None:
         """Return the incident of this id, open or remembered; None: there is none."""
@@ -38,7 +38,7 @@ class TrackerState(msgspec.Struct, kw_only=True):
         return ended
 
     def end_episode(self, onset_id: str, has_settled: bool) -> None:
-        """An episode is over. has_settled: its series goes on at a new level."""
+        """Take in the end of an episode. has_settled: its series goes on at a new level."""
         owner = self.owner.pop(onset_id, None)
         one = next((o for o in self.open if o.incident.id == owner), None)
         if one is not None:
@@ -46,7 +46,7 @@ class TrackerState(msgspec.Struct, kw_only=True):
             one.has_settled = one.has_settled or has_settled
 
     def forget(self, one: OpenIncident) -> None:
-        """An incident is over: lay off what it waits for, and most of what it knew."""
+        """Drop the episodes that a closed incident waits for, and all but the first of its series and modules."""
         for onset_id in one.episodes:
             if self.owner.get(onset_id) == one.incident.id:
                 del self.owner[onset_id]

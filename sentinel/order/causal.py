@@ -122,7 +122,7 @@ SortKey = tuple[object, ...]
 def sort_key(anomaly: Anomaly) -> SortKey:
     """Return the key of the total order: deterministic, and a linear extension of `happens_before`.
 
-    Concurrent anomalies are told apart by call_id, micro_step, badness, rank and name; never by file order.
+    Concurrent anomalies are ordered by call_id, micro_step, badness, rank and name; never by file order.
     """
     p = position(anomaly)
     micro = _NO_MICRO_STEP if p.micro == ALL_LANES else p.micro

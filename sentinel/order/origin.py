@@ -27,7 +27,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     module: str = ""
     """The module itself; empty where only the segment, or no module at all, is known."""
     candidates: tuple[str, ...] = ()
-    """Modules that cannot be told apart: they all read the tensor whose gradient went bad."""
+    """Modules that cannot be distinguished: they all read the tensor whose gradient went bad."""
     ranks: tuple[int, ...] = ()
     """Ranks of one tensor- or context-parallel group that show the same at the same place: one of them, `rank` being the
     lowest; an exchange between them lies between the fault and what was measured. Empty: `rank` alone."""

@@ -21,7 +21,7 @@ ALL_LANES = -1
 
 
 class SiteOrder(enum.IntEnum):
-    """How anomalies of one lane and one depth are told apart.
+    """How anomalies of one lane and one depth are distinguished.
 
     A lane of one rank has its program order, call_id: exact also where a module runs twice, or where a tensor was first
     seen late. A lane of several ranks (tensor, context or expert parallel) has the order of sites, which they share.
@@ -112,10 +112,10 @@ ObservationKey = tuple[object, ...]
 
 
 def observation_key(anomaly: Anomaly) -> ObservationKey:
-    """Return what tells the observation that an anomaly is about: a tensor or logged value, when, and on which rank.
+    """Return the key of the observation that an anomaly is about: a tensor or logged value, when, and on which rank.
 
-    Anomalies of one key are one place, whatever rule or statistic told it. Ranks of one tensor- or context-parallel group
-    that log the same finite number log one number.
+    Anomalies of one key are one place, whatever rule or statistic reported it. Ranks of one tensor- or context-parallel
+    group that log the same finite number log one number.
     """
     whose: object = anomaly.rank
     if anomaly.kind == "scalar" and anomaly.rank is not None and anomaly.value is not None and anomaly.place:

@@ -191,7 +191,7 @@ class Engine:
         self._scalars = ScalarStep(self._watches)
 
     def _forget(self) -> None:
-        """Begin all baselines anew; what was told of ranks and their ends stays told."""
+        """Begin all baselines anew; what was reported of ranks and their ends stays reported."""
         kept = {one.identity: one for one in self._watches if one.keeps_what_was_told}
         fresh = watches_of_pack(self.pack, self._detectors)
         for new, old in zip(fresh, self._watches, strict=True):

@@ -1,4 +1,4 @@
-"""Guarded: a detector of other people at work among ours; when it fails its rule falls silent and says so, no more."""
+"""Guarded: a detector of another package at work among ours; when it fails, its rule reports that and judges no more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Background: what the steps of an attempt have been like, for the diagnoses of incidents that are yet to open."""
+"""Background: the usual losses, learning rates and odd weights of an attempt, for incidents that are yet to open."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_ODD = 256
 
 
 class Background(msgspec.Struct, kw_only=True):
-    """What the steps of the attempt have been like, for the diagnoses of incidents that are yet to open."""
+    """The usual losses, the learning rates and the odd weights of the attempt so far, updated at each closed step."""
 
     num_steps: int = 0
     """Steps closed."""

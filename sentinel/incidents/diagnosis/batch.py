@@ -2,8 +2,8 @@
 
 What is made of the data before the first block depends on them and on few weights, which are the same a step later: where
 it moves and comes back, the data moved. One replica whose front moves for many steps, its weights bit-identical to the
-others', reads other data. A loss that jumps at once, stays, and falls back at once was a stretch of data: what training
-does to weights it undoes step by step.
+others', reads other data. A loss that jumps at once, stays, and falls back at once was a stretch of data: damage to weights
+is undone over many steps.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from sentinel.kinds import Phase
 
 
 def by_data(evidence: Evidence, signs: list[Sign], notes: list[StepEvidence]) -> Diagnosis | None:
-    """Return the diagnosis `batch` where data of several steps, or one tensor at the front, account for it; None: they do
-    not."""
+    """Return the diagnosis `batch` where data of several steps, or one tensor at the front, account for it; else None."""
     if not notes or any(sign.phase is Phase.PARAM or sign.detector in SURE_STATES for sign in signs):
         return None
     return _of_one_replica(evidence, signs, notes) or _stretch(evidence, notes) or _front(evidence, signs, notes)

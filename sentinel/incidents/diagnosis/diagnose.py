@@ -34,7 +34,7 @@ the order in which they are asked, with their reasons; the first that holds deci
 
 What each layout can show. With one data-parallel replica, or with every weight sharded, there is no second copy, and only 5
 says `hardware`; a tensor-parallel group holds copies of norms and biases. With two copies that differ, either may be wrong:
-only an absurd value tells which.
+only an absurd value shows which.
 """
 
 from __future__ import annotations

@@ -27,11 +27,11 @@ ranks."""
 
 
 class EndWatch(Watch):
-    """One end of a run is one anomaly: told when the first rank is gone and others live, else when the run is over.
+    """One end of a run is one anomaly: reported when the first rank is gone and others live, else when the run is over.
 
-    What a notebook's cell raises is told too, though the process lives on; when it trains again, that is over.
+    What a notebook's cell raises is reported too, though the process lives on; when it trains again, that is over.
 
-    Its episode lasts while others live, and where nobody was heard until somebody is heard again.
+    Its episode lasts while others live; where no rank sent anything any more, until one does again.
     """
 
     keeps_what_was_told = True
@@ -41,7 +41,7 @@ class EndWatch(Watch):
     def __init__(self, rule: Rule, detector: RunEnded) -> None:
         super().__init__(rule, detector, "ended", "end")
         self._reported: dict[bytes, None] = {}
-        """Incarnations that are part of an end that was told, oldest first."""
+        """Incarnations that are part of an end that was reported, oldest first."""
         self._open: dict[int, bytes] = {}
         """Rank -> incarnation of those whose end is the open episode."""
 
@@ -53,7 +53,7 @@ class EndWatch(Watch):
     def has_news(self, ranks: Sequence[RankFacts], now: float, accused: Collection[int]) -> bool:
         """Return whether a tick of these facts, in which the run is not over, would say anything; changes nothing.
 
-        accused: ranks of which it was told, and stands, that the others wait for them.
+        accused: ranks of which an open episode says that the others wait for them.
         """
         if self._open and self._why_over(ranks):
             return True
@@ -171,7 +171,7 @@ class EndWatch(Watch):
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
     def series_keys(self) -> object:
-        """Return whose end was told, and whose is open."""
+        """Return the incarnations whose end was reported, and those of the open episode."""
         return {"reported": list(self._reported), "open": self._open}
 
     def take_series_keys(self, keys: Any) -> None:

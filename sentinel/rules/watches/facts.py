@@ -29,7 +29,7 @@ APART = 6.0
 """Median deviations beyond the other ranks from which a part stands apart where most did not move. Smaller: scatter names a
 rank; larger: a rank among restless ones is not named."""
 MIN_APART = 4
-"""Ranks from which their spread tells anything."""
+"""Fewest ranks from which their spread is estimated."""
 _LOSS_SCALE = re.compile(r"(loss|grad|amp)[._ -]?scale", re.IGNORECASE)
 
 
@@ -46,7 +46,7 @@ def any_place(view: StepView) -> Place:
 def _consumers(view: StepView, tensor: LogicalTensor, rank: int | None) -> tuple[str, ...]:
     """Return the modules that read this tensor, without those that on this very rank and step read another one.
 
-    The table of tensors tells who reads what as a rule. A module that at times works on a copy of its input is not the one
+    The table of tensors says who reads what as a rule. A module that at times works on a copy of its input is not the one
     whose backward made this gradient when the gradient of its copy is clean.
     """
     if rank is None or tensor.kind not in _BACKWARD or not tensor.consumers:

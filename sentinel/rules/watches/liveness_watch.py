@@ -39,8 +39,8 @@ class _Then(msgspec.Struct, frozen=True):
 class LivenessWatch(Watch):
     """All ranks of the newest attempt. It learns from closed steps, and is asked at ticks alone.
 
-    One episode at a time: it names the ranks to blame, and lasts until each of them is heard and moves again or is replaced.
-    Others that fall silent meanwhile are a new onset.
+    One episode at a time: it names the ranks to blame, and lasts until each of them sends frames and moves again, or is
+    replaced. Others that fall silent meanwhile are a new onset.
     """
 
     keeps_what_was_told = True
@@ -143,7 +143,7 @@ class LivenessWatch(Watch):
         if not self._open:
             return True
         known = {one.rank for one in self._open}
-        # While a hang lasts others give up, time out and are killed: only those that fall silent as well are told.
+        # While a hang lasts others give up, time out and are killed: only those that fall silent as well are reported.
         is_quiet = scores.evidence["reason"][blamed[0]] in ("silent", "stopped")
         return is_quiet and any(ranks[at].rank not in known for at in blamed)
 
@@ -158,7 +158,7 @@ class LivenessWatch(Watch):
             elif self._reason == "left":
                 return ""
             elif self._reason == "stopped":
-                # It was heard shortly before it was stopped; and one that is killed then never went on.
+                # Its heartbeats came until shortly before it was stopped; and one that is killed then never went on.
                 if one.is_stopped or one.end is not None or now - one.received_at >= _BEAT_S:
                     return ""
                 whys.append("goes on")
@@ -197,7 +197,7 @@ class LivenessWatch(Watch):
         rank = first.rank if alone else None
         statistic = {"silent": "silent_s", "stopped": "stopped_s"}.get(reason, "idle_s")
         return Anomaly(
-            # A rank may stop twice at one place: the number of the decision tells the two apart.
+            # A rank may stop twice at one place: the number of the decision distinguishes the two.
             id=anomaly_id(tick.run, tick.attempt, step, None, rank, f"liveness/{tick.seq}/{statistic}", self.rule.name),
             run=tick.run,
             attempt=tick.attempt,
@@ -223,7 +223,7 @@ class LivenessWatch(Watch):
         )
 
     def _severity(self, is_idle: bool) -> Severity:
-        # A run that is over, or paused by hand in a notebook, looks like one that hangs between two steps.
+        # A run that is over, or paused by hand in a notebook, sends the same as one that hangs between two steps.
         return min(self.rule.severity, Severity.WARNING, key=lambda s: s.level) if is_idle else self.rule.severity
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def _columns(ranks: Sequence[RankFacts], now: float) -> dict[str, np.ndarray]:
     columns = {name: np.array([getattr(one, name) for one in ranks]) for name in names}
     columns["is_stopped"] = np.array([one.is_stopped for one in ranks], dtype=bool)
     columns["has_died"] = np.array([one.end is not None and one.end.how != GOODBYE for one in ranks], dtype=bool)
-    # Somebody who was not heard yet may be the one who works.
+    # A rank that has sent nothing yet may be the one that works.
     is_whole = len(ranks) >= max(one.world_size for one in ranks) > 0
     waits = [now - one.waiting_at if is_whole and one.waiting_at is not None else 0.0 for one in ranks]
     columns["waits_s"] = np.array(waits)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sentinel.step_view import StepView
 
 _ONE = np.zeros(1, dtype=np.int64)
-"""The only episode that can be open: what is lost at one time, on however many ranks, is told once."""
+"""The only episode that can be open: what is lost at one time, on however many ranks, is reported once."""
 
 
 class Lost(msgspec.Struct):
@@ -48,7 +48,7 @@ class Lost(msgspec.Struct):
 
 
 class LossWatch(Watch):
-    """All ranks of each step. One episode at a time, told once, with what was lost up to then; its end tells the sum.
+    """All ranks of each step. One episode at a time, reported once, with what was lost up to then; its end reports the sum.
 
     While steps behind it are known already, as when a daemon reads what was written without it, telling waits for the last
     of the steps that lost something: then the first word has the whole count.
@@ -83,7 +83,7 @@ class LossWatch(Watch):
         return found
 
     def stop(self, view: StepView) -> list[Anomaly]:
-        """Return the records of what was lost and not told, and of its end: a new attempt began."""
+        """Return the records of what was lost and not reported, and of its end: a new attempt began."""
         known = self._lost
         found = []
         if not len(self.episodes) and self.detector.is_worth_telling(known.num_rows, known.num_steps_gone):

@@ -1,4 +1,4 @@
-"""What people are told of lost rows: how many, of which steps and ranks, why, and what to do."""
+"""The messages about lost rows: how many, of which steps and ranks, why, and what to do."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _REMEDIES = {
 
 
 def lost(known: Lost, how: str) -> str:
-    """Return the sentence that tells a loss; how: of `how_lost`."""
+    """Return the sentence that reports a loss; how: of `how_lost`."""
     return f"{_counts(known)} were lost and never judged: {how}"
 
 
 def over(known: Lost) -> str:
-    """Return the sentence that tells that a loss is over."""
+    """Return the sentence that reports the end of a loss."""
     return f"no more rows are lost: it was {_counts(known)}"
 
 

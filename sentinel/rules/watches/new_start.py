@@ -17,7 +17,7 @@ def begins_anew(view: StepView, last_step: int) -> bool:
 
     A step that goes on from there is a resume, and one that goes back is none, unless a rank says that it loaded our state
     (`monitor.load_state_dict`), or that its trainer begins behind step 1 (`first_step`, `set_step`, an adapter) and has not
-    lost more than half of the way: a fine-tune from an early checkpoint is another training. A log tells its steps alone.
+    lost more than half of the way: a fine-tune from an early checkpoint is another training. A log has its steps alone.
     """
     if view.step > last_step:
         return False

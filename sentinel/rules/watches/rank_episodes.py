@@ -33,7 +33,7 @@ class RankEpisodes(Watch):
     ) -> list[Anomaly]:
         """Return the onset records of what is news, and the ends of the `info` records that a graver one goes on from.
 
-        slots: [members] the series of each; at: positions of those that spoke, by rising slot; make: the record of the
+        slots: [members] the series of each; at: positions of the anomalous ones, by rising slot; make: the record of the
         member at a position, of a severity.
         """
         step, quiet = view.step, self.rule.episode_quiet_steps

@@ -24,7 +24,7 @@ TRAIN = "train"
 class RankWatch(RankEpisodes):
     """The ranks of each step, by how long they worked and how long they waited. One episode a rank.
 
-    A step in which any rank evaluated or saved tells nothing, nor does one in which ranks stood still, by turns or for each
+    A step in which any rank evaluated or saved is not judged, nor is one in which ranks stood still, by turns or for each
     other: it is neither judged nor learned.
     """
 
@@ -33,7 +33,7 @@ class RankWatch(RankEpisodes):
         self._slot_of: dict[tuple[int, int], int] = {}
         """(rank, size of the world): when the world changes, ranks do other work."""
         self._stood_until = -1
-        """The newest step of the attempt in which ranks stood still, as another rule has told; -1: none."""
+        """The newest step of the attempt in which ranks stood still, as another rule has reported; -1: none."""
 
     def take_place(self, plan: LayoutPlan) -> None:
         """Judge the whole step."""
@@ -45,12 +45,13 @@ class RankWatch(RankEpisodes):
 
     def take_series_keys(self, keys: Any) -> None:
         """Take the ranks back."""
-        # An older version told the slots alone.
+        # The snapshot of an older version has the slots alone.
         slots, self._stood_until = (keys, -1) if isinstance(keys, list) else (keys["slots"], keys["stood_until"])
         self._slot_of = {(rank, size): slot for slot, (rank, size) in enumerate(slots)}
 
     def stand_still(self, step: int) -> None:
-        """Ranks were told as stale in a step: how long anybody worked or waited there, or before it, follows from that."""
+        """Take in that ranks were reported as stale in a step: how long anybody worked or waited there, or before it,
+        follows from that."""
         self._stood_until = max(self._stood_until, step)
 
     def stop(self, view: StepView) -> list[Anomaly]:

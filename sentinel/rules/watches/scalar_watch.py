@@ -265,7 +265,7 @@ class _ScalarPoints(AnomalousPoints):
         return float(self._values[i] - self._scores.baseline[int(self._at[i])])
 
     def doubt_of(self, i: int) -> str:
-        """Return why a point alone is only written down, in words; empty: it is told."""
+        """Return why a point alone is only written down, in words; empty: it is reported."""
         if self.traded[i]:
             return "another loss of the run does not: terms of a sum and sides of a game trade"
         if self.recurs[i]:
@@ -284,7 +284,7 @@ class _ScalarPoints(AnomalousPoints):
         rule, view, name, at = self._watch.rule, self._view, self._names[i], int(self._at[i])
         value, score, baseline = float(self._values[i]), float(self._scores.score[at]), float(self._scores.baseline[at])
         direction, level = self._scores.evidence.get("direction"), self._scores.evidence.get("level")
-        # One point of a slow climb may lie below where it began: what is judged is told.
+        # One point of a slow climb may lie below where it began: what is judged is reported.
         reported = float(level[at]) if level is not None and math.isfinite(value) else value
         by_rank = view.scalars[name].by_rank
         holders = tuple(sorted(by_rank))

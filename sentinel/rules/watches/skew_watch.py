@@ -36,7 +36,7 @@ APART = ("pp", "tp", "cp")
 
 @dataclass(frozen=True)
 class _RankValues:
-    """What the ranks of one step told: one entry a rank and quantity."""
+    """The values that the ranks of one step measured: one entry a rank and quantity."""
 
     quantity: list[tuple[str, str, int]]
     """(kind, name, index of the tensor or -1)."""
@@ -77,7 +77,7 @@ class _Looked:
         return found
 
     def over_inputs(self, values: np.ndarray, is_reported: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return each output over its input, and which of them are told: where all ranks tell both, and an input above 0."""
+        """Return each output over its input, and which are known: where all ranks measured both, the input above 0."""
         num_reported = np.bincount(self.number[is_reported], minlength=len(self._quantity))
         below = np.where(self._input_entry >= 0, values[self._input_entry], np.nan)
         is_over = is_reported & (self._input_entry >= 0) & is_reported[self._input_entry] & (below > 0)
@@ -86,7 +86,7 @@ class _Looked:
         return values / below, is_reported & is_whole[self.number]
 
     def reported(self, values: np.ndarray, is_reported: np.ndarray) -> _RankValues:
-        """Return what the entries tell that are told; nearly always they are those of the step before."""
+        """Return the known entries' slots and groups; nearly always they are those of the step before."""
         key = is_reported.tobytes()
         if self._known[0] != key:
             numbers = np.unique(self.number[is_reported])
@@ -112,7 +112,7 @@ class SkewWatch(RankEpisodes):
         """(kind, name, rank, size of the world): when the world changes, ranks do other work."""
         self._layouts: list[_Looked] = []
         self._known: tuple[Layout, _RankValues, np.ndarray, np.ndarray] | None = None
-        """What the ranks of the last step told, and where its entries stand: slots and groups."""
+        """The values of the last step, and where its entries stand: slots and groups."""
 
     def take_place(self, plan: LayoutPlan) -> None:
         """Judge the whole step."""

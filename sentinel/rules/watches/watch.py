@@ -64,7 +64,7 @@ class Watch:
     """One rule on one statistic. Subclasses say what its series are, and when they are judged."""
 
     keeps_what_was_told: ClassVar[bool] = False
-    """When baselines begin anew it stays as it is: what it told of ranks and their ends is told."""
+    """When baselines begin anew it stays as it is: what it reported of ranks and their ends stays reported."""
 
     def __init__(self, rule: Rule, detector: Any, statistic: str, mode: str) -> None:
         """detector: of the contract that the subclass is for."""
@@ -97,7 +97,7 @@ class Watch:
     def has_news(self, ranks: Sequence[RankFacts], now: float, accused: Collection[int]) -> bool:
         """Return whether a tick of these facts would say anything; changes nothing that a judgement depends on.
 
-        accused: ranks of which it was told, and stands, that the others wait for them.
+        accused: ranks of which an open episode says that the others wait for them.
         """
         return False
 
@@ -106,7 +106,7 @@ class Watch:
         return []
 
     def stand_still(self, step: int) -> None:
-        """Ranks were told as stale in a step."""
+        """Take in that ranks were reported as stale in a step."""
 
     @property
     def blamed_ranks(self) -> tuple[int, ...]:
@@ -234,7 +234,7 @@ class AnomalousPoints:
     """The anomalous points of one watch and step; makes their anomalies on demand."""
 
     is_asked_again: ClassVar[bool] = False
-    """Whether what was held back at a point may be told at a later one of its episode."""
+    """Whether what was held back at a point may be reported at a later one of its episode."""
 
     def __init__(self, slots: np.ndarray) -> None:
         self.slots = slots
@@ -242,7 +242,7 @@ class AnomalousPoints:
         """[points] whether excursions as high came and went before."""
 
     def is_higher(self, i: int, onset: Anomaly) -> bool:
-        """Whether point `i` is so much worse than the onset of its episode that it is told as well."""
+        """Whether point `i` is so much worse than the onset of its episode that it is reported as well."""
         return False
 
     def score_of(self, i: int) -> float:
@@ -321,7 +321,8 @@ class SeriesWatch(Watch):
         return found
 
     def _is_news(self, points: AnomalousPoints, i: int, streak: int) -> bool:
-        """Tell whether a point of an open episode is told as well: it grew several times worse, or came back higher."""
+        """Return whether a point of an open episode is reported as well: it grew several times worse, or came back
+        higher."""
         onset = self.episodes.onset[int(points.slots[i])]
         if onset.score is not None and points.score_of(i) >= SEVERAL * max(onset.score, 1.0):
             return True
