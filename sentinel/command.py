@@ -1,4 +1,4 @@
-"""What the daemon may ask of a trainer: small, dated, expiring."""
+"""Commands of the daemon to the trainers of a run: each names the step from which it holds, and the attempt it is for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sentinel.kinds import MODULE_KINDS, labels
 
 ANY_ATTEMPT = -1
 ALARM_KINDS: tuple[str, ...] = tuple(sorted(labels(MODULE_KINDS)))
-"""What is measured more where an alarm asks for it, unless it says otherwise."""
+"""Kinds that a command for more measurement enables where it names none."""
 
 
 class EnableMonitoring(msgspec.Struct, frozen=True, kw_only=True, tag="EnableMonitoring"):
@@ -26,12 +26,12 @@ class EnableMonitoring(msgspec.Struct, frozen=True, kw_only=True, tag="EnableMon
     statistics: tuple[str, ...] | None = None
     per_micro_step: bool = True
     for_steps: int | None = None
-    """Steps until the trainer switches off by itself; None: until told."""
+    """Steps after which the trainer stops by itself; None: until a command stops it."""
     ranks: tuple[int, ...] = ()
     """Ranks that are meant; empty: all."""
     reason: str = ""
     attempt: int = ANY_ATTEMPT
-    """The attempt that is meant: in the next one the same step is another moment."""
+    """The attempt for which the command is meant, whose steps `at_step` counts; ANY_ATTEMPT: every one."""
 
 
 class DisableMonitoring(msgspec.Struct, frozen=True, kw_only=True, tag="DisableMonitoring"):
@@ -110,4 +110,4 @@ class WithdrawCommand(msgspec.Struct, frozen=True, kw_only=True, tag="WithdrawCo
 
 
 Command = EnableMonitoring | DisableMonitoring | ChangeConfig | DumpTensors | DescribeStructure | WithdrawCommand
-"""Told apart by the JSON field `type`."""
+"""Any command; the JSON field `type` names which."""

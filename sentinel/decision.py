@@ -131,7 +131,7 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     """Time of the newest record read, by its rank's clock, in seconds since the epoch."""
     pack_hash: str = ""
     acts: tuple[IncidentAct, ...] = ()
-    """Acts of people (acknowledged, silenced, ...) that are applied to incidents with this tick."""
+    """Acts of people (ack, resolve, reopen) that are applied to incidents with this tick."""
     ended: RunEnd | None = None
     """The attempt is over with this tick; None: it is not."""
 

@@ -10,7 +10,7 @@ import msgspec
 from sentinel.anomaly import Severity
 
 SUSPECTED = "suspected "
-"""What the lines of evidence begin with that give the reasons of the diagnosis told; all others are facts."""
+"""Prefix of the lines of evidence that are reasons of the diagnosis in the notice; all other lines are facts."""
 TO_DO = "to do: "
 """What the reason begins with that says what to do."""
 
@@ -79,7 +79,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     merged_into: str | None = None
     time: float = 0.0
     num_worse: int = 0
-    """Times that it became several times worse than what its title had told; each is told."""
+    """Times that it became several times worse than its title said; a notice is sent of each."""
     acts: tuple[IncidentAct, ...] = ()
     """What people did about it, oldest first."""
     nature: str = ""

@@ -1,4 +1,4 @@
-"""Where a rank and a tensor live: Place, depth in the model, canonical names."""
+"""Place: a rank's coordinates in the parallel layout; depths of chunks and canonical names of tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ProcessId: which process of which machine somebody is, so that it can be found again, and nobody who got its number."""
+"""ProcessId: identifies a process of a machine, and distinguishes it from a later one with the same number."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_known(self) -> bool:
-        """Whether there is enough to find it by."""
+        """Whether enough fields are known to find the process by."""
         return bool(self.pid and self.start and self.space and self.boot)
 
     def as_reported(self) -> dict[str, str]:
@@ -38,7 +38,7 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def reported_by(environment: Mapping[str, str]) -> ProcessId:
-        """Return what a descriptor's `environment` says."""
+        """Return the process that a descriptor's `environment` names."""
         return ProcessId(
             host=environment.get("host", ""), pid=_number(environment.get("pid")),
             start=_number(environment.get("pid_start")), space=environment.get("pid_space", ""),

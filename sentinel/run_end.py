@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 GOODBYE, EXCEPTION, SIGNAL, OUT_OF_MEMORY, SILENCE = "goodbye", "exception", "signal", "out_of_memory", "silence"
-"""How a run ends: every rank left in order; a trainer raised; a rank was killed; for want of memory; nobody was heard."""
+"""How a run ends: every rank left in order; a trainer raised; a rank was killed; for want of memory; ranks fell silent."""
 
 HOWS: tuple[str, ...] = (GOODBYE, EXCEPTION, SIGNAL, OUT_OF_MEMORY, SILENCE)
 
@@ -17,7 +17,7 @@ OWN, UNEXPLAINED, FOLLOWS = 0, 1, 2
 
 
 CRASHES: tuple[str, ...] = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGABRT", "SIGTRAP")
-"""Signals that a process sends itself by what it does."""
+"""Signals that a process causes by its own fault (an invalid address, an abort)."""
 
 
 MARGIN_S = 2.0

@@ -1,4 +1,4 @@
-"""Puts a monitor together: which parts there are, and what each is handed. Nothing is decided here."""
+"""Makes the parts of a monitor and passes to each the parts that it uses."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _attaches = itertools.count()
 
 
 class RankAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """Where this incarnation belongs."""
+    """The run and the attempt to which this incarnation belongs."""
 
     run: str
     attempt: int
@@ -36,7 +36,7 @@ class RankAttempt(msgspec.Struct, frozen=True, kw_only=True):
     directory: Path
     """`<runs>/<run>`, made, private."""
     is_alone: bool = False
-    """There was nothing by which this rank could agree with others on a run."""
+    """This rank had nothing, such as a store or a launcher's id, by which to agree with others on a run."""
     start: str = ""
     """The incarnation of the rank 0 that decided, in hexadecimal digits; empty: there was no store to agree through."""
 

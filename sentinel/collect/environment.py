@@ -1,4 +1,4 @@
-"""What the environment says about this process. With cli/, the only reader of os.environ."""
+"""The environment variables that `attach` reads. With cli/, the only reader of os.environ."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_environment() -> Environment:
-    """Return what os.environ says now."""
+    """Return the variables as os.environ has them now."""
     env = os.environ
     job = launch = None
     torchrun = env.get("TORCHELASTIC_RUN_ID")

@@ -1,4 +1,4 @@
-"""What a monitor puts on a model, on its optimizers and on torch, and takes off again."""
+"""Installs and removes the hooks of a monitor on models, optimizers and torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Installation:
     def install(
         self, models: Sequence[nn.Module], optimizers: Sequence[Any] | Mapping[str, Any], blocks: Sequence[str], step: int
     ) -> None:
-        """Find out where this rank stands, and put every hook on; after an exception `remove` takes off what is on.
+        """Find the rank's place in the parallel layout, and put every hook on; after an exception `remove` takes them off.
 
         optimizers: may have names, for people. blocks: as `MonitorConfig.blocks`. step: the one that comes next. ConfigError
         for a target that means nothing.

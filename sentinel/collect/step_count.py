@@ -1,16 +1,16 @@
-"""Which step runs, by the number that the trainer itself gives to it."""
+"""StepCount: the number of the running step, in the trainer's own count."""
 
 from __future__ import annotations
 
 
 class StepCount:
-    """Counts the steps of this process; a trainer may say at any time which number is right."""
+    """Counts the steps of this process; the trainer may set the number at any time."""
 
     def __init__(self, first_step: int) -> None:
         self.current = first_step
-        """Number of the running step; between steps of the one that comes next."""
+        """Number of the running step; between two steps, the number of the next one."""
         self.first = first_step
-        """Number of the first step of this process, as far as anybody knows by now."""
+        """Number of the first step of this process; changes when the trainer sets another one during that step."""
         self.num_begun = 0
         """Steps that began in this process."""
 

@@ -1,4 +1,4 @@
-"""Begins a step and ends it: in which order all that takes part in a step has its turn."""
+"""Begins and ends each step: calls the parts of the monitor in the order in which they work on a step."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class StepRunner:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether the running step leaves kinds out for what they cost."""
+        """Whether the running step leaves kinds out because of their cost."""
         return bool(self._planning.plan.left_out)
 
     @property
@@ -72,7 +72,7 @@ class StepRunner:
         return max((chunk.num_forwards for chunk in self._chunks), default=0)
 
     def position(self) -> Heartbeat:
-        """Return where this rank stands now. Asked by the writer thread."""
+        """Return the rank's step, call and activity for a heartbeat. Called on the writer thread."""
         return self.running.position(self.count.current, self.num_forwards)
 
     def begin_if_new(self) -> bool:
@@ -119,14 +119,14 @@ class StepRunner:
         self._recorder.ended_steps += 1
 
     def end_explicitly(self, *, is_skipped: bool | torch.Tensor | None) -> None:
-        """End the step at the word of the trainer, and from now on no other way. is_skipped: as `end`."""
+        """End the step by the trainer's call; from the first call on steps end in no other way. is_skipped: as `end`."""
         if not self._boundary.is_explicit:
             self._boundary.is_explicit = True
             log.info("sentinel: step boundary: %s", self._boundary.name)
         self.end(is_skipped=is_skipped)
 
     def end_early(self) -> None:
-        """Hand over what there is of the running step, as partial where it is not over."""
+        """Hand the rows of the running step to the writer, as a partial step where it is not over."""
         if self.running.is_begun:
             self.end(is_partial=not self._boundary.is_over)
 

@@ -1,4 +1,4 @@
-"""What a training forward or backward of a chunk means for the running step."""
+"""TrainingPasses: begins, continues or ends the running step at each training forward and backward of a chunk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sentinel.collect.step_runner import StepRunner
 
 
 class TrainingPasses:
-    """Told by the hooks of chunks (`recorder.PassListener`): ends the step that is over and begins the next."""
+    """Called by the hooks of chunks (`recorder.PassListener`): ends the step that is over and begins the next."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ SKIPPED_SHARE = 0.4
 
 
 class Understanding:
-    """Told of every step that ends; tells people at most once of each thing."""
+    """Called at the end of every step; logs each finding at most once."""
 
     def __init__(self, boundary: Boundary, tell: Callable[[str, str], None], *, is_speaker: Callable[[], bool]) -> None:
         """is_speaker: whether this rank is one that would log the loss; others say nothing of it."""

@@ -1,4 +1,4 @@
-"""Which attempt an incarnation's steps belong to: what a launcher counts, what a rank repeats, and who has whose place."""
+"""Assigns the steps of each incarnation to an attempt, by the launcher's count, repeated steps, and replaced ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sentinel.messages import START
 from sentinel.place import world_size_of
 
 MAX_ATTEMPTS = 8
-"""Newest attempts of which anything is remembered."""
+"""Newest attempts whose state is kept; a bound on memory."""
 MAX_SILENT = 1024
 """Ranks without any frame that are waited for, and named as missing in each step; a bound on the size of a step's record."""
 
@@ -28,11 +28,11 @@ class Session:
     generation: int
     attempt: int
     order: int
-    """The newer session of a rank takes its place."""
+    """Rises with each session: of two sessions of a rank the one with the higher order counts."""
 
 
 class EndedSteps(msgspec.Struct):
-    """Where an incarnation's steps stand, to tell going back from coming late."""
+    """The newest steps of an incarnation, by which a return to an ended step is distinguished from a late frame."""
 
     step: int = -1
     seq: int = 0
@@ -41,7 +41,7 @@ class EndedSteps(msgspec.Struct):
     health_seq: int = 0
 
     def hear(self, step: int, seq: int, *, is_end: bool) -> int:
-        """Take note of a frame of a step, and return the generation of the incarnation that it is of."""
+        """Record a frame of a step, and return the generation of the incarnation to which it belongs."""
         if step <= self.step and seq > self.seq:
             # Written after the end of a step that is not before it: the trainer went back.
             self.since.append((seq, (self.since[-1][1] if self.since else 0) + 1))
@@ -56,32 +56,32 @@ class EndedSteps(msgspec.Struct):
 
 
 class AttemptState(msgspec.Struct):
-    """What is remembered of an attempt across a restart."""
+    """The state of an attempt that a snapshot keeps across a restart of the daemon."""
 
     number: int
     closed_step: int = -1
     world_size: int = 1
     spoken: dict[int, int] = {}
-    """Rank -> the newest closed step that it is in."""
+    """Rank -> the newest closed step that includes rows of it."""
     table: dict[int, tuple[bytes, int]] = {}
     """Rank -> (incarnation, layout id) of the descriptor that names were last made with."""
 
 
 class Attempt:
-    """One go at training: its ranks, and its steps that are open."""
+    """One start of the training: its ranks, and its steps that are not closed yet."""
 
     def __init__(self, state: AttemptState) -> None:
         self.state = state
         self.open: dict[int, OpenStep] = {}
         self.sessions: dict[int, Session] = {}
-        """Rank -> the session that has its place."""
+        """Rank -> the newest session of that rank, whose frames count."""
         self.newest_step = state.closed_step
         self._worlds: dict[int, int] = {}
-        """Rank -> of how many ranks it says that the run is."""
+        """Rank -> number of ranks of the run by its descriptor."""
 
     @property
     def number(self) -> int:
-        """As the launcher counts, or one more than the newest where it does not."""
+        """The launcher's count, or one more than the newest attempt where the launcher does not count."""
         return self.state.number
 
     @property
@@ -90,7 +90,7 @@ class Attempt:
         return min(self.open)
 
     def expected(self) -> set[int]:
-        """Return the ranks that a step waits for: those that were heard, and the first of those that never were.
+        """Return the ranks that a step waits for: those of which a frame came, and the first `MAX_SILENT` of which none did.
 
         Nobody can know that a world is as large as its ranks say.
         """
@@ -98,17 +98,17 @@ class Attempt:
         return {*self.sessions, *itertools.islice(silent, MAX_SILENT)}
 
     def take_world_size(self, rank: int, world_size: int) -> None:
-        """Take note of how many ranks there are, as a rank says."""
+        """Record the number of ranks by a rank's descriptor."""
         if self._worlds.get(rank) != world_size:
             self._worlds[rank] = world_size
             self.state.world_size = world_size_of(self._worlds)
 
     def has_room(self, rank: int) -> bool:
-        """Whether a rank may be one of these, as any of them says."""
+        """Whether a rank's number is below the number of ranks by any descriptor of the attempt."""
         return rank < max(self._worlds.values(), default=self.state.world_size)
 
     def is_over(self) -> bool:
-        """Whether every rank that ever spoke has said bye."""
+        """Whether every rank of which a frame came has left: its bye was read, or its process is gone."""
         return bool(self.sessions) and all(session.incarnation.has_left for session in self.sessions.values())
 
     def received_of(self, incarnation: Incarnation) -> tuple[int, dict[int, int | None]]:
@@ -122,7 +122,7 @@ class Attempt:
         return self.state.spoken.get(incarnation.rank, -1), received
 
     def waited_for(self, step: int, returning: Collection[int] = ()) -> list[int]:
-        """Return the ranks that have not spoken for an open step, and may.
+        """Return the ranks whose part of an open step is missing and may still come.
 
         returning: ranks with an incarnation that has no step yet.
         """
@@ -143,7 +143,7 @@ class Attempt:
         return waited
 
     def is_received_after(self, step: int, returning: Collection[int] = ()) -> bool:
-        """Whether the next open step behind one waits for nobody."""
+        """Whether the next open step after this one waits for no rank."""
         later = [one for one in self.open if one > step]
         return bool(later) and not self.waited_for(min(later), returning)
 
@@ -165,15 +165,15 @@ class Attempts:
     def __init__(self) -> None:
         self.by_number: dict[int, Attempt] = {}
         self.newcomers: dict[bytes, Incarnation] = {}
-        """Incarnations that have a descriptor, and no step yet."""
+        """Incarnations of which a descriptor came and no frame of a step."""
         self.declared: dict[int, int] = {}
-        """Attempt as the launcher counts -> the newest one here that lives of it are in."""
+        """The launcher's count of an attempt -> number of the newest attempt that has incarnations of it."""
         self.ended_until: dict[int, float] = {}
-        """Attempt -> time of the newest record when it was decided that it is over; what is heard later lives."""
+        """Attempt -> time of the newest record when it was declared over; incarnations with later records are not over."""
         self._sessions: dict[tuple[bytes, int], Session] = {}
         self._newest_of: dict[bytes, int] = {}
         self._decided: dict[tuple[bytes, int], int] = {}
-        """Session -> attempt, as decisions to be replayed say it."""
+        """Session -> attempt, from the decisions that are still to be replayed."""
 
     @property
     def newest(self) -> int:
@@ -181,7 +181,7 @@ class Attempts:
         return max(self.by_number, default=-1)
 
     def arrive(self, incarnation: Incarnation) -> None:
-        """Have an incarnation wait for its first step, unless it had one."""
+        """Add an incarnation to `newcomers`, unless a step of it has come."""
         if not any((incarnation.id, generation) in self._sessions for generation in (0, 1)):
             self.newcomers[incarnation.id] = incarnation
 
@@ -190,7 +190,7 @@ class Attempts:
         return {incarnation.rank for incarnation in self.newcomers.values()}
 
     def chosen(self, attempt: Attempt, step: int) -> dict[int, RankPartOfStep]:
-        """Return, per rank, the part of the newest session that spoke of an open step; ranks rising."""
+        """Return, per rank, the part of an open step of the newest session that has one; ranks rising."""
         chosen: dict[int, RankPartOfStep] = {}
         orders: dict[int, int] = {}
         for key, part in attempt.open[step].parts.items():
@@ -204,7 +204,7 @@ class Attempts:
         return self._newest_of.get(incarnation)
 
     def note_end(self, tick: Tick) -> None:
-        """Remember that an attempt is over, where a tick says so."""
+        """Record that an attempt is over, where a tick has the run's end."""
         if tick.ended is not None:
             self.ended_until[tick.attempt] = tick.time
 
@@ -235,7 +235,7 @@ class Attempts:
         return spoken, received
 
     def place_as_decided(self, incarnation: bytes, generation: int, number: int) -> None:
-        """Have a session that is yet to be heard belong to the attempt that a decision says."""
+        """Assign a session of which no frame was read yet to the attempt of a decision that is replayed."""
         self._decided[incarnation, generation] = number
 
     def place(self, incarnation: Incarnation, generation: int, step: int) -> Session:
@@ -303,7 +303,7 @@ class Attempts:
         return incarnation.descriptor.place.world_size != found.state.world_size
 
     def states(self) -> list[AttemptState]:
-        """Return what is to be remembered of each attempt, in rising order."""
+        """Return the state of each attempt for a snapshot, in rising order."""
         return [attempt.state for _, attempt in sorted(self.by_number.items())]
 
     def sessions(self) -> list[tuple[bytes, int, int, int]]:

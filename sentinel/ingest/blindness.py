@@ -1,4 +1,4 @@
-"""Blindness: what was lost, or came after its step was closed, until a decision says so."""
+"""Blindness: counts what was lost, or came after its step was closed, since the last decision that included the counts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from sentinel.decision import Decision
 
 
 class Blindness:
-    """Counts by the words of `Decision.blindness`. Replayed decisions say their counts before they are met again."""
+    """Counts by the keys of `Decision.blindness`. A replay reads a decision's counts before it reads the frames counted."""
 
     def __init__(self) -> None:
         self.unsaid: dict[str, int] = {}
-        """Below zero while a replay has not met yet what its decisions said."""
+        """Key -> count not yet in a decision; below zero while a replay has not read the frames that it stands for."""
         self.num_late_rows: dict[int, int] = {}
         """Rank -> rows that came after their step was closed."""
 
@@ -27,14 +27,14 @@ class Blindness:
             self.add("late_frames", num_frames)
 
     def to_say(self) -> dict[str, int]:
-        """Return what the next decision says."""
+        """Return the counts that the next decision includes."""
         return {what: count for what, count in sorted(self.unsaid.items()) if count > 0}
 
     def said(self, decision: Decision) -> None:
-        """Take off what a decision says."""
+        """Subtract the counts that a decision includes."""
         for what, count in decision.blindness.items():
             self.add(what, -count)
 
     def settle(self) -> None:
-        """Expect nothing more of a replay: it is over, and all that was there was read."""
+        """Remove counts below zero: the replay is over, and all frames that are left were read."""
         self.unsaid = {what: count for what, count in self.unsaid.items() if count > 0}

@@ -1,4 +1,4 @@
-"""Which open step closes next, why, and with what: the decision, as a value. Nothing is closed here, nothing written."""
+"""Decides which open step closes next, why, and with which frames; returns the decision, and neither closes nor writes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DueStep(msgspec.Struct, frozen=True):
 
 
 class Closing:
-    """Waits for who may still speak, until a limit. No clock: `now` is handed in."""
+    """The limits up to which an open step waits for ranks whose part is missing. Has no clock: callers pass `now`."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Closing:
     def _why_closed(
         self, attempt: Attempt, step: int, now: float, behind: Collection[bytes], settled_step: int | None
     ) -> str:
-        """Return why a step is closed now; empty: it is not."""
+        """Return why a step is closed now, as of `Decision.why`; empty: it still waits."""
         waiting = attempt.waited_for(step, self._attempts.returning())
         if not waiting:
             return "complete"
@@ -84,7 +84,7 @@ class Closing:
 
 
 def decide(due: DueStep, attempts: Attempts, *, seq: int, run: str, pack_hash: str, blindness: dict[str, int]) -> Decision:
-    """Return the decision that a due step is closed, with what was received of each rank."""
+    """Return the decision that closes a due step with the frames received of each rank."""
     attempt, chosen = due.attempt, attempts.chosen(due.attempt, due.step)
     ranks = tuple(part.decided(rank) for rank, part in chosen.items())
     return Decision(
@@ -97,7 +97,7 @@ def decide(due: DueStep, attempts: Attempts, *, seq: int, run: str, pack_hash: s
 
 
 def _missing(attempts: Attempts, attempt: Attempt, chosen: Mapping[int, RankPartOfStep]) -> dict[int, str]:
-    """Return why ranks are not whole in a step, ranks rising."""
+    """Return, for each rank whose part of a step is missing or incomplete, why; ranks rising."""
     missing = {rank: "unfinished" for rank, part in chosen.items() if not part.is_whole}
     returning = attempts.returning()
     for rank in attempt.expected().difference(chosen):
@@ -109,7 +109,7 @@ def _missing(attempts: Attempts, attempt: Attempt, chosen: Mapping[int, RankPart
 
 
 def _described(attempts: Attempts, attempt: Attempt, chosen: Mapping[int, RankPartOfStep]) -> tuple[DescribedRank, ...]:
-    """Return what the table does not say yet of ranks that are not in a step, ranks rising."""
+    """Return the ranks that are not in a step and whose descriptor no earlier decision has, ranks rising."""
     if not attempts.newcomers and len(chosen) == len(attempt.sessions):
         return ()
     absent = {incarnation.rank: incarnation for incarnation in attempts.newcomers.values() if incarnation.rank not in chosen}

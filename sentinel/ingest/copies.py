@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def shard_words(shard: Shard) -> str:
-    """Return `tp=0`, or the part as the ranks say it; empty for the whole tensor."""
+    """Return `tp=0`, or the tensor's `part`; empty for the whole tensor."""
     return ",".join(str(at) if axis == "part" else f"{axis}={at}" for axis, at in shard)
 
 

@@ -1,4 +1,4 @@
-"""Ends: how each rank of an attempt went, by its words, the table of processes, other ranks, or its silence; and the run.
+"""Ends: how each rank of an attempt ended, by its bye, the table of processes, other ranks, or its silence; and the run.
 
 What is known comes late and in any order: a rank that is killed says nothing, those that were connected to it raise, and the
 launcher ends the others a moment later. So nothing is decided before the first end is `SETTLE_S` old, and the first to go is
@@ -52,7 +52,7 @@ LEAVE_S = 4.0
 """Seconds that a process has from its goodbye to its exit code before ranks that lost it are judged. Too small: a process
 that still unloads its libraries is read as a healthy end; too large: messages about the others are late."""
 SILENT_S, QUIET_S = 30.0, 120.0
-"""Seconds without a frame after which a rank that trains, or does something else, is gone where no process tells."""
+"""Seconds without a frame after which a rank that trains, or does something else, is gone where its process is not seen."""
 TOGETHER_S = 2.5
 """Ranks that fall silent within so many seconds fell silent together: heartbeats are a second apart."""
 REPLACED_S = 5.0
@@ -69,23 +69,23 @@ _ASKED_ERRORS = ("SIGTERMException", "SignalException")
 
 @dataclasses.dataclass(slots=True)
 class _ProcessState:
-    """What the table of processes told of one incarnation."""
+    """What the table of processes showed of one incarnation."""
 
     at: float
     """Seconds watched when it was found gone, or when it left."""
     status: int | None = None
     is_gone: bool = False
     is_memory: bool = False
-    """The kernel killed for want of memory just then."""
+    """The kernel killed a process for want of memory at about that time."""
     has_memory: bool = False
-    """The kernel killed nobody for want of memory just then."""
+    """The kernel's counters show that it killed no process for want of memory at that time."""
     is_after: bool = False
-    """It was there still when another rank ended badly: it wrote that down."""
+    """The incarnation recorded the bad end of another rank, so it was still running then."""
     time: float = 0.0
 
 
 class Ends:
-    """What is known of how incarnations ended. Journalled as RankFacts and RunEnd: a replay needs none of this."""
+    """Collects how incarnations ended. Its results are journalled as RankFacts and RunEnd, which a replay reads instead."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Ends:
         found.status = seen.status if seen.status is not None else found.status
 
     def _witnessed(self, process: ProcessId, now: float) -> Seen:
-        """Return what other ranks saw of a process that our table does not tell of."""
+        """Return what other ranks recorded of the end of a process that this host's table does not show."""
         status = self._witnesses.status(process, now)
         return Seen(UNSEEN) if status is None else Seen(GONE, status)
 
@@ -163,7 +163,7 @@ class Ends:
         now: float,
         asked_by: Callable[[float], str],
     ) -> tuple[RankFacts, ...]:
-        """Return the facts with what is known of each rank's end.
+        """Return the facts with the end of each rank, where it is known.
 
         asked_by: name of the signal that was sent to the whole command on purpose before a time, seconds since the epoch;
         empty: none was.
@@ -187,7 +187,7 @@ class Ends:
         return tuple(reported)
 
     def by_code(self, one: RankFacts, incarnation: Incarnation, pid: int, code: int) -> RankFacts:
-        """Return what the exit code of a command that is over tells of one of its ranks, which may be the command itself."""
+        """Return the end of a rank by the exit code of the command that started it, or that it is itself."""
         end = one.end
         is_open = end is None or (end.how == SIGNAL and end.cause == UNEXPLAINED and not end.detail.startswith("SIG"))
         process = self._process_of(incarnation)
@@ -201,7 +201,7 @@ class Ends:
         return msgspec.structs.replace(one, end=end)
 
     def is_here(self, incarnation: Incarnation) -> bool:
-        """Return whether the table would tell of an incarnation's process: then its silence says nothing."""
+        """Return whether the table shows an incarnation's process while it runs: then silence is no sign of its end."""
         return self._processes.look(self._process_of(incarnation)).state in (LIVES, STOPPED)
 
     def _process_of(self, incarnation: Incarnation) -> ProcessId:
@@ -286,7 +286,7 @@ class Ends:
 
 
 def size(num_bytes: int) -> str:
-    """Return bytes as people say them: `512 MiB`, `12.3 GiB`."""
+    """Return a number of bytes with its binary unit: `512 MiB`, `12.3 GiB`."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.3g} {name}"
@@ -352,7 +352,7 @@ def is_settled(ranks: Sequence[RankFacts], now: float) -> bool:
 
 
 def run_end(ranks: Sequence[RankFacts], wall: float, *, is_restarted: bool = False) -> RunEnd | None:
-    """Return how the run of these ranks ended; None: somebody lives, or may live.
+    """Return how the run of these ranks ended; None: a rank runs, or may run.
 
     wall: seconds since the epoch, now. is_restarted: a newer attempt has begun.
     """

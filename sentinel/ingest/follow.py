@@ -1,4 +1,4 @@
-"""Follows every rank of a run: finds spools as they appear, reads each from where it stood, drops what was heard before."""
+"""Follows every rank of a run: finds spools as they appear, reads each from its last position, drops repeated frames."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ MIN_WINDOW_BYTES = 128 * 2**10
 POLL_BYTES = 64 * 2**20
 """Most bytes that one poll reads of all spools together, about."""
 DISCOVER_POLLS = 20
-"""The folder of spools is listed at least once in so many polls, whatever its time stamp says."""
+"""Polls after which the folder of spools is listed even if its time stamp has not changed."""
 
 
 class RunFollower:
-    """Tails the spools of one run. No clock, no thread: `poll` does what there is to do, in bounded memory."""
+    """Tails the spools of one run. Has no clock and no thread: `poll` reads what is new, in bounded memory."""
 
     def __init__(self, run_dir: Path, *, on_problem: Callable[[str], None] | None = None) -> None:
-        """`on_problem` is told, once each, what makes a rank unreadable; by default it is logged."""
+        """on_problem: called once with each reason why a rank cannot be read; by default the reason is logged."""
         self.run_dir = Path(run_dir)
         self.spool_dir = self.run_dir / "spool"
         self.num_bytes = 0
         """Bytes of frames read so far."""
         self.behind: set[bytes] = set()
-        """Incarnations of which more is on disk than was read: nobody may call them late."""
+        """Incarnations of which more is on disk than was read, which therefore do not count as late."""
         self._problems = Problems(on_problem)
         self._screening = Screening(self.spool_dir, self._problems)
         self._order = TimeOrder()
@@ -54,32 +54,32 @@ class RunFollower:
 
     @property
     def num_duplicates(self) -> int:
-        """Frames dropped because their (incarnation, seq) was heard before."""
+        """Number of frames dropped because their (incarnation, seq) was read before."""
         return sum(incarnation.num_duplicates for incarnation in self.incarnations.values())
 
     @property
     def num_lost(self) -> int:
-        """Frames whose number never came."""
+        """Number of sequence numbers whose frame never came."""
         return sum(incarnation.num_lost for incarnation in self.incarnations.values())
 
     @property
     def num_undecodable(self) -> int:
-        """Whole frames whose payload is not what they promise."""
+        """Number of whole frames whose payload does not have the format of their type."""
         return sum(incarnation.num_undecodable for incarnation in self.incarnations.values())
 
     @property
     def num_corrupt(self) -> int:
-        """Regions of spool files that were no frame and were skipped."""
+        """Number of regions of spool files that were no frame and were skipped."""
         return sum(reader.num_corrupt for reader in self._readers.values())
 
     @property
     def num_torn(self) -> int:
-        """Torn tails that were cut."""
+        """Number of spool files whose last frame was incomplete and was cut off."""
         return sum(reader.num_torn for reader in self._readers.values())
 
     @property
     def num_missing_files(self) -> int:
-        """Spool files deleted before they were read."""
+        """Number of spool files deleted before they were read."""
         return sum(reader.num_missing_files for reader in self._readers.values())
 
     @property

@@ -23,7 +23,7 @@ class Incarnation:
     rank: int
     folder: str
     attempt: int | None
-    """As it says itself; None: it could not learn it."""
+    """Its attempt by its descriptor; None: the rank could not learn it."""
     descriptor: Descriptor | None = None
     """The newest."""
     layout_id: int = 0
@@ -33,25 +33,25 @@ class Incarnation:
     max_seq: int = 0
     gaps: set[int] = dataclasses.field(default_factory=set)
     last_step: int = -1
-    """The newest step that it ended."""
+    """The newest step whose end_step came."""
     first_wall_ns: int = 0
     """When it wrote its first frame that was read, by its own clock; 0: not known, it was read before a restart of ours."""
     last_wall_ns: int = 0
     heartbeat: Heartbeat | None = None
     bye: Bye | None = None
-    """Read ahead: what came before it may not be taken in yet."""
+    """It was read ahead of older frames, which may still come."""
     has_left: bool = False
-    """Its bye was taken in, or its process is gone and all that it wrote was."""
+    """Its bye was read, or its process is gone and all its frames were read."""
     num_frames: int = 0
     num_lost: int = 0
-    """Numbers that never came, as far as is known."""
+    """Sequence numbers below the newest whose frame has not come."""
     num_duplicates: int = 0
     num_undecodable: int = 0
-    """Frames that were left out because they say what is impossible."""
+    """Number of frames that were refused because their content is impossible."""
     leap: tuple[Frame, tuple[int, int]] | None = None
-    """A frame that is far ahead of those before it, and where it begins: the next ones tell whether to believe it."""
+    """A frame far ahead of those before it, in number or step, and where it begins; the next frame confirms it or not."""
     refused: dict[int, str] = dataclasses.field(default_factory=dict)
-    """Layout id -> why what was said of it is impossible; at most MAX_LAYOUTS."""
+    """Layout id -> why its descriptor is impossible; at most MAX_LAYOUTS."""
 
     def describe(self, layout_id: int, descriptor: Descriptor, begin: tuple[int, int]) -> None:
         """Put a descriptor in force that was described at a place, (file index, byte offset)."""
@@ -64,7 +64,7 @@ class Incarnation:
             del self.layouts[next(iter(self.layouts))]
 
     def count(self, seq: int) -> bool:
-        """Take note of the number of a frame; False: it was received before."""
+        """Record the sequence number of a frame; False: it was received before."""
         if seq > self.max_seq:
             missing = seq - self.max_seq - 1
             if missing:
@@ -88,7 +88,7 @@ class Incarnation:
 
 
 class SpoolRecord(msgspec.Struct, frozen=True):
-    """One frame of an incarnation, heard for the first time."""
+    """One frame of an incarnation that was not read before."""
 
     incarnation: Incarnation
     frame: Frame
@@ -97,7 +97,7 @@ class SpoolRecord(msgspec.Struct, frozen=True):
     message: Message | None
     """None for rows."""
     descriptor: Descriptor | None
-    """The one its rows point into; None when that was lost."""
+    """The descriptor whose table its rows point into; None when that was lost."""
     time_ns: int
     """The newest wall clock of the incarnation so far, nanoseconds since the epoch: never falls within an incarnation."""
 
@@ -111,8 +111,8 @@ class SpoolPosition(msgspec.Struct, frozen=True):
     file_index: int
     offset: int
     seq: int
-    """Number of the last frame before; what is not above it was heard."""
+    """Sequence number of the last frame before this position; frames up to it were read."""
     described_at: tuple[int, int]
     last_step: int = -1
     left: str | None = None
-    """Why it said bye, where that lies before; None: it has not, or will be read again."""
+    """Reason of its bye, where the bye lies before this position; None: there is none, or it will be read again."""

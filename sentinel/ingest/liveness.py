@@ -1,4 +1,4 @@
-"""LivenessTracker: when each rank was heard last and when it moved last, by the daemon's own clock."""
+"""LivenessTracker: when the last frame of each rank came and when it made progress last, by the daemon's own clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ disk resets the limit of a rank that hangs; too large: one that was stopped is a
 
 @dataclasses.dataclass(slots=True)
 class _IncarnationProgress:
-    """Where one incarnation stands."""
+    """Step, call and activity of one incarnation, and when each changed last."""
 
     incarnation: Incarnation
     order: int
@@ -74,12 +74,12 @@ class LivenessTracker:
         self._is_watching = self._is_watching or is_caught_up
 
     def restore(self, incarnations: Iterable[Incarnation]) -> None:
-        """Know incarnations from before a restart: heard just now, for nobody watched in between."""
+        """Add incarnations from before a restart, as if a frame of each came now: the time in between was not watched."""
         for incarnation in incarnations:
             self._progress_of(incarnation)
 
     def hear(self, records: Iterable[SpoolRecord]) -> None:
-        """Take in what was heard."""
+        """Update the incarnations by the frames that were read."""
         for record in records:
             one = self._progress_of(record.incarnation)
             if self.now - one.received_at > BACK_S:
@@ -99,7 +99,7 @@ class LivenessTracker:
                 one.moved_at = self.now
 
     def facts(self, attempt: int, attempt_of: Callable[[bytes], int | None]) -> tuple[RankFacts, ...]:
-        """Return what is known of the ranks of the newest attempt, ranks rising.
+        """Return the facts of the ranks of the newest attempt, ranks rising.
 
         attempt_of: the attempt that an incarnation's steps belong to; None: it has no step yet. Left out: ranks that a
         newer incarnation
@@ -126,7 +126,7 @@ class LivenessTracker:
         )
 
     def groups(self, group_of: Callable[[Incarnation], int]) -> dict[int, tuple[RankFacts, ...]]:
-        """Return what is known of the newest incarnation of each rank, by attempt, attempts and ranks rising.
+        """Return the facts of the newest incarnation of each rank, by attempt, attempts and ranks rising.
 
         group_of: the attempt that an incarnation's end counts for.
         """
@@ -136,12 +136,12 @@ class LivenessTracker:
         return {number: tuple(_facts(one) for _, one in sorted(ranks.items())) for number, ranks in sorted(found.items())}
 
     def silence_s(self, incarnation: bytes) -> float:
-        """Return the seconds since an incarnation was heard last; 0.0 of one that is not known."""
+        """Return the seconds since the last frame of an incarnation came; 0.0 of one that is not known."""
         one = self._progress.get(incarnation)
         return 0.0 if one is None else self.now - one.received_at
 
     def received_at(self) -> float | None:
-        """Return when the rank that was heard least recently was heard, on the clock of `now`; None: nobody lives."""
+        """Return the oldest of the ranks' times of the last frame, on the clock of `now`; None: no rank runs."""
         return min(
             (one.received_at for one in self._progress.values() if one.is_live and one.incarnation.bye is None), default=None
         )

@@ -1,4 +1,4 @@
-"""MemoryKills: which processes the kernel may have killed for want of memory, as its counters tell.
+"""MemoryKills: which processes the kernel may have killed for want of memory, by its counters.
 
 Nobody but the kernel's log says which process it was. Its counters say how many there were: of the machine in
 `/proc/vmstat`, and of a memory group (a cgroup: a container, a batch job) in that group's files, version 1 and 2 alike.
@@ -47,7 +47,7 @@ class MemoryKills:
         self._count = count
 
     def know(self, process: ProcessId) -> None:
-        """Learn in which group a process is, while it lives: a scheduler may move it after its start."""
+        """Read the memory group of a running process, each time anew: a scheduler may move it after its start."""
         group, former = self._group_of(process.pid), self._of.get(process)
         if former is not None and (group is None or group.folder in (former.folder, *former.folder.parents)):
             return  # A process that is being ended is shown in the root already.

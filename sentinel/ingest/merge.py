@@ -29,7 +29,7 @@ def _rank(part: RankStep) -> int:
 
 
 class ClosedStep:
-    """All that a judge may know of one closed step."""
+    """One closed step of a run, as `step_view.StepView` describes it."""
 
     def __init__(
         self,
@@ -47,12 +47,12 @@ class ClosedStep:
         self.layout = layout
         self.decision = decision
         self.stride = 1
-        """Steps from one that is told of to the next, 10 in a log of every tenth; quiet is counted in it."""
+        """Steps from one recorded step to the next, 10 in a log of every tenth; durations in steps are counted in it."""
         self.parts = sorted(parts, key=_rank)
         self.time = 0.0
         self.is_skipped = False
         self.num_expected = 0
-        """Rows that the ranks said they sent."""
+        """Number of rows by the ranks' end_steps, whether they came or not."""
         self.step_time_s = 0.0
         self.health: list[tuple[int, Health]] = []
         self.num_rows = 0
@@ -96,7 +96,7 @@ class ClosedStep:
 
     @cached_property
     def row_copy(self) -> npt.NDArray[np.int32]:
-        """[num_rows] number of the shard that a row is a copy of; `layout.num_copies` where nobody knows the tensor."""
+        """[num_rows] number of the shard that a row is a copy of; `layout.num_copies` where no descriptor has the tensor."""
         if not self.parts:
             return np.empty(0, np.int32)
         copies = np.concatenate([self.layout.copies_of(part.rank, part.rows["tensor"]) for part in self.parts])
@@ -104,7 +104,7 @@ class ClosedStep:
 
     @cached_property
     def ended(self) -> frozenset[int]:
-        """Ranks that spoke of the step to its end, and came to it themselves."""
+        """Ranks whose end_step came and is of a whole step (not `EndStep.is_partial`)."""
         ends = [(part.rank, part.end_step) for part in self.parts]
         return frozenset(rank for rank, end in ends if end is not None and not end.is_partial)
 
@@ -115,7 +115,7 @@ class ClosedStep:
 
     @cached_property
     def digest(self) -> Digest:
-        """What the rows come to, found in one pass over them."""
+        """Sums and flags of the rows, found in one pass over them."""
         found = self.layout.formed.form(self, digest(self))
         if not self.cut_ranks and not self._left_out:
             return found
@@ -129,7 +129,7 @@ class ClosedStep:
 
     @cached_property
     def _left_out(self) -> dict[int, tuple[str, ...]]:
-        """Rank -> kinds that it did not measure in this step for what they cost it; empty where all left out the same."""
+        """Rank -> kinds that it did not measure in this step for their cost; empty where all ranks left out the same."""
         found = {part.rank: part.end_step.left_out if part.end_step is not None else () for part in self.parts}
         return found if len({frozenset(kinds) for kinds in found.values()}) > 1 else {}
 
@@ -175,7 +175,7 @@ class ClosedStep:
 
     @cached_property
     def is_whole(self) -> npt.NDArray[np.bool_]:
-        """[num_tensors] whether each shard of the tensor has a holder that spoke for this step to its end."""
+        """[num_tensors] whether each shard of the tensor has a holder whose end_step of this step came."""
         spoken = {part.rank for part in self.parts if part.end_step is not None}
         return self.layout.held_by(spoken)
 

@@ -155,7 +155,7 @@ class ModelLayout:
         return self._replicas_by_number.get(number, [])
 
     def held_by(self, ranks: Set[int]) -> npt.NDArray[np.bool_]:
-        """Return which logical tensors are whole when only these ranks speak: [num_tensors]."""
+        """Return which logical tensors have all shards on these ranks: [num_tensors]."""
         found = np.ones(len(self.tensors), np.bool_)
         silent = [rank for rank in self._to_copy if rank not in ranks]
         if silent:

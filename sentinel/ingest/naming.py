@@ -23,7 +23,7 @@ class CanonicalNames(msgspec.Struct, frozen=True):
     """Depth -> the name of that chunk itself."""
     num_depths: int
     clashes: frozenset[str]
-    """Canonical names that two depths claim for different tensors; they are told apart by their stage."""
+    """Canonical names that two depths claim for different tensors, which get their stage as a distinction."""
     model: str = ""
     """Which of the trainer's models these are the names of; empty: the only one, or what belongs to none."""
     models: dict[str, CanonicalNames] = {}

@@ -1,4 +1,4 @@
-"""What each incarnation has said of a step that is still open: frames, put in order when the step closes."""
+"""The frames of each incarnation of a step that is still open; they are put in order when the step closes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sentinel.wire.frame import row_dtype
 
 @dataclasses.dataclass(slots=True)
 class RankPartOfStep:
-    """What one incarnation said of one step."""
+    """The frames of one incarnation of one step."""
 
     incarnation: Incarnation
     generation: int
@@ -38,7 +38,7 @@ class RankPartOfStep:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its end_step came, and all the rows that it tells of."""
+        """Whether its end_step came, and as many rows as the end_step counts."""
         return self.end_step is not None and self.num_rows >= self.end_step.num_rows
 
     def add(self, record: SpoolRecord) -> None:
@@ -58,7 +58,7 @@ class RankPartOfStep:
         self.last_wall_ns = max(self.last_wall_ns, header.wall_ns)
 
     def decided(self, rank: int) -> RankPart:
-        """Return what a decision says of it, with what the rank measured in this step and lost."""
+        """Return the rank's part for a decision, with the number of rows that were measured and lost."""
         end = self.end_step
         num_lost = 0 if end is None else max(end.num_rows + end.num_dropped_rows - self.num_rows, 0)
         return RankPart(
@@ -97,7 +97,7 @@ class RankPartOfStep:
 
 @dataclasses.dataclass(slots=True)
 class OpenStep:
-    """A step that waits for somebody."""
+    """A step that is not closed: parts of ranks are missing, or earlier steps are open."""
 
     first_received: float
     """Monotonic seconds."""

@@ -19,7 +19,7 @@ MERGED_AXES = ("dp", "tp", "cp", "ep")
 WEIGHT_KINDS = labels(COPIED_KINDS)
 """Data-parallel ranks hold copies of these; of all else each holds its own part of the batch."""
 KEPT_APART = ("unknown", "partial")
-"""Placements that nobody may merge over: each rank keeps its own series, told apart by its coordinate."""
+"""Placements over which rows are not merged: each rank keeps its own series, with its coordinate in the key."""
 NAMING_KINDS = ("param", "wgrad")
 """Kinds that the names and couplings of other tensors depend on."""
 
@@ -37,7 +37,7 @@ class Placed:
         self.key = key
         """(canonical name, kind, coordinates kept apart): ranks that have it hold the same logical tensor."""
         self.sharded = sharded
-        """What tells the shard: ranks that do not differ in it hold replicas."""
+        """The coordinates that determine the shard: ranks that are equal in them hold replicas."""
         self.is_coupled = False
         """Whether it belongs to a module that communicates."""
         self.logical: LogicalTensor | None = None

@@ -1,4 +1,4 @@
-"""Problems: what makes a rank unreadable, said once each."""
+"""Problems: reports each reason why a rank cannot be read once."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ log = logging.getLogger("sentinel.ingest")
 
 
 class Problems:
-    """Remembers what was said."""
+    """The keys of the problems that were reported."""
 
     def __init__(self, on_problem: Callable[[str], None] | None = None) -> None:
-        """on_problem: is told each in words; None: they are logged."""
+        """on_problem: called with the words of each problem; None: they are logged."""
         self._on_problem = on_problem or log.warning
         self._said: set[str] = set()
 
     def say(self, key: str, problem: str) -> None:
-        """Say a problem, unless one with this key was said."""
+        """Report a problem, unless one with this key was reported."""
         if key not in self._said:
             self._said.add(key)
             self._on_problem(problem)

@@ -1,4 +1,4 @@
-"""ProcessTable: whether a rank's process lives, is stopped or is gone, as the kernel of this machine tells it."""
+"""ProcessTable: whether a rank's process runs, is stopped or is gone, by the kernel of this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sentinel.process import EXIT, IGNORED, PROC, RESIDENT, START, ProcessId, ow
 from sentinel.process_exits import ProcessExits
 
 LIVES, STOPPED, GONE, UNSEEN = "lives", "stopped", "gone", "unseen"
-"""What the table says of a process. UNSEEN: it runs on another host, in another container, or nobody said which it is."""
+"""States of a process in the table. UNSEEN: it runs on another host, in another container, or its id is not known."""
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -21,23 +21,23 @@ class Seen(msgspec.Struct, frozen=True):
 
     state: str
     status: int | None = None
-    """Of one that is gone: what `wait` says of it; None: its parent has asked already, and the kernel keeps nothing."""
+    """Wait status of a process that is gone; None: its parent has waited for it already, and the kernel keeps nothing."""
     letter: str = ""
     """The kernel's state of one that is there: R, S, D, T (stopped), t (stopped by who traces it)."""
     resident_bytes: int = 0
-    """Memory that it holds just now."""
+    """Bytes of memory that it holds at the time of the look."""
     ignores_sigterm: bool = False
-    """SIGTERM does nothing to it."""
+    """The process ignores SIGTERM."""
 
 
 class ProcessTable:
-    """Looks into `/proc`. Processes of other machines and containers are not seen: silence alone tells of those."""
+    """Reads `/proc`. Processes of other machines and containers are not in it: silence is the only sign of their end."""
 
     def __init__(self, proc: Path = PROC, *, own: Callable[[Path], ProcessId] = own_process) -> None:
         self._proc = proc
         self._own = own(proc)
         self._ended: dict[ProcessId, int | None] = {}
-        """What was told at the end of those that were waited for."""
+        """Wait statuses of the processes that were waited for and have ended."""
         self._exits = ProcessExits(self._note_end, "sentinel-exits") if proc == PROC else None
 
     def sees(self, process: ProcessId) -> bool:
@@ -45,7 +45,7 @@ class ProcessTable:
         return process.is_known and (process.boot, process.space) == (self._own.boot, self._own.space)
 
     def look(self, process: ProcessId) -> Seen:
-        """Return what the table says of a process now; one that has got its number since is another."""
+        """Return the state of a process now; a later process with the same number is another one, and this one gone."""
         if not self.sees(process):
             return Seen(UNSEEN)
         try:
@@ -79,7 +79,7 @@ class ProcessTable:
 
 
 def status_words(status: int) -> tuple[str, int]:
-    """Return (name of the signal or empty, exit code) of what `wait` says."""
+    """Return (name of the signal or empty, exit code) of a wait status."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         try:

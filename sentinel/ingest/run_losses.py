@@ -1,4 +1,4 @@
-"""RunLosses: what ranks measured and nobody judged, summed over a run: whether all of it was judged."""
+"""RunLosses: sums over a run of the rows and steps that ranks measured and that were lost before they were judged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class RunLosses(msgspec.Struct):
 
     num_rows: int = 0
     num_steps_gone: int = 0
-    """Steps of which nothing is left, not even their end; counted on each rank."""
+    """Number of steps of which no frame is left, not even the end_step; counted on each rank."""
     first_step: int = -1
     last_step: int = -1
 
@@ -25,7 +25,7 @@ class RunLosses(msgspec.Struct):
         return not self.num_rows and not self.num_steps_gone
 
     def take(self, decision: Decision, health: Iterable[Health]) -> None:
-        """Add what a closed step tells of."""
+        """Add the losses of a closed step."""
         for one in decision.ranks:
             if one.num_lost:
                 self._add(one.num_lost, 0, decision.step, decision.step)
@@ -52,7 +52,7 @@ class RunLosses(msgspec.Struct):
 
 
 def silent(reported: Health, received_until: int, received: Mapping[int, int | None]) -> Health | None:
-    """Return a `steps_dropped` record without the steps that were heard before they were dropped; None: all were.
+    """Return a `steps_dropped` record without the steps that were read before they were dropped; None: all were.
 
     heard_until: the newest step that was judged with this rank. heard: steps above it that are known: rows of them that
     came, None for those that came whole.

@@ -1,4 +1,4 @@
-"""Screening: takes a frame for what it says, or doubts it until the next one, or refuses it and says why."""
+"""Screening: accepts a frame, or holds it back until the next one confirms it, or replaces it by a record of why not."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Screening:
         return records + self._accept(folder, incarnation, frame, begin)
 
     def settle(self, folder: str) -> list[SpoolRecord]:
-        """Return what was doubted of a spool of which no more comes: there is nothing left to doubt it by."""
+        """Return the frame that was held back of a spool that has ended: no further frame can refute it."""
         incarnation = self.newest_of(folder)
         if incarnation is None or incarnation.leap is None:
             return []
@@ -84,7 +84,7 @@ class Screening:
         return self._accept(folder, incarnation, *leap)
 
     def _accept(self, folder: str, incarnation: Incarnation, frame: Frame, begin: tuple[int, int]) -> list[SpoolRecord]:
-        """Take a frame in whose header can be believed."""
+        """Accept a frame whose header is possible."""
         header = frame.header
         if not incarnation.count(header.seq):
             return []
@@ -132,7 +132,7 @@ class Screening:
     def _refuse(
         self, folder: str, incarnation: Incarnation | None, frame: Frame, begin: tuple[int, int], why: str
     ) -> list[SpoolRecord]:
-        """Leave out a frame that says what is impossible: say so, and hand out a health record in its place.
+        """Refuse a frame whose content is impossible: report it, and return a health record in its place.
 
         Where the frame described tensors, the rows that point into its table are left out too, until it comes right.
         """
@@ -167,7 +167,7 @@ class Screening:
     def _changed(
         self, incarnation: Incarnation, frame: Frame, begin: tuple[int, int], change: LayoutChange
     ) -> Descriptor | None:
-        """Return the descriptor that a change makes; None where it is not known of what."""
+        """Return the descriptor that results from a change; None where the descriptor that it changes is not known."""
         known = incarnation.layouts.get(frame.header.layout_id)
         if known is not None:
             return known

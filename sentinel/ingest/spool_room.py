@@ -23,21 +23,21 @@ delete frames before anyone acts."""
 
 
 class SpoolRoom(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's spool, as it lies on disk."""
+    """How full one rank's spool is."""
 
     rank: int
     waiting_bytes: int
-    """Written and not judged for good."""
+    """Bytes on disk that the daemon has not acknowledged as judged."""
     max_bytes: int
     """spool.max_bytes of the rank."""
     is_cut: bool
-    """Some of what waits was thinned already."""
+    """Some of the waiting files were thinned already."""
     bytes_per_s: float
-    """At which it was filled since the oldest file that waits was begun; 0: not known."""
+    """Mean rate at which it was filled since the oldest waiting file was begun; 0: not known."""
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the cap is reached, should nobody judge; None: not known."""
+        """Seconds until the cap is reached if no more is judged; None: not known."""
         if self.bytes_per_s <= 0:
             return None
         return max(self.max_bytes - self.waiting_bytes, 0) / self.bytes_per_s
@@ -61,7 +61,7 @@ class SpoolRoom(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fullest(run_dir: Path) -> SpoolRoom | None:
-    """Return the spool of a run that is nearest to its cap; None: nothing waits, or nothing says how much it may hold."""
+    """Return the spool of a run that is nearest to its cap; None: nothing waits, or no cap is known."""
     folders = [path for path in (run_dir / "spool").glob("r*") if parse_incarnation_folder(path.name) is not None]
     newest = sorted(folders, key=lambda path: -_mtime(path))[:MAX_SPOOLS]
     found = [room for room in map(room_of, newest) if room is not None]
@@ -69,7 +69,7 @@ def fullest(run_dir: Path) -> SpoolRoom | None:
 
 
 def room_of(folder: Path) -> SpoolRoom | None:
-    """Return how full one incarnation's spool is; None: nothing waits, or nothing says how much it may hold."""
+    """Return how full one incarnation's spool is; None: nothing waits, or its cap is not known."""
     index, offset = read_ack(folder)
     names = [one.name for one in list_kept(folder) if one.last >= index]
     whole = [one for one in list_files(folder) if one >= index]

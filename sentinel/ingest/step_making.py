@@ -16,7 +16,7 @@ from sentinel.step_view import RankStep
 
 
 class StepMaker:
-    """Closes the steps of `Attempts`, as decisions say."""
+    """Closes the steps of `Attempts` that decisions name, each with the frames of its decision."""
 
     def __init__(self, attempts: Attempts, received: Received, blindness: Blindness) -> None:
         self.num_incomplete = 0

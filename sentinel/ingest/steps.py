@@ -41,7 +41,7 @@ class _AssemblerState(msgspec.Struct):
 
 
 class StepAssembler:
-    """Yields closed steps, in rising order of (attempt, step). No clock, no I/O: `now` is handed in."""
+    """Yields closed steps, in rising order of (attempt, step). Has no clock and no I/O: callers pass `now`."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class StepAssembler:
         self.pack_hash = pack_hash
         """Hash of the rules that the next decisions are judged with."""
         self.losses = RunLosses()
-        """What ranks measured and nobody judged, since the run began."""
+        """Rows and steps that ranks measured and that were lost before they were judged, since the run began."""
         self.attempts = Attempts()
         """Which attempt each incarnation belongs to, and which attempts are over."""
         self._seq = 0
@@ -73,12 +73,12 @@ class StepAssembler:
 
     @property
     def num_open_steps(self) -> int:
-        """Steps that wait for somebody."""
+        """Number of open steps, which wait for parts of ranks."""
         return sum(len(attempt.open) for attempt in self.attempts.by_number.values())
 
     @property
     def newest_step(self) -> int:
-        """The newest step anybody spoke of in the newest attempt; -1: none yet."""
+        """The newest step of which any frame came in the newest attempt; -1: none yet."""
         newest = self.attempts.by_number.get(self.attempts.newest)
         return newest.newest_step if newest is not None else -1
 
@@ -143,7 +143,7 @@ class StepAssembler:
             yield self._closed(due)
 
     def finish(self, now: float) -> Iterator[ClosedStep | Tick]:
-        """Yield what is left: the run is over, nobody speaks any more."""
+        """Yield the open steps: the run is over, and no frame will come any more."""
         yield from self.close(now)
         while self._replay:
             yield self._replayed()
@@ -155,7 +155,7 @@ class StepAssembler:
         self, ranks: tuple[RankFacts, ...], now: float, acts: tuple[IncidentAct, ...] = (), *,
         attempt: int | None = None, ended: RunEnd | None = None,
     ) -> Tick:  # fmt: skip
-        """Return the decision that this is a moment to judge who lives: write it down before it is judged.
+        """Return the decision that the ranks' liveness is judged now: journal it before it is judged.
 
         now: seconds watched. attempt: that of these ranks; None: the newest. ended: it is over. acts: what people did about
         incidents.

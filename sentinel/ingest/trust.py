@@ -1,4 +1,4 @@
-"""What a whole frame may not say, because no rank can: of its place, of time, of the frames around it."""
+"""Finds impossible content in whole frames: in their place, in their times, and against the frames around them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_STEPS = frozenset({int(FrameType.ROWS), int(FrameType.END_STEP), int(FrameTy
 
 
 def why_header(header: Header, rank: int) -> str:
-    """Return what a header says that is impossible in the spool of this rank; empty: nothing."""
+    """Return what of a header is impossible in the spool of this rank, in words; empty: nothing."""
     if header.rank != rank:
         return f"expected rank {rank}, got {header.rank}"
     if header.attempt != NO_ATTEMPT and header.attempt > MAX_ATTEMPT:
@@ -47,7 +47,7 @@ def leaps(header: Header, max_seq: int, last_step: int) -> str:
 
 
 def bears_out(leap: Header, header: Header) -> bool | None:
-    """Return whether the next frame goes on from one that leapt; None: it does not tell."""
+    """Return whether the next frame continues from one that leapt; None: it neither does nor contradicts it."""
     if header.seq <= leap.seq:
         return False
     if header.type == FrameType.BYE:
@@ -56,7 +56,7 @@ def bears_out(leap: Header, header: Header) -> bool | None:
 
 
 def why_descriptor(descriptor: Descriptor, rank: int) -> str:
-    """Return what a descriptor says that is impossible of this rank; empty: nothing."""
+    """Return what of a descriptor is impossible for this rank, in words; empty: nothing."""
     if descriptor.place.rank != rank:
         return f"expected the place of rank {rank}, got that of rank {descriptor.place.rank}"
     ids = {tensor.id for tensor in descriptor.tensors}

@@ -13,7 +13,7 @@ MAX_WAITING_HEALTH = 16 * MAX_HEALTH
 
 
 class WaitingHealth:
-    """Per incarnation, what was heard and is part of no closed step yet."""
+    """The health records of each incarnation that came and are part of no closed step yet."""
 
     def __init__(self) -> None:
         self._waiting: dict[bytes, list[tuple[int, Health, tuple[int, int]]]] = {}

@@ -1,4 +1,4 @@
-"""Witnesses: what ranks wrote down of the ends of others on their machine, for whoever was not there to see."""
+"""Witnesses: what ranks recorded of the ends of other ranks on their machine, for a daemon that did not see them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Machine = tuple[str, str]
 
 
 class Witnesses:
-    """Reads the files of those incarnations alone that were on the same machine as one that is asked about."""
+    """Reads the files of the incarnations on the same machine as the rank in question, and no others."""
 
     def __init__(
         self, incarnations: Callable[[], Mapping[bytes, Incarnation]], read: Callable[[Incarnation], list[Witnessed]]
@@ -31,7 +31,7 @@ class Witnesses:
         """Incarnations that saw another rank's end."""
 
     def status(self, process: ProcessId, now: float) -> int | None:
-        """Return what `wait` said of a rank's process, as others saw it; None: nobody did. now: seconds watched."""
+        """Return the wait status of a rank's process as another rank recorded it; None: none did. now: seconds watched."""
         if not process.is_known:
             return None
         machine = (process.boot, process.space)

@@ -15,7 +15,7 @@ QUANTITIES = ("channel_rms", "mean_over_std")
 TOP = 8
 """Channels named, the largest RMS first."""
 MOST_RATIO = 2.0**30
-"""Largest |mean| / std told: that of a channel that does not vary at all."""
+"""Largest |mean| / std recorded, which stands for a channel that does not vary at all."""
 SUMS_BYTES = 2 * 2**20
 """Bytes of per-channel sums written a step; a bound on the spool, 87,000 channels. Rows and largest channels always come."""
 
