@@ -1,4 +1,4 @@
-"""DeadTensor: gradients that are all zero, and weights that stand still, after a life of change."""
+"""DeadTensor: gradients that became all zero, and weights that changed and then stand still."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from sentinel.detect.vectorised import StillForm
 
 
 class DeadTensor(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tensor that is exactly zero, or exactly what it was, step after step, after a life of change.
+    """A tensor that changed, and then is exactly zero, or exactly its last value, step after step.
 
     A norm that is exactly 0.0 for `zero_steps` points in a row, or exactly repeated for `unchanged_steps` while others of
     the rule move (when nothing moves, no optimizer stepped). What was still for some points before and went on (an expert
-    without tokens, weights in bf16 whose updates round to nothing) needs four times as many. What never lived cannot die:
-    a frozen weight, a bias that begins at zero and stays there.
+    without tokens, weights in bf16 whose updates round to nothing) needs four times as many. What never changed is not
+    judged: a frozen weight, a bias that begins at zero and stays there.
 
     Source: dying ReLU units pass no gradient (Lu et al., "Dying ReLU and Initialization", 2019); a weight that no optimizer
     holds, or whose state is lost, stays as it is.

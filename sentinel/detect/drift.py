@@ -1,4 +1,4 @@
-"""Drift and Plateau: what no single point shows. A loss that climbs slowly, and one that has stopped to fall."""
+"""Drift and Plateau: a loss that climbs slowly, and one that has stopped to fall, which no single point shows."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
         run[rested] = 0
 
     def rearm(self, state: State) -> None:
-        """Begin anew with the next point, all series: after a resume what came before is no measure any more."""
+        """Begin anew with the next point, all series: after a resume, earlier points are no baseline any more."""
         self._begin_anew(state)
         for name in ("above", "below", "run", "wander", "known", "told", "rough", "walk", "since"):
             state[name].fill(0)

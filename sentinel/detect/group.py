@@ -25,7 +25,7 @@ class GroupDetector(Protocol):
     """Judges one point of each group over its members, ranks or copies of a tensor: no clock, no I/O. Score first.
 
     A detector is built from the `args` of its rule. What it says of a member depends on that member's group and state alone,
-    never on the order of members or groups, nor on other groups. A group of one accuses nobody.
+    never on the order of members or groups, nor on other groups. The member of a group of one scores 0.0.
     """
 
     declares: ClassVar[Declaration]

@@ -1,6 +1,6 @@
 """VanishingGradient and ExplodingTensor: what fades or grows too slowly for any single step to show it.
 
-A jump is for AnomalyTurbulence to say, whose baseline follows within ten points. These two hold a tensor against a
+A jump is reported by AnomalyTurbulence, whose baseline follows within ten points. These two hold a tensor against a
 reference that remembers hundreds of steps: what halves or doubles every 60 steps for some hundred steps on end leaves it
 behind, what a schedule, a warm-up or a run that converges does to it hardly ever does.
 """

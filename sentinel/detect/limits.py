@@ -1,4 +1,4 @@
-"""Threshold and PrecisionLoss: absolute limits, without a past to learn."""
+"""Threshold and PrecisionLoss: absolute limits, without a baseline."""
 
 from __future__ import annotations
 

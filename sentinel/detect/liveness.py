@@ -1,4 +1,4 @@
-"""LivenessDetector: what a detector owes the engine that judges ranks by the time that passes; and StaleRank."""
+"""LivenessDetector: the methods that the engine calls on a detector that judges ranks by the time that passes; StaleRank."""
 
 from __future__ import annotations
 

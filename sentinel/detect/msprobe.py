@@ -2,7 +2,7 @@
 
 Source: msProbe 26.2, `BaseWriterWithAD._update_tag2scalars` (monitor/data_writers.py) and `AnomalyTurbulence.apply`
 (core/monitor/anomaly_processor.py), checked against that code by benchmarks/rules_vs_msprobe.py. Its sums are not
-rearranged: float addition does not forgive it.
+rearranged: the order of float additions changes the last bit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def score(values: np.ndarray, state: State, threshold: float) -> Scores:
 
 
 def learn(values: np.ndarray, state: State) -> None:
-    """Take one point a series in, whatever it is: msProbe's history learns flagged points, NaN and infinities too."""
+    """Take one point of each series in, of any value: msProbe's history learns flagged points, NaN and infinities too."""
     size = np.abs(values)
     history = np.where(state["seen"], state["history"], size)
     with np.errstate(invalid="ignore", over="ignore"):

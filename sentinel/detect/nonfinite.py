@@ -1,4 +1,4 @@
-"""AnomalyNan, NanStorm and HiddenNan: values that are no numbers, too often no numbers, or hide that they are none."""
+"""AnomalyNan, NanStorm and HiddenNan: values that are not finite, now or too often, or that a trainer hides."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class AnomalyNan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class NanStorm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Non-finite values that keep coming: one NaN gradient is survived, three in a hundred steps are a storm."""
+    """Non-finite values that keep coming: one NaN gradient is no storm, three in a hundred steps are."""
 
     declares: ClassVar[Declaration] = Declaration(
         summary="non-finite values that keep coming: 3 in 100 steps", statistics=("absmax",), raw_values=True
@@ -93,7 +93,7 @@ class NanStorm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return Scores.of(score, np.full(len(values), np.nan), direction=np.zeros(len(values), dtype=np.int8))
 
     def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
-        """Remember where the last non-finite points were."""
+        """Keep the numbers of the last non-finite points."""
         bad = np.flatnonzero(~np.isfinite(values))
         if bad.size:
             state["bad_at"][bad] = np.concatenate([state["bad_at"][bad, 1:], state["points"][bad, None]], axis=1)

@@ -15,7 +15,7 @@ from sentinel.detect.group import Points
 class ReplicaDivergence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Copies that must be bit-identical and are not: those that differ from what most hold are wrong.
 
-    Where no value is held by more copies than any other, nobody can tell which is wrong: all are named, none is sure.
+    Where no value is held by more copies than any other, it is not known which is wrong: all are named, none is sure.
     """
 
     declares: ClassVar[Declaration] = Declaration(
@@ -25,7 +25,7 @@ class ReplicaDivergence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     )
 
     def state(self, num_members: int) -> State:
-        """Return no arrays: what must be equal has no past."""
+        """Return no arrays: copies are compared within one step."""
         return {}
 
     def score(self, points: Points, group: np.ndarray, state: State) -> Scores:

@@ -1,4 +1,4 @@
-"""A scalar beside its reference runs: what a run has for itself once the data that all of them saw is taken out.
+"""A scalar beside its reference runs: the residual of a run once what the data do to all of them is taken out.
 
 Of 36 public runs on the same data nearly every excursion recurs at the same step in all: it is the batch. What remains of
 a loss beside its reference runs is 0.1 to 0.3 % instead of 2.7 to 5 %, so that a corruption of 2 % shows.
@@ -77,7 +77,8 @@ def logarithm(values: np.ndarray) -> np.ndarray:
 
 
 def exponential(z: float) -> float:
-    """Return what `logarithm` came from. The same bits on every machine: the C library's own differs in the last."""
+    """Return the inverse of `logarithm`. The same bits on every machine, where the C library's exp differs in the last
+    bit."""
     x = z - _ONE
     if not -700.0 < x < 700.0:
         return math.inf if x > 0.0 else 0.0

@@ -50,7 +50,7 @@ RollingParameters = native.RollingParameters
 
 
 def new_state(p: RollingParameters, num_series: int) -> State:
-    """Return the state of series that have seen nothing: 16 * window + 4 * memory + 8 * settle_after + 81 bytes each."""
+    """Return the state of series before their first point: 16 * window + 4 * memory + 8 * settle_after + 81 bytes each."""
     return {
         "points": np.full((num_series, p.window), np.nan),
         "recent": np.full((num_series, _width(p.window)), np.inf, dtype=np.float32),
@@ -83,7 +83,7 @@ def score(p: RollingParameters, values: np.ndarray, state: State) -> np.ndarray:
 
 
 def learn(p: RollingParameters, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
-    """Take one point of each series in."""
+    """Take one point of each series into the state, in place."""
     if native.available:
         native.run(p, state, values[None], native.LEARN, anomalous[None])
     else:

@@ -19,7 +19,7 @@ SMALLEST = 1e-300
 
 
 class SameBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A scalar that falls step after step by a small share of what it usually moves: it glides.
+    """A scalar that falls step after step by a small share of its usual change from step to step.
 
     Two batches differ; the loss of one batch that is trained on again falls without scatter. d = |x - last x| against the
     running mean of log d, in which a spike weighs little. Of a Gaussian scatter one step in 13 falls by less than 0.35 of
@@ -66,7 +66,8 @@ class SameBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return Scores.of(score, state["last"].copy(), direction=np.zeros(len(values), dtype=np.int8))
 
     def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
-        """Follow the usual change in logarithms, calm ones slowly, and count those in a row. Deaf to what is not finite."""
+        """Follow the usual change in logarithms, small ones slowly, and count those in a row. Values that are not finite are
+        left out."""
         calm, size, counted = self._calm(values, state)
         finite = np.isfinite(values)
         moved = finite & (size > 0)

@@ -1,4 +1,4 @@
-"""Saturation: shares of an activation that are zero, dead or flat, judged by what is left alive."""
+"""Saturation: shares of an activation that are zero, dead or flat, judged by the share that is alive."""
 
 from __future__ import annotations
 
@@ -71,5 +71,5 @@ class Saturation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return Scores(alive.score, explain)
 
     def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
-        """Take one share a series in."""
+        """Take one share of each series into the state, in place."""
         self._alive.learn(1.0 - values, state, anomalous)

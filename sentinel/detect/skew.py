@@ -38,8 +38,8 @@ class RankSkew(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     residual = asinh(x / u) - asinh(m / u) with m the peers' median and u = 2 % of it: a logarithm of the ratio that survives
     zero and below. Taken off is what the rank usually differs by (up to a factor of 2); what is left is held against k mean
     absolute residuals of the rank's own past, the scatter of all peers in this step, and `threshold`. Each rank has its own
-    batch, so a single step says little: it must last, the same way. A rank alone accuses nobody; of two, the one that left
-    its own past.
+    batch, so a single step says little: it must last, the same way. A rank without peers is not judged; of two, the one that
+    left its own past is anomalous.
 
     Source: outlier among exchangeable workers by the median, as in straggler and silent-data-corruption screens: Dixit et
     al., "Silent Data Corruptions at Scale" (2021); the Llama 3 report (2024), section 3.3.4.
@@ -99,7 +99,8 @@ class RankSkew(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return Scores.of(score, middle, direction=direction, is_sure=is_sure, is_out=is_out, alone=alone)
 
     def learn(self, points: Points, group: np.ndarray, state: State, anomalous: np.ndarray) -> None:
-        """Follow each rank's usual difference and its spread, never what stands out; count how long that lasts."""
+        """Learn each rank's usual difference and its spread, but from no anomalous point; count how many points in a row
+        stand out."""
         residual, _, raw, _ = _made(points) or self._measured(points, group, state)
         known = np.isfinite(residual)
         is_out = known & (raw >= 1.0) & (state["count"] >= self.warmup)

@@ -83,7 +83,7 @@ class AnomalyTurbulence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return self.form("norm").score(values, state)
 
     def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
-        """Take one point a series in; flagged ones count only towards a level shift, non-finite ones for nothing."""
+        """Take one point of each series in; flagged ones count only towards a level shift, non-finite ones are left out."""
         if self.compat:
             msprobe.learn(values, state)
         else:

@@ -94,7 +94,7 @@ class UpdateRatio(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return Scores(np.maximum(relative.score, absolute.score), explain)
 
     def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
-        """Take one point a series in."""
+        """Take one point of each series into the state, in place."""
         self._relative.learn(_without_idle(values), state, anomalous)
         self._absolute.learn(values, _limit_of(state), anomalous)
 

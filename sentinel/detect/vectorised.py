@@ -1,6 +1,6 @@
-"""Forms: what nearly every tensor detector is, a baseline, a limit or a stillness, as parameters and one algorithm each.
+"""Forms, one of which most tensor detectors use: a baseline, a limit or a stillness, each its parameters and one algorithm.
 
-A detector says its form for a statistic and delegates to it. The engine knows the forms by heart: it judges all of a
+A detector returns its form for a statistic and delegates to it. The engine judges all of a
 step's forms in one call of the C extension; the numpy here is the reference that it must equal, and the fallback.
 
 The updates of `BaselineForm` are those of an online Huber estimator (Huber 1964; the recursion of Robbins and Monro): a
@@ -53,9 +53,9 @@ def domain_of(statistic: str) -> Literal["log", "linear"]:
 
 
 class BaselineForm(msgspec.Struct, frozen=True, kw_only=True):
-    """Where each series lives and how far it strays: anomalous is what leaves that range.
+    """The usual value of each series and the spread about it: a point too far from it is anomalous.
 
-    In the log domain a value stands for log|x|; an exact zero has no scale, teaches nothing, and is normal in a series
+    In the log domain a value stands for log|x|; an exact zero has no logarithm, is not learned, and is normal in a series
     that had zeros in its warm-up, or whose zeros lasted until they settled: the level stays what it was before them.
     """
 
@@ -100,7 +100,7 @@ class BaselineForm(msgspec.Struct, frozen=True, kw_only=True):
         """Return the state of new series: 26 bytes each, 29 in the linear domain.
 
         Arithmetic is in float64, what is kept is float32: a location of a few units in the log has 6 digits behind the
-        point, and the least that is told apart (`threshold`) is percents. Points are rounded to float32 before anything is
+        point, and the least `threshold` is some percent. Points are rounded to float32 before anything is
         asked of them, so that a constant series has a residual of exactly zero.
         """
         state: State = {
@@ -347,7 +347,7 @@ class LimitForm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StillForm(msgspec.Struct, frozen=True, kw_only=True):
-    """A life of change that ends: exactly zero, or exactly what it was, point after point."""
+    """A series that changed and then stands still: exactly zero, or exactly its last value, point after point."""
 
     zero_steps: int = 3
     """Points in a row that are exactly zero."""

@@ -63,7 +63,7 @@ from sentinel.kinds import Phase
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """Return what an incident makes one suspect, by what it has shown."""
+    """Return the diagnosis of an incident by its evidence."""
     if evidence.is_liveness:
         return _liveness(evidence)
     found = by_comparison(evidence) or by_precision(evidence)

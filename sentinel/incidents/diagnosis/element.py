@@ -40,7 +40,7 @@ of 1 over 1e-8 comes to 1e8 times the rate, and a flipped bit of the upper two o
 
 
 def by_weight(evidence: Evidence) -> Diagnosis | None:
-    """Return what one element of a weight says that stands beyond all others; None: there is none."""
+    """Return the diagnosis of one element of a weight that stands beyond all others; None: there is none."""
     found = None
     for odd in evidence.odd_weights:
         before = [one for one in evidence.signs.values() if one.first_step < odd.step and one.phase in FLOW]
@@ -85,7 +85,8 @@ def _most(odd: OddWeight) -> float:
 
 
 def by_output(evidence: Evidence, acquitted: str) -> Diagnosis | None:
-    """Return what an output says that left its range with nothing before it amiss; None: there is none, or it lasts."""
+    """Return the diagnosis of an output that left its range with nothing before it amiss; None: there is none, or it
+    lasts."""
     found = _first_output(evidence)
     if found is None:
         return None

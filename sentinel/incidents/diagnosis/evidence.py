@@ -1,4 +1,4 @@
-"""Evidence: what an incident has shown so far, as far as a diagnosis asks. Bounded, kept in the tracker's snapshot."""
+"""Evidence: the signs, steps and origins of an incident that its diagnosis reads, bounded; part of the snapshot."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def is_entry(depth: int, border: str, segment: str) -> bool:
 
 
 class Sign(msgspec.Struct, kw_only=True):
-    """One series that broke one rule."""
+    """One series that was anomalous by one rule."""
 
     id: str
     """Of its newest onset record."""
@@ -145,8 +145,8 @@ class LearningRateJump(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evidence(msgspec.Struct, kw_only=True):
-    """What the anomalies and closed steps of an incident have shown, of which its diagnosis is made; kept in the
-    snapshot."""
+    """The signs, steps and origins of an incident so far, from its anomalies and the closed steps; its diagnosis reads
+    them."""
 
     opened: int
     is_liveness: bool = False
@@ -354,7 +354,7 @@ class Evidence(msgspec.Struct, kw_only=True):
             )  # fmt: skip
 
     def see(self, step: int, facts: StepFacts) -> None:
-        """Take a closed step: what went on in it, and whether all else was well."""
+        """Take in a closed step: which signs went on in it, and whether all else was well."""
         if step <= self.seen:
             return
         self.seen = step
@@ -424,7 +424,7 @@ class Evidence(msgspec.Struct, kw_only=True):
             self._bear_in_forward(step, one, facts, ep_size)
 
     def absorb(self, other: Evidence) -> None:
-        """Take over what an incident had shown that turned out to be the same."""
+        """Take over the evidence of an incident that turned out to be the same."""
         for key, sign in other.signs.items():
             if key not in self.signs and len(self.signs) < MAX_SIGNS:
                 self.signs[key] = sign

@@ -1,4 +1,4 @@
-"""What finite excursions make one suspect: rule 7 of `diagnosis/diagnose.py`."""
+"""The diagnosis of finite excursions: rule 7 of `diagnosis/diagnose.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What non-finite values make one suspect: rule 6 of `diagnosis/diagnose.py`."""
+"""The diagnosis of non-finite values: rule 6 of `diagnosis/diagnose.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`program`: a function outside its domain where a value was born, or an update that makes no number of numbers.
+"""`program`: a function outside its domain where a value was born, or an update that makes finite weights non-finite.
 
 A logarithm of a negative number, a division by zero, a softmax of nothing but -inf gives the same on every machine. So where
 the module at the origin computes such a function, of numbers that were finite, it is suspected before any machine. What is
@@ -40,7 +40,7 @@ _GUARD = {
 
 
 def by_function(evidence: Evidence) -> Diagnosis | None:
-    """Return what the functions say that made what was born non-finite; None: there is none, or it cannot be."""
+    """Return the diagnosis of the functions that made a non-finite value of finite ones; None: there are none."""
     # What was seen from inside a module says more than its block's border did.
     for one in sorted(evidence.origins, key=lambda origin: bool(origin.border)):
         function, argument = _suspected(one)
@@ -88,7 +88,7 @@ def _module(one: NonFiniteOrigin) -> str:
 
 
 def by_update(one: NonFiniteOrigin) -> Diagnosis | None:
-    """Return what weights say that were no numbers as a step began, after one whose gradients all were; None: nothing."""
+    """Return the diagnosis of weights that are not finite after a step of finite gradients; None: there are none."""
     before = one.num_gradients
     if one.phase is not Phase.PARAM or not before or one.num_bad == 1:
         return None
