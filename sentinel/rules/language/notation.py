@@ -10,7 +10,7 @@ _PART = re.compile(
     rf"(?P<start>{_NUMBER}|[-+]?inf|nan|_)(?:(?P<by>[-+*])(?P<change>{_NUMBER}))?(?:x(?P<times>\d+))?", re.IGNORECASE
 )
 MAX_VALUES = 1_000_000
-"""Most values of one series, a bound on memory: a list of 8 MB, where a test needs some hundred."""
+"""Most values of one series, a bound on memory: 32 MB as a list of Python's floats."""
 
 
 class BadNotation(ValueError):
