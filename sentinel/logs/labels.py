@@ -103,7 +103,7 @@ class LabelledPoints:
         return True
 
     def put(self, rows: Rows) -> None:
-        """Make rows of them: one a step at which loss, grad_norm or lr is told.
+        """Make rows of them: one for each step that has a loss, grad_norm or lr.
 
         Values of other tags join the row of their step; a tag that counts otherwise (epochs) has no row to join.
         """

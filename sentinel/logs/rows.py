@@ -201,7 +201,7 @@ class Rows:
         return column, present
 
     def _main_rows(self, present: dict[str, npt.NDArray[np.bool_]]) -> npt.NDArray[np.int64]:
-        """Rows that speak of the training itself: they alone say where the run was resumed."""
+        """Return the rows of the training itself, without evaluations: resumptions are found in these alone."""
         known = [present[channel] for channel in CANONICAL if channel in present]
         known = known or [held for channel, held in present.items() if not is_aside(channel)] or list(present.values())
         return np.flatnonzero(np.logical_or.reduce(known))

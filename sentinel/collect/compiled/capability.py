@@ -16,7 +16,7 @@ TESTED = ("2.13",)
 
 
 class _CapabilityListener:
-    """A listener that notes what it is told."""
+    """A listener that records its calls."""
 
     def __init__(self) -> None:
         self.site = enlist(self)

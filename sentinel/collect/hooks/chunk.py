@@ -36,7 +36,7 @@ class Chunk:
     def __init__(
         self, recorder: Recorder, passes: PassListener, root: nn.Module, structure: Structure, vpp_stage: int
     ) -> None:
-        """passes: told of each training forward and backward."""
+        """passes: called at each training forward and backward."""
         self.recorder = recorder
         self.passes = passes
         self.root = root

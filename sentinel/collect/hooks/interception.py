@@ -21,7 +21,7 @@ class Interception(Generic[User]):
     def __init__(self, replace_all: Callable[[Interception[User]], None]) -> None:
         """replace_all: calls `replace` for everything there is to replace now; called when the first user joins."""
         self.users: WeakList[User] = WeakList(self._restore)
-        """Whoever is told, while it lives."""
+        """The users that are called, held weakly."""
         self._replace_all = replace_all
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
@@ -31,7 +31,7 @@ class Interception(Generic[User]):
         return frozenset(name for _, name, _, _ in self._replaced)
 
     def join(self, user: User) -> None:
-        """Have `user` told from now on."""
+        """Call `user` from now on."""
         self.users.append(user)
         if not self._replaced:
             _have_the_compiler_look_up_torch()

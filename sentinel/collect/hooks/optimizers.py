@@ -76,7 +76,7 @@ class WatchedOptimizer:
 
 
 class StepListener(Protocol):
-    """Who is told what optimizers do."""
+    """What is called before and after the steps of optimizers."""
 
     def about_to_step(self, watched: WatchedOptimizer, optimizer: Any, *, is_announced: bool) -> None:
         """The gradients that are there now are those of the update; is_announced: nothing has moved the weights yet."""

@@ -1,4 +1,4 @@
-"""What hooks work with: the instruments that they measure with, and who is told of forwards and backwards."""
+"""What hooks use: the instruments that they measure with, and the listeners to forwards and backwards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Recorder:
 
 
 class PassListener(Protocol):
-    """Who is told of the training forwards and backwards of a chunk."""
+    """What is called at the training forwards and backwards of a chunk."""
 
     def before_forward(self, chunk: Chunk) -> None:
         """A training forward of a chunk begins: the one place where a step may end."""

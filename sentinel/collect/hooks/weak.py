@@ -21,7 +21,7 @@ def weakly(method: Callable[..., T]) -> Callable[..., T | None]:
 
 
 class WeakList(Generic[T]):
-    """Objects in the order in which they came, each while it lives and once. Cheap to go through, by identity."""
+    """Objects in the order in which they were added, each once, held weakly and compared by identity."""
 
     def __init__(self, when_empty: Callable[[], None]) -> None:
         """when_empty: called when the last one is gone or was removed; in any thread."""

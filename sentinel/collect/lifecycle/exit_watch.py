@@ -1,4 +1,4 @@
-"""ExitWatch: how this process ends, as far as Python sees it; each monitor that is alive is told.
+"""ExitWatch: how this process ends, as far as Python sees it; each monitor that is alive is called.
 
 Seen are exceptions that nobody caught (in the main thread, or in the thread that trains), and the codes that are handed to
 `sys.exit` and `os._exit`. What was there before is called as before, with the same arguments, and is put back when the last

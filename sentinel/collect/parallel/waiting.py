@@ -20,7 +20,7 @@ from sentinel.collect.hooks.interception import Interception
 
 
 class WaitWatcher(Protocol):
-    """Is told of every wait for a collective of torch.distributed."""
+    """Is called at every wait for a collective of torch.distributed."""
 
     def enter(self) -> None:
         """A wait begins."""

@@ -40,6 +40,6 @@ PROBES: tuple[Probe, ...] = (
     SaturationProbe,
     Channel,
 )
-"""In the order in which they are told of each event."""
+"""The probes, in the order in which each event calls them."""
 
 __all__ = ["PROBES", "Event", "Events", "Probe", "ProbeContext"]

@@ -23,7 +23,7 @@ LOWER_RIGHT = 2
 
 
 class Attending(Protocol):
-    """Who is told of attention."""
+    """What is called at each attention."""
 
     def is_attentive(self) -> bool:
         """Whether calls of now are anybody's: asked before anything else is done."""

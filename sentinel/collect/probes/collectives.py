@@ -88,7 +88,7 @@ OBJECT_OPS = frozenset({
 
 
 class CallListener(Protocol):
-    """Is told of calls while it is due. What it raises would end in the trainer: it raises nothing."""
+    """Is called at each collective while it is due. It must not raise: an exception would reach the trainer."""
 
     is_due: bool
 
@@ -156,7 +156,7 @@ def _everywhere(calls: Interception[CallListener], name: str, original: Any, our
 
 
 calls: Interception[CallListener] = Interception(_replace_all)
-"""Who is told. While nobody is, torch is as it was."""
+"""The listeners to collectives. While there are none, torch is unchanged."""
 
 
 def _named(ours: Callable[..., Any], name: str) -> Callable[..., Any]:

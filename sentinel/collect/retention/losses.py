@@ -1,4 +1,4 @@
-"""Losses: which steps lost rows, and how many, until it can be told."""
+"""Losses: which steps lost rows, and how many, until a health record of them can be written."""
 
 from __future__ import annotations
 

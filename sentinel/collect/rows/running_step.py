@@ -115,7 +115,7 @@ class RunningStep:
         self._leaf_handles.append(handle)
 
     def note_activity(self, name: str) -> None:
-        """The trainer does something else from now on: told with the next heartbeat, and with the step that it falls in."""
+        """Set the trainer's activity, which the next heartbeat and the end_step of the current step carry."""
         self.activity = name
         if name != "train" and name not in self._activities:
             self._activities.append(name)

@@ -127,7 +127,7 @@ class TensorTable:
 
     @property
     def is_news(self) -> bool:
-        """Whether anything may have changed since it was told."""
+        """Whether anything may have changed since the descriptor was written last."""
         return self.is_changed or self._is_unreported or bool(self._touched)
 
     def mark_reported(self) -> None:

@@ -36,7 +36,7 @@ class AlertmanagerConfig(
     """Name in metrics and in the outbox; unique."""
 
     urls: tuple[str, ...] = ("http://127.0.0.1:9093",)
-    """Addresses, path prefix included; every peer of a cluster hears every alert, one that answers is enough."""
+    """Addresses, path prefix included; every alert is sent to every peer of a cluster, and one answer is enough."""
 
     bearer_file: str = ""
     """File that holds a bearer token."""
@@ -48,7 +48,7 @@ class AlertmanagerConfig(
     """Labels put on every alert: cluster, team. None of alertname, run, incident, severity, page."""
 
     route: RouteConfig = RouteConfig()
-    """What is told; by default every incident from warning on."""
+    """Incidents that are sent; by default every one from warning on."""
 
     resend_interval_s: float = 60.0
     """Open incidents are sent again this often; one not sent for four intervals resolves itself."""

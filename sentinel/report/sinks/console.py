@@ -18,7 +18,7 @@ class ConsoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Name in metrics and in the outbox; unique."""
 
     route: RouteConfig = RouteConfig()
-    """What is told; by default every incident from warning on."""
+    """Incidents that are printed; by default every one from warning on."""
 
     def build(self, parts: SinkParts) -> ConsoleSink:
         """Return the sink; `SinkSettings.build`."""

@@ -30,10 +30,10 @@ SINKS: dict[str, type[SinkSettings]] = {
 
 
 class NotifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who is told about incidents, and how hard that is tried."""
+    """The sinks to which incidents are sent, and how long sending is tried."""
 
     sinks: tuple[SinkConfig, ...] = ()
-    """Where alerts go; none: nobody is told, incidents are only written down."""
+    """Sinks to which alerts are sent; none: incidents are only recorded."""
 
     external_url: str = ""
     """Address of the daemon's page as readers of a message see it, for links; empty: no links."""
@@ -51,7 +51,7 @@ class NotifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Longest wait between two tries, unless the server asks for more (Retry-After)."""
 
     give_up_after_s: float = 86400.0
-    """An alert that could not be told for so long is given up, counted as expired."""
+    """Seconds after which an alert that could not be delivered is given up and counted as expired."""
 
     max_pending: int = 1000
     """Most incidents that wait for one sink; past it the oldest that are no pages are dropped, counted."""

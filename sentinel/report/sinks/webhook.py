@@ -43,7 +43,7 @@ class WebhookConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Environment variable that holds a bearer token."""
 
     route: RouteConfig = RouteConfig()
-    """What is told; by default every incident from warning on."""
+    """Incidents that are sent; by default every one from warning on."""
 
     rate_per_s: float = 10.0
     """Most requests a second, on average."""
