@@ -1,4 +1,4 @@
-"""What was understood of a trainer's steps, told once where it may not be what the trainer means.
+"""How a trainer's steps were read, logged once where the reading may not be what the trainer means.
 
 Looks at each step as it ends. Says after the first whether a loss was logged with it; after the first rounds of several
 optimizers how often each stepped in one; and when so many steps look skipped that they are hardly the trainer's own.

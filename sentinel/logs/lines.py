@@ -73,7 +73,7 @@ class _GivenNumber(NamedTuple):
 
 
 def read_lines(rows: Rows, lines: Iterable[tuple[int, str]]) -> None:
-    """Read printed lines. A row is a step of which the training's own loss, norm or rate is told.
+    """Read printed lines. A row is a step whose loss, norm or rate of the training itself is printed.
 
     What an evaluation says goes to the row of its step, or to the next one. Other lines are passed over.
     """

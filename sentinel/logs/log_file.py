@@ -58,7 +58,7 @@ _LOG_NAMES = ("trainer_state.json", "metrics.csv", "trainer_log.jsonl", "progres
 
 
 def read_log(path: str | Path, *, columns: Mapping[str, str] | None = None, header: Sequence[str] | None = None) -> Log:
-    """Return a plain log; its kind is told from what is in it, never from its name alone.
+    """Return a plain log; its format is found from its content, never from its name alone.
 
     path: a file, or a directory of one run's TensorBoard events, or one that holds a single log of a well-known name.
     columns: channel (`loss`, `grad_norm`, `lr`, any other) -> what the file calls it, where that is not told by itself.

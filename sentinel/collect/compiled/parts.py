@@ -1,4 +1,4 @@
-"""Which parts of a chunk a compiler was told to compile: found before a graph is traced through them."""
+"""Finds the parts of a chunk that are to be compiled, before a graph is traced through them."""
 
 from __future__ import annotations
 

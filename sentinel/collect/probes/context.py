@@ -82,7 +82,7 @@ class Events:
         self.removed: Event[[]] = Event(guard, costs)
         """The monitor leaves: take off every hook."""
         self.is_wide = True
-        """Every probe is told of everything: what is wanted has changed."""
+        """Pass every event to every probe again: the wanted kinds have changed."""
 
     @property
     def _of_steps(self) -> tuple[Event[[]], Event[[Any]], Event[[Any]], Event[[]], Event[[Chunk]]]:

@@ -38,7 +38,7 @@ def outside_probes(names: Sequence[str]) -> list[Probe]:
 
 
 def made(probes: Sequence[Probe], context: ProbeContext) -> Iterator[object]:
-    """Yield what the probes make of their instruments; one that raises is told and left out, the others work on."""
+    """Yield what the probes make of their instruments; one that raises is reported and left out, the others go on."""
     for probe in probes:
         try:
             yield probe(context)

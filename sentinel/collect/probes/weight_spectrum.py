@@ -106,7 +106,7 @@ class WeightSpectrum:
         return found
 
     def _matrices(self, one: Parameter, held: HeldPiece) -> torch.Tensor | None:
-        """Return the weights as [batch, rows, columns], a view; None where they are no matrices here, which is told."""
+        """Return the weights as [batch, rows, columns], a view; None, with a health record, where they are no matrices."""
         name, _, _ = one.entry.name.rpartition(".")
         module = next((c.structure.modules.get(name) for c in self._context.chunks if c.vpp_stage == one.entry.chunk), None)
         local = held.tensor.detach()

@@ -103,7 +103,7 @@ class _Distillery:
                 self._keep(frame, frame.payload)
 
     def finish(self) -> Distilled:
-        """Write what is still to be told."""
+        """Write the records that are still held back."""
         self._tell_gone()
         return self._done
 

@@ -139,7 +139,7 @@ class StepQueue:
         return self._bytes_in - self._bytes_out > self.max_bytes
 
     def _refuse(self, batch: StepBatch) -> None:
-        """Let go of a step for which there is no room at all; it is told with the next one that has it."""
+        """Drop a step for which there is no room at all; the next step that has room counts it as lost."""
         self._refused.add(batch.step, batch.num_rows)
         if batch.descriptor is not None:
             self._owed = batch.descriptor
