@@ -13,13 +13,11 @@ from sentinel.cli.places import find_run
 from sentinel.cli.progress import RunProgress, progress_of
 from sentinel.command import ALARM_KINDS, DescribeStructure, DisableMonitoring, DumpTensors, EnableMonitoring
 from sentinel.control.commands import RunCommands
+from sentinel.control.edits import PERSON_LATENCY_S
 from sentinel.control.policy import first_step
 from sentinel.errors import ConfigError
 from sentinel.monitor_config import MEASURED_LABELS
 from sentinel.record import KIND_LABELS
-
-PERSON_LATENCY_S = 0.5
-"""Seconds that a command of a person has to reach every rank: ranks look every 20 ms, and a shared disk may be slower."""
 
 _KINDS = click.option("--kinds", metavar="KIND,...", help=f"What is meant, among {', '.join(KIND_LABELS)}.")
 _RUN = click.option("-d", "--dir", "run", metavar="RUN", help="The run: its directory or name. Default: the newest one.")

@@ -16,7 +16,7 @@ from sentinel.wire.spool_reader import SpoolReader
 
 TAIL_BYTES = 4 * 2**20
 """Bytes read from the end of a spool to learn its rank's step; a bound on time that mostly holds a second's heartbeat."""
-MAX_LIVES = 16
+MAX_INCARNATIONS = 16
 """Spools looked at, the newest ones: ranks of one run are a step or two apart."""
 SILENT_S = 60.0
 """Seconds without a frame of any rank, heartbeats included, after which a run counts as reading no command. Too small: one
@@ -50,7 +50,7 @@ def progress_of(run_dir: Path, now: float | None = None) -> RunProgress:
         if indices:
             state = (folder / file_name(indices[-1])).stat()
             files.append((state.st_mtime, folder, indices[-1], max(state.st_size - TAIL_BYTES, 0)))
-    newest = sorted(files, reverse=True)[:MAX_LIVES]
+    newest = sorted(files, reverse=True)[:MAX_INCARNATIONS]
     tails = [(received, _read(folder, index, offset)) for received, folder, index, offset in newest]
     if not tails:
         return RunProgress()

@@ -32,8 +32,8 @@ AWAY_S = 2.0
 MAX_TRIES = 5
 """An edit that was ordered so often and still is not in force everywhere is given up, until the file changes again."""
 PERSON_LATENCY_S = 0.5
-"""Least time, in seconds, that an edit is given to reach every rank. Shorter: a slow rank misses its step, which costs a
-second; longer: it comes into force some steps later, which nobody counts."""
+"""Least time, in seconds, that an edit, or a command of a person, is given to reach every rank. Shorter: a slow rank
+misses its step, which costs a second; longer: it comes into force some steps later, which nobody counts."""
 OUTCOMES: tuple[str, ...] = ("ordered", "broken", "given_up", "unreadable")
 
 

@@ -41,7 +41,7 @@ from sentinel.run_end import (
 LOOK_S = 0.05
 """Least seconds between two looks at the processes: a launcher asks for its dead ten times a second, and then nobody else
 can know how they died."""
-MANY_LIVES = 256
+MANY_INCARNATIONS = 256
 """Incarnations up to which all are looked at each time; more are looked at proportionally less often, a bound on time."""
 READ_S = 0.2
 """Seconds after a rank was found gone in which what it wrote at its end is read."""
@@ -116,7 +116,7 @@ class Ends:
         """
         if now < self._due and not is_forced:
             return
-        self._due = now + LOOK_S * max(1.0, len(incarnations) / MANY_LIVES)
+        self._due = now + LOOK_S * max(1.0, len(incarnations) / MANY_INCARNATIONS)
         self._memory_kills.look(now)
         for incarnation in incarnations:
             found = self._found.get(incarnation.id)
