@@ -255,3 +255,13 @@ def test_daemon_needs_no_torch(module: str) -> None:
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
 
     assert result.returncode == 0, result.stderr
+
+
+def test_no_class_name_is_used_for_two_things() -> None:
+    where: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(str(path.relative_to(ROOT.parent)))
+
+    assert {name: files for name, files in where.items() if len(files) > 1} == {}

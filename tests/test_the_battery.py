@@ -11,7 +11,7 @@ import pytest
 from sentinel.detect import Declaration, Scores
 from sentinel.detect.detector import State
 from sentinel.testing import battery
-from sentinel.testing.battery import BATTERY, Subject
+from sentinel.testing.battery import BATTERY, DetectorUnderTest
 
 
 class Counts:
@@ -76,11 +76,13 @@ class Shapeless:
         (Sociable, battery.growing_leaves_old_series_alone, "joined later"),
     ],
 )
-def test_a_detector_that_owes_it_is_found(wrong: Callable[[], Any], check: Callable[[Subject], None], says: str) -> None:
+def test_a_detector_that_owes_it_is_found(
+    wrong: Callable[[], Any], check: Callable[[DetectorUnderTest], None], says: str
+) -> None:
     with pytest.raises(AssertionError, match=says):
-        check(Subject(wrong()))
+        check(DetectorUnderTest(wrong()))
 
 
 @pytest.mark.parametrize("check", BATTERY, ids=lambda check: check.__name__)
-def test_one_that_owes_nothing_passes(check: Callable[[Subject], None]) -> None:
-    check(Subject(Counts()))
+def test_one_that_owes_nothing_passes(check: Callable[[DetectorUnderTest], None]) -> None:
+    check(DetectorUnderTest(Counts()))

@@ -19,7 +19,7 @@ from sentinel.cli.code import allow_code_option
 from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, say
 
 if TYPE_CHECKING:
-    from sentinel.judge.backtest import BacktestOutcome, Subject
+    from sentinel.judge.backtest import BacktestOutcome, BacktestSubject
     from sentinel.rules.language.schema import Pack
 
 SEVERITIES = ("info", "warning", "critical")
@@ -154,12 +154,12 @@ def _count(number: int, noun: str) -> str:
 # -- what is judged ----------------------------------------------------------------------------------------------------
 
 
-def find_subjects(given: Sequence[str], state_dir: str | None, scratch: Path) -> list[Subject]:
+def find_subjects(given: Sequence[str], state_dir: str | None, scratch: Path) -> list[BacktestSubject]:
     """Return the logs and runs that the arguments mean, each once, in their order. ConfigError for what is neither.
 
     scratch: a directory for what comes from stdin.
     """
-    from sentinel.judge.backtest import Subject
+    from sentinel.judge.backtest import BacktestSubject
 
     found: dict[str, bool] = {}
     for one in given:
@@ -184,7 +184,7 @@ def find_subjects(given: Sequence[str], state_dir: str | None, scratch: Path) ->
             found.setdefault(str(path), is_run)
     names = _names([Path(path) for path in found])
     return [
-        Subject(
+        BacktestSubject(
             name=name,
             path=path,
             is_run=is_run,

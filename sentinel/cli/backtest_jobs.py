@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from sentinel.errors import SentinelError
-from sentinel.judge.backtest import BacktestOutcome, Settings, Subject, judge_subject
+from sentinel.judge.backtest import BacktestOutcome, BacktestSubject, Settings, judge_subject
 
 _shares: MutableSequence[float] | None = None
 """In a worker: the share of each task that is done, which the process that shows it shares."""
 
 
 def judged(
-    subjects: Sequence[Subject], settings: Sequence[Settings], jobs: int, *, is_quiet: bool
+    subjects: Sequence[BacktestSubject], settings: Sequence[Settings], jobs: int, *, is_quiet: bool
 ) -> Iterator[list[BacktestOutcome | str]]:
     """Yield, in the order of the subjects, an outcome for each of the settings; words where one could not be judged."""
     tasks = [(subject, one) for subject in subjects for one in settings]
@@ -42,14 +42,14 @@ def _in_lots(results: Iterator[BacktestOutcome | str], size: int) -> Iterator[li
             lot = []
 
 
-def _here(tasks: Sequence[tuple[Subject, Settings]], bar: _JobsBar) -> Iterator[BacktestOutcome | str]:
+def _here(tasks: Sequence[tuple[BacktestSubject, Settings]], bar: _JobsBar) -> Iterator[BacktestOutcome | str]:
     for at, (subject, settings) in enumerate(tasks):
         yield _judge(subject, settings, bar.teller(at))
         bar.show(at, 1.0)
 
 
 def _in_parallel(
-    tasks: Sequence[tuple[Subject, Settings]], sizes: Sequence[int], jobs: int, bar: _JobsBar
+    tasks: Sequence[tuple[BacktestSubject, Settings]], sizes: Sequence[int], jobs: int, bar: _JobsBar
 ) -> Iterator[BacktestOutcome | str]:
     context = multiprocessing.get_context("fork")
     shares = context.Array("d", len(tasks), lock=False)
@@ -71,7 +71,7 @@ def _in_parallel(
                 future.cancel()
 
 
-def _result(future: Future[BacktestOutcome | str], subject: Subject) -> BacktestOutcome | str:
+def _result(future: Future[BacktestOutcome | str], subject: BacktestSubject) -> BacktestOutcome | str:
     try:
         return future.result()
     except BrokenProcessPool:
@@ -83,7 +83,7 @@ def _begin(shares: MutableSequence[float]) -> None:
     _shares = shares
 
 
-def _in_worker(at: int, subject: Subject, settings: Settings) -> BacktestOutcome | str:
+def _in_worker(at: int, subject: BacktestSubject, settings: Settings) -> BacktestOutcome | str:
     def tell(share: float) -> None:
         if _shares is not None:
             _shares[at] = share
@@ -93,7 +93,7 @@ def _in_worker(at: int, subject: Subject, settings: Settings) -> BacktestOutcome
     return result
 
 
-def _judge(subject: Subject, settings: Settings, tell: Callable[[float], None]) -> BacktestOutcome | str:
+def _judge(subject: BacktestSubject, settings: Settings, tell: Callable[[float], None]) -> BacktestOutcome | str:
     try:
         return judge_subject(subject, settings, tell)
     except SentinelError as error:
@@ -102,7 +102,7 @@ def _judge(subject: Subject, settings: Settings, tell: Callable[[float], None]) 
         return f"{error.filename or subject.path}: {error.strerror or error}"
 
 
-def _size(subject: Subject) -> int:
+def _size(subject: BacktestSubject) -> int:
     """Bytes on disk: how long judging it takes, about."""
     path = Path(subject.path)
     with contextlib.suppress(OSError):

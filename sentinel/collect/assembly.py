@@ -24,7 +24,7 @@ from sentinel.collect.hooks.weak import weakly
 from sentinel.collect.installation import Installation
 from sentinel.collect.kernels import choose_kernel
 from sentinel.collect.lifecycle.memory import MemoryUse
-from sentinel.collect.lifecycle.session import Session
+from sentinel.collect.lifecycle.session import MonitorSession
 from sentinel.collect.monitor import Monitor
 from sentinel.collect.parallel.locator import Locator
 from sentinel.collect.parallel.pipelining import PipelineWatch
@@ -40,7 +40,7 @@ from sentinel.collect.rows.running_step import RunningStep
 from sentinel.collect.rows.scalars import Scalars
 from sentinel.collect.rows.tensor_table import TensorTable
 from sentinel.collect.schedule.applying import Planning
-from sentinel.collect.schedule.command_inbox import Orders
+from sentinel.collect.schedule.command_inbox import CommandInbox
 from sentinel.collect.schedule.config_edits import ConfigEdits
 from sentinel.collect.schedule.pacing import Pacing
 from sentinel.collect.schedule.plan import Plan
@@ -89,7 +89,7 @@ def assemble(
     # What is due in a step.
     pacing = Pacing(plan, recording.tell)
     events = Events(guard, recording.costs)
-    orders = Orders(
+    orders = CommandInbox(
         config.allow_commands, plan,
         step=lambda: count.current, rank=lambda: place.rank, acknowledge=lambda answer: handover.acknowledge(answer),
         attempt=ANY_ATTEMPT if attempt.attempt == NO_ATTEMPT else attempt.attempt,
@@ -151,7 +151,7 @@ def assemble(
     except BaseException:
         installation.remove()  # A model that cannot be watched is left as it was.
         raise
-    session = Session(attempt, recorder, runner, installation, edits, handover, memory)
+    session = MonitorSession(attempt, recorder, runner, installation, edits, handover, memory)
     log.info(
         "sentinel: run %s attempt %s rank %d: %d tensors, kernel %s, step boundary: %s",
         attempt.run, attempt.attempt, place.rank, len(parameters.all), recording.kernel.name, boundary.name,

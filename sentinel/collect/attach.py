@@ -20,7 +20,7 @@ from sentinel.collect.environment import read_environment
 from sentinel.collect.hooks.optimizers import inner_optimizers
 from sentinel.collect.hooks.structure import unwrap
 from sentinel.collect.lifecycle.fork_guard import is_alive_in
-from sentinel.collect.lifecycle.session import Session
+from sentinel.collect.lifecycle.session import MonitorSession
 from sentinel.collect.monitor import Monitor
 from sentinel.collect.parallel.several_models import listed
 from sentinel.collect.parallel.topology import Topology
@@ -31,7 +31,7 @@ from sentinel.place import Place
 
 log = logging.getLogger("sentinel")
 
-_attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[MonitorSession]] = weakref.WeakKeyDictionary()
 """Model -> the session that measures it; its hooks keep the session alive."""
 
 

@@ -14,7 +14,7 @@ from sentinel.collect.adapters.moe_tracker import MoETracker
 from sentinel.collect.adapters.port import AdapterPort
 from sentinel.collect.hooks.gradient_watch import GradientWatch
 from sentinel.collect.hooks.recorder import Recorder
-from sentinel.collect.lifecycle.session import Session
+from sentinel.collect.lifecycle.session import MonitorSession
 from sentinel.collect.rows.live_statistics import LiveStatistics, Statistics
 from sentinel.collect.rows.rank_descriptor import RankDescriptor
 from sentinel.collect.rows.scalars import Scalars
@@ -38,7 +38,7 @@ class Monitor:
 
     def __init__(
         self,
-        session: Session,
+        session: MonitorSession,
         runner: StepRunner,
         recorder: Recorder,
         planning: Planning,

@@ -29,7 +29,7 @@ SILENT_START_S = 5.0
 """How long proposals wait, after a start, for a rank to be heard: heartbeats come every second."""
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ControlRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a person asks for over HTTP."""
 
     kinds: tuple[str, ...] = ()
@@ -129,7 +129,7 @@ class Commanding:
     def order(self, action: str, request: Mapping[str, Any], now: float) -> dict[str, Any]:
         """Do what a person asks; StoreError, ConfigError or ValidationError when it cannot be."""
         try:
-            order = msgspec.convert(dict(request), Order)
+            order = msgspec.convert(dict(request), ControlRequest)
         except msgspec.ValidationError as error:
             raise ConfigError(str(error)) from error
         with self._mutex:

@@ -21,7 +21,7 @@ from sentinel.report.sinks.sink_table import NotifyConfig, SinkConfig, build_sin
 from sentinel.typed_document import locate, named_document, read_struct
 
 
-class Findings(msgspec.Struct, frozen=True):
+class ConfigFindings(msgspec.Struct, frozen=True):
     """What is wrong with a configuration that can be read, and what is only suspicious."""
 
     problems: tuple[Problem, ...]
@@ -30,7 +30,7 @@ class Findings(msgspec.Struct, frozen=True):
     """A daemon would take these; they are hardly meant."""
 
 
-def check_daemon_config(path: Path, environ: Mapping[str, str]) -> Findings:
+def check_daemon_config(path: Path, environ: Mapping[str, str]) -> ConfigFindings:
     """Return what does not resolve. environ: the environment that the daemon would have. Opens no connection.
 
     ConfigError, one `FILE:LINE: what` a line, where the file cannot be read as a configuration at all.
@@ -44,7 +44,7 @@ def check_daemon_config(path: Path, environ: Mapping[str, str]) -> Findings:
     if not notify.sinks and document is not None and isinstance(document.value, dict) and "notify" in document.value:
         is_empty = not document.value["notify"].value
         odd += [] if is_empty else ["notify.sinks: there are none, so that nobody is notified of incidents"]
-    return Findings(_placed(path, document, wrong), _placed(path, document, odd))
+    return ConfigFindings(_placed(path, document, wrong), _placed(path, document, odd))
 
 
 def _placed(path: Path, document: Located | None, messages: list[str]) -> tuple[Problem, ...]:

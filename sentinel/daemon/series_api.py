@@ -13,7 +13,7 @@ import msgspec
 
 from sentinel.aggregate import Aggregate, matches, nearest_names
 from sentinel.errors import ConfigError, SentinelError
-from sentinel.exports.series import SCALAR, TENSOR_KINDS, VALUE, MergedStep, Picker, RecentSteps, SeriesQuery, StepPoints
+from sentinel.exports.series import SCALAR, TENSOR_KINDS, VALUE, ExportedPoints, MergedStep, Picker, RecentSteps, SeriesQuery
 from sentinel.judge.recorded import STEP, recorded_views
 from sentinel.known_words import nearest
 from sentinel.store.journal import Journal
@@ -159,7 +159,7 @@ class SeriesQueries:
                 raise ConfigError(f'"{glob}" matches no name{kinds}; nearest: {near}')
         return found.result()
 
-    def _points(self, run: SeriesSource, request: SeriesRequest, picker: Picker, found: _Answer) -> Iterator[StepPoints]:
+    def _points(self, run: SeriesSource, request: SeriesRequest, picker: Picker, found: _Answer) -> Iterator[ExportedPoints]:
         """Yield the wanted steps, the newest first, of repeated ones the newest attempt."""
         query, left = request.query, request.limit
         recent = run.recent.steps()
@@ -191,10 +191,10 @@ class SeriesQueries:
 
 def _read(
     paths: RunPaths, query: SeriesQuery, before: int, seen: set[int], limit: int, picker: Picker, found: _Answer
-) -> deque[StepPoints]:
+) -> deque[ExportedPoints]:
     """Return the newest wanted steps that the spool still has of the decisions below `before`, oldest first."""
     begun = time.monotonic()
-    kept: deque[StepPoints] = deque()
+    kept: deque[ExportedPoints] = deque()
     num_kept = num_gone = 0
     journal = Journal(paths.journal, read_only=True)
     try:
@@ -268,7 +268,7 @@ class _Answer:
         """Say that there are more points than an answer holds."""
         self.cut(f"the newest {MAX_POINTS} points are here; narrow name, kind, statistic or steps")
 
-    def add(self, points: StepPoints) -> bool:
+    def add(self, points: ExportedPoints) -> bool:
         """Take the points of one step, which is older than those before; False when there is no more room."""
         for statistic, values in points.values.items():
             for at, one in enumerate(points.series):

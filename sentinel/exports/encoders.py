@@ -13,7 +13,7 @@ import numpy.typing as npt
 from sentinel.exports import megatron_stats, msprobe_csv, tensorboard
 from sentinel.exports.msprobe_format import OTHER_FILE, squashed
 from sentinel.exports.rank_series import RANK_COLUMNS, RankPicker, RankPoints, RankStepRows, rank_rows_of
-from sentinel.exports.series import COLUMNS, VALUE, MergedStep, Picker, Series, SeriesQuery, StepPoints, rows_of
+from sentinel.exports.series import COLUMNS, VALUE, ExportedPoints, MergedStep, Picker, Series, SeriesQuery, rows_of
 from sentinel.exports.text_tables import TableText
 from sentinel.moments import raw_statistic
 from sentinel.record import NONE_ID, Kind
@@ -102,7 +102,7 @@ class MergedTable:
             found.chunks = [(MAIN, text.head().encode(), lines.encode())] if lines else []
         return found
 
-    def _columns(self, points: StepPoints, names: list[str]) -> dict[str, Any]:
+    def _columns(self, points: ExportedPoints, names: list[str]) -> dict[str, Any]:
         return {
             "attempt": points.attempt, "step": points.step, "time": points.time, "is_skipped": points.is_skipped,
             "kind": [one.kind for one in points.series], "name": names, "place": [one.place for one in points.series],
@@ -166,7 +166,7 @@ class RankTable:
         }  # fmt: skip
 
 
-class MegatronStats:
+class MegatronStatsEncoder:
     """Megatron's training stats: raw moments, a line an iteration in the file of the lowest rank that holds a tensor.
 
     Weights are written after the update there: those that a step began with belong to the iteration before it.
@@ -244,7 +244,7 @@ def _has_several(rows: npt.NDArray[np.void]) -> bool:
     return bool(((rows["kind"] == Kind.WGRAD_UNREDUCED) & (rows["micro_step"] > 0)).any())
 
 
-class MsprobeCsv:
+class MsprobeCsvEncoder:
     """msProbe's CSV files, a folder a rank."""
 
     is_ranked = True

@@ -134,7 +134,7 @@ class MsprobeCsv(msgspec.Struct, frozen=True):
             ops = ops_of(query.statistics, request.statistics is None)
             if not ops:
                 raise UnfitOptions(f"--format {self.name} has min, max, mean, norm, nans and zeros; give some of them")
-            rows = encoders.MsprobeCsv(query, ops, request.steps_per_file, request.is_squashed)
+            rows = encoders.MsprobeCsvEncoder(query, ops, request.steps_per_file, request.is_squashed)
             return write_directory(_output_of(request), reading, rows, request.jobs, setting, _RankFolders(reading))
 
 
@@ -159,7 +159,7 @@ class MegatronStats(msgspec.Struct, frozen=True):
             raise ConfigError(f"{output}: expected no {MEGATRON_FOLDER} there, got some; give another with -o DIR")
         with setting.open_run(request.paths) as recorded:
             reading = StepReading(recorded, query, request.attempt, request.times, setting.say)
-            encoder = encoders.MegatronStats(query)
+            encoder = encoders.MegatronStatsEncoder(query)
             return write_directory(output / MEGATRON_FOLDER, reading, encoder, request.jobs, setting)
 
 
@@ -189,7 +189,7 @@ class Tensors(msgspec.Struct, frozen=True):
         return export_tensors(request, _output_of(request), setting)
 
 
-class SkipList(msgspec.Struct, frozen=True):
+class SkipListFormat(msgspec.Struct, frozen=True):
     """The batches that diagnoses suspect, as JSON lines."""
 
     name: str = "skip-list"
@@ -206,7 +206,7 @@ FORMATS: dict[str, ExportFormat] = {
     one.name: one
     for one in (
         TextTable("csv"), JsonLines(), Parquet(), TensorBoard(), MsprobeCsv(), Msprobe(), MegatronStats(), Tensors(),
-        SkipList(),
+        SkipListFormat(),
     )
 }  # fmt: skip
 """Name -> format, of those that come with Sentinel."""

@@ -138,7 +138,7 @@ def _unended(view: StepView) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPoints:
+class ExportedPoints:
     """One step of the series of a query: those that it has."""
 
     attempt: int
@@ -213,7 +213,7 @@ class Picked:
             for one in taken
         ]
 
-    def points(self, step: MergedStep) -> StepPoints:
+    def points(self, step: MergedStep) -> ExportedPoints:
         """Return the step's values, of the tensors or groups that it has."""
         stats = step.all_stats()
         present = np.zeros(len(stats), np.bool_)
@@ -237,7 +237,7 @@ class Picked:
         stats: npt.NDArray[np.void],
         num_tensors: npt.NDArray[np.int64],
         whole: npt.NDArray[np.bool_],
-    ) -> StepPoints:
+    ) -> ExportedPoints:
         moments = Moments(stats) if len(stats) else Moments(np.empty(0, STATS_DTYPE))
         num_elements = moments.num_elements()
         values = {
@@ -255,7 +255,7 @@ class Picked:
             for name, column in values.items():
                 logged = list(found.values()) if name == VALUE else [np.nan] * len(found)
                 values[name] = np.concatenate([column, np.array(logged, np.float64)])
-        return StepPoints(
+        return ExportedPoints(
             step.attempt, step.step, step.time, step.is_skipped, series, num_tensors, num_elements, whole, values, moments
         )
 
@@ -304,7 +304,7 @@ class Picker:
             if glob not in self.met and any(matches(glob, name) for name in names):
                 self.met.add(glob)
 
-    def points(self, step: MergedStep) -> StepPoints:
+    def points(self, step: MergedStep) -> ExportedPoints:
         """Return the step's values."""
         return self.meet(step.layout, step.scalars).points(step)
 
@@ -363,7 +363,7 @@ def newest_attempts(steps: Iterable[tuple[int, int]]) -> dict[int, int]:
     return found
 
 
-def rows_of(points: StepPoints, statistics: Sequence[str]) -> Iterator[tuple[object, ...]]:
+def rows_of(points: ExportedPoints, statistics: Sequence[str]) -> Iterator[tuple[object, ...]]:
     """Yield one row a series, of the columns `COLUMNS` and the statistics."""
     for at, one in enumerate(points.series):
         yield (

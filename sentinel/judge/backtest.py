@@ -28,7 +28,7 @@ PROGRESS_STEPS = 64
 """Steps between two lines of progress."""
 
 
-class Subject(msgspec.Struct, frozen=True, kw_only=True):
+class BacktestSubject(msgspec.Struct, frozen=True, kw_only=True):
     """What is judged: a plain log, or a recorded run."""
 
     name: str
@@ -117,7 +117,9 @@ class BacktestOutcome(msgspec.Struct, kw_only=True):
         return incident.suspected if incident is not None else alarm.suspected
 
 
-def judge_subject(subject: Subject, settings: Settings, tell: Callable[[float], None] | None = None) -> BacktestOutcome:
+def judge_subject(
+    subject: BacktestSubject, settings: Settings, tell: Callable[[float], None] | None = None
+) -> BacktestOutcome:
     """Judge one log or run from its beginning, with nothing known of any other.
 
     tell: called now and then with the share that is done. SentinelError when it cannot be read.
@@ -154,7 +156,7 @@ def judge_subject(subject: Subject, settings: Settings, tell: Callable[[float], 
 
 
 def _of_log(
-    subject: Subject, settings: Settings, outcome: BacktestOutcome, tell: Callable[[float], None]
+    subject: BacktestSubject, settings: Settings, outcome: BacktestOutcome, tell: Callable[[float], None]
 ) -> Iterator[tuple[int, Judgement]]:
     log = read_log(subject.path, columns=settings.columns, header=settings.header)
     outcome.form, outcome.num_rows, outcome.channels = log.form, log.num_rows, dict(log.sources)
@@ -179,7 +181,7 @@ def _blindness(names: Collection[str], pack: Pack) -> str | None:
 
 
 def _of_run(
-    subject: Subject, settings: Settings, outcome: BacktestOutcome, tell: Callable[[float], None]
+    subject: BacktestSubject, settings: Settings, outcome: BacktestOutcome, tell: Callable[[float], None]
 ) -> Iterator[tuple[int, Judgement]]:
     outcome.form = "run"
     paths = RunPaths.of(Path(subject.path), Path(subject.state_dir) if subject.state_dir else None)
@@ -229,7 +231,7 @@ def read_reference_run(path: str) -> tuple[Scalars, ...]:
 _references: dict[str, tuple[Scalars, ...]] = {}
 
 
-def _beside_references(subject: Subject, settings: Settings, outcome: BacktestOutcome) -> Pack:
+def _beside_references(subject: BacktestSubject, settings: Settings, outcome: BacktestOutcome) -> Pack:
     own = Path(subject.path).resolve()
     others = [path for path in settings.reference if Path(path).resolve() != own]
     if not settings.reference:

@@ -18,7 +18,7 @@ from sentinel.rules.watches.layout_plan import LayoutPlan
 from sentinel.rules.watches.new_start import begins_anew
 from sentinel.rules.watches.scalar_step import ScalarStep
 from sentinel.rules.watches.scale_search import ScaleSearch, written_down_only
-from sentinel.rules.watches.series_index import Selection, SeriesIndex
+from sentinel.rules.watches.series_index import SeriesIndex, SeriesSelection
 from sentinel.rules.watches.tensor_watch import TensorWatch
 from sentinel.rules.watches.zero_loss import well_beside_the_step
 
@@ -205,6 +205,6 @@ class Engine:
                 if at + 1 < len(self._plans):  # What was needed last goes last.
                     self._plans.append(self._plans.pop(at))
                 return self._plans[-1]
-        plan = LayoutPlan(layout, Selection(layout, self._series), self._watches)
+        plan = LayoutPlan(layout, SeriesSelection(layout, self._series), self._watches)
         self._plans = [*self._plans[-(MAX_LAYOUTS - 1) :], plan]
         return plan

@@ -10,7 +10,7 @@ In: what a test plants. Out: spools, steps, frames. Never: torch, sleeping, the 
 writes the spools of four ranks as a trainer would, byte for byte through the same writer, without torch.
 """
 
-from sentinel.testing.battery import BATTERY, Subject
+from sentinel.testing.battery import BATTERY, DetectorUnderTest
 from sentinel.testing.clock import EPOCH_S, FakeClock
 from sentinel.testing.faults import BitFlip, BlowUp, Fault, LossJump, Nan
 from sentinel.testing.synthetic_run import SyntheticRun
@@ -21,11 +21,11 @@ __all__ = [
     "EPOCH_S",
     "BitFlip",
     "BlowUp",
+    "DetectorUnderTest",
     "FakeClock",
     "Fault",
     "LossJump",
     "Message",
     "Nan",
-    "Subject",
     "SyntheticRun",
 ]

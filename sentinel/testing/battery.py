@@ -2,7 +2,7 @@
 
     @pytest.mark.parametrize("check", BATTERY, ids=lambda check: check.__name__)
     def test_what_a_detector_owes(check):
-        check(Subject(MyDetector()))
+        check(DetectorUnderTest(MyDetector()))
 
 Each check feeds values of every nastiness and raises AssertionError with what was owed. What a detector is meant to find no
 battery knows: plant it, and look for it, in tests of its own.
@@ -27,7 +27,7 @@ TENSOR_BYTES = 100
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class DetectorUnderTest:
     """A detector that is checked, and how."""
 
     detector: Any
@@ -67,14 +67,14 @@ def feed(detector: SeriesDetector, values: np.ndarray, state: State | None = Non
     return scores, settled, state
 
 
-def keeps_the_contract(subject: Subject) -> None:
+def keeps_the_contract(subject: DetectorUnderTest) -> None:
     """It has state, score and learn, and says what it is and what it watches."""
     assert isinstance(subject.detector, SeriesDetector), "no SeriesDetector: it needs state, score and learn"
     assert subject.detector.declares.summary, "declares.summary is empty"
     assert subject.detector.declares.statistics, "declares.statistics is empty"
 
 
-def scores_are_finite_and_not_negative(subject: Subject) -> None:
+def scores_are_finite_and_not_negative(subject: DetectorUnderTest) -> None:
     """Whatever the values are."""
     scores, _, _ = feed(subject.detector, subject.values())
 
@@ -82,7 +82,7 @@ def scores_are_finite_and_not_negative(subject: Subject) -> None:
     assert (scores >= 0).all(), "a score is negative"
 
 
-def replays_identically(subject: Subject) -> None:
+def replays_identically(subject: DetectorUnderTest) -> None:
     """The same values give the same scores and the same state, to the last bit: no clock, no chance."""
     values = subject.values()
     first, _, state = feed(subject.detector, values)
@@ -92,7 +92,7 @@ def replays_identically(subject: Subject) -> None:
     assert _is_same(state, state_again), "the same values left another state the second time"
 
 
-def memory_is_bounded(subject: Subject) -> None:
+def memory_is_bounded(subject: DetectorUnderTest) -> None:
     """The state of 400 points is as large as that of 40, and small."""
     _, _, early = feed(subject.detector, subject.values(points=40))
     _, _, late = feed(subject.detector, subject.values(points=400))
@@ -103,7 +103,7 @@ def memory_is_bounded(subject: Subject) -> None:
     assert size <= most, f"{size:.0f} bytes a series, at most {most}"
 
 
-def series_are_independent(subject: Subject) -> None:
+def series_are_independent(subject: DetectorUnderTest) -> None:
     """Their order does not matter, nor, where each is judged by itself, who else is there."""
     values = subject.values()
     order = np.random.default_rng(SEED).permutation(NUM_SERIES)
@@ -116,7 +116,7 @@ def series_are_independent(subject: Subject) -> None:
         assert np.array_equal(straight[:, :4], fewer), "a series is scored differently beside others"
 
 
-def goes_on_from_a_snapshot(subject: Subject) -> None:
+def goes_on_from_a_snapshot(subject: DetectorUnderTest) -> None:
     """From the bytes of its arrays it goes on as if nothing had been: a daemon is restarted."""
     values = subject.values()
     whole, _, _ = feed(subject.detector, values)
@@ -127,7 +127,7 @@ def goes_on_from_a_snapshot(subject: Subject) -> None:
     assert np.array_equal(whole[150:], rest), "it goes on differently from a snapshot: something is kept outside the state"
 
 
-def growing_leaves_old_series_alone(subject: Subject) -> None:
+def growing_leaves_old_series_alone(subject: DetectorUnderTest) -> None:
     """Series that join later change nothing for those that are there."""
     values = subject.values()
     state = subject.detector.state(5)
@@ -143,7 +143,7 @@ def _is_same(first: State, other: State) -> bool:
     return all(np.array_equal(first[name], other[name], equal_nan=True) for name in first)
 
 
-BATTERY: tuple[Callable[[Subject], None], ...] = (
+BATTERY: tuple[Callable[[DetectorUnderTest], None], ...] = (
     keeps_the_contract,
     scores_are_finite_and_not_negative,
     replays_identically,

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sentinel.collect.schedule.command_inbox import Orders
+from sentinel.collect.schedule.command_inbox import CommandInbox
 from sentinel.collect.schedule.plan import Plan
 from sentinel.control.commands import RunCommands
 from sentinel.control.edits import MAX_TRIES, ConfigFileEdits, ConfigInUse
@@ -32,7 +32,7 @@ class Rank:
         self.plan = Plan(source.config.measurement, source.text_hash, lambda: number)
         self.folder = ControlFolder(run_dir / "control", lambda why: None)
         self.answers: list[Ack] = []
-        self.orders = Orders(
+        self.orders = CommandInbox(
             source.config.allow_commands,
             self.plan,
             step=lambda: self.current_step,

@@ -3,7 +3,7 @@
 import pytest
 
 from sentinel.anomaly import Anomaly, Severity
-from sentinel.collect.schedule.command_inbox import Orders
+from sentinel.collect.schedule.command_inbox import CommandInbox
 from sentinel.collect.schedule.plan import Plan
 from sentinel.control.commands import RunCommands
 from sentinel.control.policy import ControlConfig, Escalator, Proposal, propose
@@ -21,7 +21,7 @@ class Rank:
         self.plan = Plan(MonitorConfig())
         self.refused, self.answers = [], []
         self.folder = ControlFolder(run_dir / "control", self.refused.append)
-        self.orders = Orders(
+        self.orders = CommandInbox(
             ("EnableMonitoring", "DisableMonitoring"),
             self.plan,
             step=lambda: self.current_step,

@@ -9,7 +9,7 @@ import pytest
 
 from sentinel.detect import DETECTORS, grow
 from sentinel.errors import ConfigError
-from sentinel.testing.battery import BATTERY, Subject
+from sentinel.testing.battery import BATTERY, DetectorUnderTest
 from sentinel.testing.battery import feed as run
 
 NEEDED: dict[str, dict[str, Any]] = {"Threshold": {"above": 50.0}}
@@ -66,11 +66,11 @@ def detector(request: pytest.FixtureRequest) -> Any:
 def test_what_every_detector_owes(detector, check):
     is_alone = type(detector).__name__ not in TOGETHER and not getattr(detector, "common", False)
 
-    check(Subject(detector, is_alone=is_alone, has_raw_values=True))
+    check(DetectorUnderTest(detector, is_alone=is_alone, has_raw_values=True))
 
 
 def test_growing_leaves_old_series_alone_and_new_ones_are_as_good_as_new(detector):
-    values = Subject(detector, has_raw_values=True).values()
+    values = DetectorUnderTest(detector, has_raw_values=True).values()
     state = detector.state(5)
     run(detector, values[:100, :5], state)
     scores, _, _ = run(detector, values[100:], grow(detector, state, 12))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import sentinel
-from sentinel.testing.battery import BATTERY, Subject
+from sentinel.testing.battery import BATTERY, DetectorUnderTest
 
 HERE = Path(__file__).parent
 RULES = """
@@ -53,11 +53,13 @@ def run(tmp_path: Path, path: str, *command: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize("check", BATTERY, ids=lambda check: check.__name__)
-def test_its_detector_passes_the_battery(check: Callable[[Subject], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_detector_passes_the_battery(
+    check: Callable[[DetectorUnderTest], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(HERE))
     detectors = importlib.import_module("sentinel_outside.detectors")
 
-    check(Subject(detectors.AboveRecord()))
+    check(DetectorUnderTest(detectors.AboveRecord()))
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from sentinel.collect.hooks.chunk import Chunk
 from sentinel.collect.hooks.parameters import WatchedParameters
 from sentinel.collect.hooks.recorder import PassListener, Recorder
 from sentinel.collect.hooks.sites import SitePlacements
-from sentinel.collect.lifecycle.session import Session
+from sentinel.collect.lifecycle.session import MonitorSession
 from sentinel.collect.parallel.parameter_storage import ParameterStorage
 from sentinel.collect.rows.scalars import on_its_way
 from sentinel.collect.step import Boundary
@@ -132,8 +132,8 @@ class AdapterPort:
     """Beside steps and tensors: what the adapter could not do, when its trainer pauses, and what is undone at the end."""
 
     def __init__(
-        self, session: Session, recorder: Recorder, steps: TrainerSteps, tensors: TrainerTensors, chunks: Sequence[Chunk],
-        name_map: Mapping[str, str],
+        self, session: MonitorSession, recorder: Recorder, steps: TrainerSteps, tensors: TrainerTensors,
+        chunks: Sequence[Chunk], name_map: Mapping[str, str],
     ) -> None:  # fmt: skip
         self.steps = steps
         self.tensors = tensors

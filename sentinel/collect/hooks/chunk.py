@@ -22,7 +22,7 @@ from sentinel.collect.hooks.recorder import PassListener, Recorder
 from sentinel.collect.hooks.root_hooks import RootHooks
 from sentinel.collect.hooks.seen_tensors import SeenTensors
 from sentinel.collect.hooks.sightings import Sighting
-from sentinel.collect.hooks.site_order import SiteOrder
+from sentinel.collect.hooks.site_order import SiteNumbering
 from sentinel.collect.hooks.structure import Structure
 from sentinel.collect.hooks.survey import Survey
 from sentinel.collect.hooks.weak import weakly
@@ -65,7 +65,7 @@ class Chunk:
         self.is_settled = False
         """Every usual site was met, and nothing of the running forward is compiled, split, recomputed, handed on under new
         objects, still being written or shown to anybody: tensors may be taken as they were before (`take_again`, in C)."""
-        self.order = SiteOrder()
+        self.order = SiteNumbering()
         self.survey = Survey(recorder.sites)
         self.compiled = CompiledParts(structure.modules, recorder.sites.blind)
         self.seen = SeenTensors(self.survey, self.compiled)

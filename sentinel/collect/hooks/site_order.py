@@ -16,7 +16,7 @@ later, and positions for 8,192 borders."""
 LAST = 2**31 - 1
 
 
-class SiteOrder:
+class SiteNumbering:
     """Gives each site a place behind the one that passed before it, which it keeps whichever other sites are measured."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from sentinel.collect.writing.handover import Handover
 from sentinel.messages import Bye
 
 
-class Session:
+class MonitorSession:
     """Decides how a monitor ends, whoever asks for it: the trainer, an adapter, the process's exit, a model that is gone."""
 
     def __init__(

@@ -9,7 +9,7 @@ from sentinel.collect.hooks.sites import Sites
 from sentinel.collect.parallel.rank_place import RankPlace
 from sentinel.collect.probes import Events
 from sentinel.collect.rows.recording import Recording
-from sentinel.collect.schedule.command_inbox import Orders
+from sentinel.collect.schedule.command_inbox import CommandInbox
 from sentinel.collect.schedule.pacing import Pacing
 from sentinel.collect.schedule.plan import Plan
 from sentinel.collect.schedule.wishes import parse_kinds, parse_targets, unmatched
@@ -29,7 +29,7 @@ class Planning:
     def __init__(
         self,
         plan: Plan,
-        orders: Orders,
+        orders: CommandInbox,
         pacing: Pacing,
         sites: Sites,
         recording: Recording,

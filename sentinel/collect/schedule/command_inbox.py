@@ -27,7 +27,7 @@ FROM_FILE = "file-"
 """How the id of a command begins that a rank made for itself from its config file."""
 
 
-class Orders:
+class CommandInbox:
     """Commands that wait for their step. `receive` and `apply` run on different threads and share one dict."""
 
     def __init__(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from sentinel.collect.hooks.weak import weakly
-from sentinel.collect.schedule.command_inbox import FROM_FILE, Orders
+from sentinel.collect.schedule.command_inbox import FROM_FILE, CommandInbox
 from sentinel.command import ChangeConfig
 from sentinel.config_file import ConfigFile, ConfigText
 from sentinel.errors import ConfigError
@@ -24,7 +24,7 @@ ALONE_S = 10.0
 class ConfigEdits:
     """Looks at the file from a thread of its own: a file system that hangs holds up neither trainer nor writer."""
 
-    def __init__(self, source: ConfigSource, orders: Orders, tell: Callable[[str, str, str], None]) -> None:
+    def __init__(self, source: ConfigSource, orders: CommandInbox, tell: Callable[[str, str, str], None]) -> None:
         """tell: (code, message, site): notes something for the log and the daemon."""
         self._source = source
         self._orders = orders

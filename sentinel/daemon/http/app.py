@@ -15,7 +15,7 @@ from starlette.routing import Route
 from sentinel.daemon.http import endpoints
 from sentinel.daemon.http.console import Console, Unavailable, UnknownRun
 from sentinel.daemon.http.guard import RequestGate
-from sentinel.daemon.http.middleware import BodyAtHand, FailuresInWords, Guard, SecurityHeaders
+from sentinel.daemon.http.middleware import BodyAtHand, FailuresInWords, RequestGuard, SecurityHeaders
 from sentinel.daemon.http.responses import problem
 from sentinel.daemon.http.tokens import Scope
 from sentinel.daemon.series_api import Busy
@@ -28,10 +28,10 @@ def make_app(console: Console, gate: RequestGate) -> Starlette:
     """Return the ASGI application. console: whom endpoints ask. gate: whom they answer."""
 
     def get(path: str, endpoint: Callable[[Request], Response], needed: Scope = Scope.READ) -> Route:
-        return Route(path, endpoint, middleware=[Middleware(Guard, gate, needed)])
+        return Route(path, endpoint, middleware=[Middleware(RequestGuard, gate, needed)])
 
     def post(path: str, endpoint: Callable[[Request], Response]) -> Route:
-        middleware = [Middleware(Guard, gate, Scope.CONTROL), Middleware(BodyAtHand)]
+        middleware = [Middleware(RequestGuard, gate, Scope.CONTROL), Middleware(BodyAtHand)]
         return Route(path, endpoint, methods=["POST"], middleware=middleware)
 
     app = Starlette(

@@ -57,7 +57,7 @@ class FailuresInWords:
             await problem(500, "the daemon failed to answer; its log says why")(scope, receive, send)
 
 
-class Guard:
+class RequestGuard:
     """Lets in the requests to one endpoint that the gate lets in."""
 
     def __init__(self, app: ASGIApp, gate: RequestGate, needed: tokens.Scope) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from sentinel import native
 from sentinel.anomaly import Anomaly
 from sentinel.rules.watches.compiled_plan import NO_HITS, CompiledPlan
-from sentinel.rules.watches.series_index import Selection
+from sentinel.rules.watches.series_index import SeriesSelection
 from sentinel.rules.watches.step_columns import StepColumns, missing_scale
 from sentinel.rules.watches.tensor_watch import RowLookup, TensorWatch
 from sentinel.rules.watches.watch import BACKGROUND_RATE, Watch, WatchPlan
@@ -26,7 +26,7 @@ Judge: TypeAlias = "Callable[[StepView], list[Anomaly]]"
 class LayoutPlan:
     """What each watch looks at in the steps of one layout."""
 
-    def __init__(self, layout: Layout, selection: Selection, watches: Iterable[Watch]) -> None:
+    def __init__(self, layout: Layout, selection: SeriesSelection, watches: Iterable[Watch]) -> None:
         self.layout = layout
         self.selection = selection
         self._forms: list[tuple[TensorWatch, WatchPlan]] = []

@@ -18,7 +18,7 @@ from sentinel.record import NONE_ID
 from sentinel.rules.language.schema import Rule
 from sentinel.rules.watches import wording
 from sentinel.rules.watches.facts import tensor_anomaly, value_text
-from sentinel.rules.watches.series_index import Selection
+from sentinel.rules.watches.series_index import SeriesSelection
 from sentinel.rules.watches.watch import LASTING_STEPS, AnomalousPoints, SeriesWatch, WatchPlan
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class OwnRowWatch(SeriesWatch):
         its = self.plan(plan.selection)
         plan.judge_rows(lambda view: self.judge(view, its))
 
-    def plan(self, selection: Selection) -> WatchPlan:
+    def plan(self, selection: SeriesSelection) -> WatchPlan:
         """Return the numbers of the series by tensor, -1 where the rule does not look."""
         takes = selection.takes(self.rule.match, self.kinds)
         numbers = selection.shared(np.where(takes, selection.keys, np.int32(-1)))

@@ -16,7 +16,7 @@ from sentinel.rules.language.schema import Rule
 from sentinel.rules.watches import wording
 from sentinel.rules.watches.facts import is_loss_scaling, tensor_anomaly
 from sentinel.rules.watches.healthy_gradients import GRADIENTS
-from sentinel.rules.watches.series_index import Selection
+from sentinel.rules.watches.series_index import SeriesSelection
 from sentinel.rules.watches.watch import AGREEING_TENSORS, LASTING_STEPS, Watch, WatchPlan
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class RowWatch(Watch):
         its = self.plan(plan.selection)
         plan.judge_rows(lambda view: self.judge(view, its))
 
-    def plan(self, selection: Selection) -> WatchPlan:
+    def plan(self, selection: SeriesSelection) -> WatchPlan:
         """Return the numbers of the series by tensor, -1 where the rule does not look."""
         takes = selection.takes(self.rule.match, self.kinds)
         numbers = selection.shared(np.where(takes, selection.keys, np.int32(-1)))

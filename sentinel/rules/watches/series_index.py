@@ -101,7 +101,7 @@ def series_key(layout: Layout, tensor: LogicalTensor) -> str:
     return f"{tensor.key}#{layout.places[tensor.ranks[0]].world_size}"
 
 
-class Selection:
+class SeriesSelection:
     """The tensors of one layout as columns, so that a rule finds its own among a million in milliseconds."""
 
     def __init__(self, layout: Layout, series: SeriesIndex) -> None:

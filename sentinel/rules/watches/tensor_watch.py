@@ -16,7 +16,7 @@ from sentinel.record import NONE_ID
 from sentinel.rules.language.schema import Rule
 from sentinel.rules.watches import healthy_gradients, wording
 from sentinel.rules.watches.facts import moved_holders, tensor_anomaly, value_text
-from sentinel.rules.watches.series_index import Selection
+from sentinel.rules.watches.series_index import SeriesSelection
 from sentinel.rules.watches.watch import BACKGROUND_RATE, LASTING_STEPS, AnomalousPoints, SeriesWatch, WatchPlan
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class TensorWatch(SeriesWatch):
         """Judge the tensors that the rule matches."""
         plan.judge_tensors(self)
 
-    def plan(self, selection: Selection) -> WatchPlan:
+    def plan(self, selection: SeriesSelection) -> WatchPlan:
         """Return what this watch looks at in a layout; series it knows keep their state."""
         takes = selection.takes(self.rule.match, self.kinds)
         if self.rule.match.rank:

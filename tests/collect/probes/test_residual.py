@@ -71,7 +71,7 @@ def test_groups_and_megatrons_files_know_it_too(run: Path) -> None:
 
 def test_a_rule_on_the_residual_stream_judges_nothing_else(run: Path) -> None:
     from sentinel.rules.language.loader import load_pack
-    from sentinel.rules.watches.series_index import Selection, SeriesIndex
+    from sentinel.rules.watches.series_index import SeriesIndex, SeriesSelection
 
     _, _, ears = measured(run, ["residual", "activation", "dgrad", "param"])
     path = run / "pack.yaml"
@@ -82,7 +82,7 @@ def test_a_rule_on_the_residual_stream_judges_nothing_else(run: Path) -> None:
     rule = next(one for one in pack.rules if one.name == "stream")
     layout = ears.views[0].layout
 
-    takes = Selection(layout, SeriesIndex()).takes(rule.match, frozenset(rule.match.kind))
+    takes = SeriesSelection(layout, SeriesIndex()).takes(rule.match, frozenset(rule.match.kind))
     taken = [one for one in layout.tensors if takes[one.index]]
 
     assert {(one.name, one.kind) for one in taken} == {
