@@ -72,7 +72,7 @@ for kind in ("one", "many"):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("code", [*CODES[:2], *(pytest.param(one, marks=pytest.mark.long) for one in CODES[2:])])
 def test_compiles_for_hopper_without_spills_and_reads_whole_vectors(code, tmp_path):
     """What can be known of the kernel's speed without a GPU."""
     import json

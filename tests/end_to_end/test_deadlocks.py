@@ -60,7 +60,14 @@ def notified(folder: Path) -> list[Anomaly]:
         ("order", 0, 2, 1, ["forward of blocks.0, call "]),
         ("alone", 12, 2, 1, ["rank 0 in step 12, forward of blocks.0, call ", "rank 1 in step 12, backward of "]),
         ("message", 0, 2, 2, ["rank 0 in step 0, forward of blocks.0, call ", "rank 1 in step 0, "]),
-        ("order", 12, 4, 2, ["ranks 0, 1 in step 12, forward of blocks.0, call ", "ranks 2, 3 in step 1"]),
+        pytest.param(
+            "order",
+            12,
+            4,
+            2,
+            ["ranks 0, 1 in step 12, forward of blocks.0, call ", "ranks 2, 3 in step 1"],
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_ranks_that_wait_for_each_other_are_told_once_and_none_is_blamed(
