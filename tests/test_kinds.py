@@ -23,6 +23,7 @@ def test_a_kind_without_a_row_is_named() -> None:
         table_of(more, KINDS)
 
 
+@pytest.mark.slow
 def test_sentinel_does_not_import_with_a_kind_that_has_no_row() -> None:
     script = (
         "import enum, sys, types\n"

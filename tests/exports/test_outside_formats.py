@@ -29,6 +29,9 @@ class Steps:
 """
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     SyntheticRun(tmp_path / "run").write(4)
