@@ -27,7 +27,7 @@ class PulseWriter:
         self._has_failed = False
 
     def beat(self, wall_ns: int) -> None:
-        """Say that the incarnation lives at this time, nanoseconds since the epoch."""
+        """Write that the process is still running at this time, nanoseconds since the epoch."""
         if self._map is None:
             self._open()
         if self._map is not None:
